@@ -203,8 +203,9 @@ class _Evaluation:
         golds = [example.gold for example in self.split.encoded]
         if self.data.task.kind == "classification":
             return F.cross_entropy(scores, torch.tensor(golds)).item()
-        losses = [-total[gold] for total, gold in zip(sums, golds, strict=True)]
-        return self._mean(torch.stack(losses))
+        right = [total[gold] for total, gold in zip(sums, golds, strict=True)]
+        losses = -torch.stack(right)
+        return self._mean(losses)
 
     def _mean(self, losses: Tensor) -> float:
         """Return the mean of the objective from its sum over each example, float64 [examples].
@@ -213,7 +214,8 @@ class _Evaluation:
         its number of examples, as transformers' Trainer averages.
         """
         num_terms_of = self.data.objective.num_terms
-        num_terms = torch.tensor([num_terms_of(example) for example in self.split.encoded])
+        counts = [num_terms_of(example) for example in self.split.encoded]
+        num_terms = torch.tensor(counts)
         if self.data.loss_batch is None:
             return float(losses.sum() / num_terms.sum())
         total = 0.0
@@ -279,7 +281,8 @@ class _Evaluation:
             num_missing = width - tokens.shape[1]
             return F.pad(tokens, (0, num_missing))
 
-        rows = _rows_by_length([len(ids) for ids in self.split.prompts])
+        lengths = [len(ids) for ids in self.split.prompts]
+        rows = _rows_by_length(lengths)
         return self._spread(rows, width, write).long()
 
     def _objective_loss(self, tokens: Tensor | None) -> float:
@@ -294,7 +297,8 @@ class _Evaluation:
                 batch, outputs = self._forward(batch)
             return data.loss(outputs, batch).unsqueeze(1)
 
-        rows = _rows_by_length([example.num_tokens for example in self.split.encoded])
+        lengths = [example.num_tokens for example in self.split.encoded]
+        rows = _rows_by_length(lengths)
         losses = self._spread(rows, 1, run).squeeze(1)
         return self._mean(losses)
 

@@ -55,7 +55,9 @@ def can_pack(config: Any, max_length: int) -> bool:
             replaces the one with which the model would apply the window.
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
+    if model is None:
+        return False
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     values = config.to_dict()
     for key, value in values.items():
@@ -138,8 +140,9 @@ def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]
     longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     for sequence in longest_first:
         length = lengths[sequence]
-        with_room = (row for row, used in enumerate(filled) if used + length <= width)
-        row = next(with_room, len(filled))
+        row = 0
+        while row < len(filled) and filled[row] + length > width:
+            row += 1
         if row == len(filled):
             filled.append(0)
         rows[sequence] = row

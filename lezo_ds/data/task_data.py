@@ -265,6 +265,7 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     if task.kind == "generation" or objective.reads_answers:
         stops = (NEWLINE,) if config.generation.stop is None else config.generation.stop
         generation = generation_settings(tokenizer, config.generation.max_new_tokens, stops)
+    writes_answers = generation is not None
     encoder = _Encoder(config, task, objective, tokenizer, model_config)
     # The mask of packed rows has no columns for the keys of a prefix.
     takes_packed = config.peft.kind != "prefix"
@@ -272,10 +273,10 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         task=task,
         tokenizer=tokenizer,
         train=encoder.encode(splits.train, has_prompts=objective.reads_answers),
-        dev=encoder.encode(splits.dev, has_prompts=generation is not None),
-        test=encoder.encode(splits.test, has_prompts=generation is not None),
+        dev=encoder.encode(splits.dev, has_prompts=writes_answers),
+        test=encoder.encode(splits.test, has_prompts=writes_answers),
         objective=objective,
-        encode=partial(encoder.encode, has_prompts=generation is not None),
+        encode=partial(encoder.encode, has_prompts=writes_answers),
         generation=generation,
         packed=takes_packed and can_pack(model_config, config.data.max_length),
         loss_batch=_MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,
