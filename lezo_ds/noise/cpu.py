@@ -3,8 +3,8 @@
 The library lies in the user's cache under a name that is a hash of its source, its flags, and what
 the compiler says of itself and of this processor. A new version of any of them is another file.
 
-A call passes the address of one structure. Its fields have the names and the order of the structure
-in cpu_kernels.cpp. Memory belongs to PyTorch, and the kernels never keep an address.
+A call passes the address of one structure, which has the fields of its namesake in cpu_kernels.cpp.
+Memory belongs to PyTorch, and the kernels never keep an address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,45 +49,44 @@ PRECISIONS: dict[UpdatePrecision, int] = {"stochastic": 0, "fp32_master": 1}
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class PerturbArguments(ctypes.Structure):
-    """What `lezo_perturb` is called with; see cpu_kernels.cpp."""
+class Call(ctypes.Structure):
+    """The elements that a kernel works on; see cpu_kernels.cpp for the fields of all structures."""
 
-    _fields_ = (
-        ("theta", ctypes.c_void_p),
-        ("plus", ctypes.c_void_p),
-        ("minus", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("start", ctypes.c_int64),
-        ("key", ctypes.c_uint64),
-        ("parameter_id", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("theta_format", ctypes.c_int32),
-        ("out_format", ctypes.c_int32),
-        ("distribution", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
+    _fields_: ClassVar[Sequence[Any]] = (
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("stride", c_int64),
+        ("start", c_int64),
+        ("parameter_id", c_uint32),
+        ("format", c_int32),
+        ("distribution", c_int32),
+        ("num_threads", c_int32),
     )
 
 
-class UpdateArguments(ctypes.Structure):
-    """What `lezo_update` is called with; see cpu_kernels.cpp."""
+class PerturbCall(Call):
+    """What `lezo_perturb` is called with."""
 
     _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("low", ctypes.c_void_p),
-        ("updates", ctypes.c_void_p),
-        ("num_updates", ctypes.c_int64),
-        ("num_rows", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("start", ctypes.c_int64),
-        ("parameter_id", ctypes.c_uint32),
-        ("format", ctypes.c_int32),
-        ("precision", ctypes.c_int32),
-        ("distribution", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
+        ("theta", c_void_p),
+        ("rows", c_void_p),
+        ("plus", c_void_p),
+        ("minus", c_void_p),
+        ("key", c_uint64),
+        ("scale", c_float),
+        ("out_format", c_int32),
+    )
+
+
+class UpdateCall(Call):
+    """What `lezo_update` is called with."""
+
+    _fields_ = (
+        ("theta", c_void_p),
+        ("low", c_void_p),
+        ("updates", c_void_p),
+        ("num_updates", c_int64),
+        ("precision", c_int32),
     )
 
 
@@ -121,24 +122,24 @@ class CpuNoise(NoiseBackend):
             if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
                 raise ValueError(f"rows must lie in [0, {len(theta)})")
         copies = [torch.empty(shape, dtype=weight.out_dtype) for _ in range(num_signs)]
-        arguments = PerturbArguments(
-            theta=theta.data_ptr(),
-            plus=copies[0].data_ptr(),
-            minus=copies[1].data_ptr() if num_signs == 2 else None,
-            rows=None if rows is None else rows.data_ptr(),
+        call = PerturbCall(
             num_rows=num_rows,
             width=width,
             stride=stride,
             start=weight.region.start,
-            key=key,
             parameter_id=weight.parameter_id,
-            scale=scale,
-            theta_format=FORMATS[theta.dtype],
-            out_format=FORMATS[weight.out_dtype],
+            format=FORMATS[theta.dtype],
             distribution=self._distribution,
             num_threads=torch.get_num_threads(),
+            theta=theta.data_ptr(),
+            rows=None if rows is None else rows.data_ptr(),
+            plus=copies[0].data_ptr(),
+            minus=copies[1].data_ptr() if num_signs == 2 else None,
+            key=key,
+            scale=scale,
+            out_format=FORMATS[weight.out_dtype],
         )
-        self._kernels.lezo_perturb(ctypes.byref(arguments))
+        self._kernels.lezo_perturb(ctypes.byref(call))
         return copies
 
     def update_(
@@ -150,22 +151,22 @@ class CpuNoise(NoiseBackend):
         packed = pack_updates(updates)
         for target in targets:
             num_rows, width, stride = target.region.rows(target.values.numel())
-            arguments = UpdateArguments(
-                values=target.values.data_ptr(),
-                low=None if target.low is None else target.low.data_ptr(),
-                updates=packed.ctypes.data,
-                num_updates=len(packed),
+            call = UpdateCall(
                 num_rows=num_rows,
                 width=width,
                 stride=stride,
                 start=target.region.start,
                 parameter_id=target.parameter_id,
                 format=FORMATS[target.values.dtype],
-                precision=PRECISIONS[precision],
                 distribution=self._distribution,
                 num_threads=torch.get_num_threads(),
+                theta=target.values.data_ptr(),
+                low=None if target.low is None else target.low.data_ptr(),
+                updates=packed.ctypes.data,
+                num_updates=len(packed),
+                precision=PRECISIONS[precision],
             )
-            self._kernels.lezo_update(ctypes.byref(arguments))
+            self._kernels.lezo_update(ctypes.byref(call))
 
 
 def _built_library() -> Path:

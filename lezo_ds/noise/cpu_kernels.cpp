@@ -453,49 +453,45 @@ void with_format(int32_t format, Body body) {
 
 }  // namespace
 
-// cpu.py has the same fields in the same order; a test compares them.
-//
-// A region has `num_rows` rows of `width` elements, which are contiguous in memory. In the full
-// parameter, row i begins at element start + i * stride.
+// What the functions below are called with. cpu.py has the same fields in the same order; a test
+// compares them.
 
-struct PerturbArguments {
-    const void *theta;
-    void *plus;
-    void *minus;          // null without a second sign
-    const int64_t *rows;  // null, or row i of the results is that of row rows[i] of theta
-    int64_t num_rows;     // of the results
-    int64_t width;
-    int64_t stride;
-    int64_t start;
-    uint64_t key;
-    uint32_t parameter_id;
-    float scale;
-    int32_t theta_format;
-    int32_t out_format;
-    int32_t distribution;
-    int32_t num_threads;
-};
-
-struct UpdateArguments {
-    void *values;
-    int16_t *low;  // null unless 16-bit values are stored as FP32_MASTER
-    const void *updates;
-    int64_t num_updates;
+// The elements that a call works on: `num_rows` rows of `width` elements, which are contiguous in
+// memory. In the full parameter, row i begins at element start + i * stride.
+struct Call {
     int64_t num_rows;
     int64_t width;
     int64_t stride;
     int64_t start;
     uint32_t parameter_id;
-    int32_t format;
-    int32_t precision;  // of 16-bit values; fp32 values are stored as they are
+    int32_t format;  // of theta
     int32_t distribution;
     int32_t num_threads;
+};
+static_assert(sizeof(Call) == 48);  // without padding, the fields of a derived structure follow
+
+struct PerturbCall : Call {
+    const void *theta;
+    const int64_t *rows;  // null, or row i of the copies is that of row rows[i] of theta
+    void *plus;
+    void *minus;  // null without a second sign
+    uint64_t key;
+    float scale;
+    int32_t out_format;
+};
+
+struct UpdateCall : Call {
+    void *theta;
+    int16_t *low;  // null unless 16-bit values are stored as FP32_MASTER
+    const void *updates;
+    int64_t num_updates;
+    int32_t precision;  // of 16-bit values; fp32 values are stored as they are
 };
 
 extern "C" {
 
 // plus = theta + scale * z and, if it is not null, minus = theta - scale * z.
-void lezo_perturb(const PerturbArguments *call) {
+void lezo_perturb(const PerturbCall *call) {
     const Noise noise{call->distribution, call->key, call->parameter_id};
     const auto perturb = [&](auto theta_tag, auto out_tag) {
         using Theta = decltype(theta_tag);
@@ -513,22 +509,22 @@ void lezo_perturb(const PerturbArguments *call) {
         };
         for_rows(call->num_rows, call->width, call->num_threads, perturb_row);
     };
-    with_format(call->theta_format, [&](auto theta_tag) {
+    with_format(call->format, [&](auto theta_tag) {
         with_format(call->out_format, [&](auto out_tag) { perturb(theta_tag, out_tag); });
     });
 }
 
-// values = values * factor - coefficient * z(key) for each update, in order.
-void lezo_update(const UpdateArguments *call) {
+// theta = theta * factor - coefficient * z(key) for each update, in order.
+void lezo_update(const UpdateCall *call) {
     const Noise noise{call->distribution, 0, call->parameter_id};
     const auto *updates = static_cast<const Update *>(call->updates);
     with_format(call->format, [&](auto storage_tag) {
         using Storage = decltype(storage_tag);
-        auto *values = static_cast<typename Storage::Stored *>(call->values);
+        auto *theta = static_cast<typename Storage::Stored *>(call->theta);
         const auto update_row = [&](int64_t row, int64_t first, int64_t last) {
             const int64_t target = row * call->width + first;
             update_range<Storage>(
-                values + target, call->low == nullptr ? nullptr : call->low + target,
+                theta + target, call->low == nullptr ? nullptr : call->low + target,
                 call->precision, call->start + row * call->stride + first, last - first, noise,
                 updates, call->num_updates);
         };

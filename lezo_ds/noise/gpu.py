@@ -1,10 +1,15 @@
-"""The noise operations for CUDA devices, with Triton."""
+"""The noise operations for CUDA devices, with Triton.
+
+A call names tensors that mostly stay where they are from step to step. So what follows from their
+addresses is made once and cached: the table of each launch, on the GPU (see `triton_kernels`), and
+the compiled kernel. A later call looks them up and launches; that is all its time on the host.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,83 +22,116 @@ from lezo_ds.noise.reference import PER_BLOCK
 from lezo_ds.zo.laws import Distribution
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
-# Elements of one program, as in `triton_kernels._tile`; no bit depends on it.
-_TILE: dict[Distribution, int] = {"normal": 512 * 4, "rademacher": 32 * 128}
-_ALIGNMENT = (
-    512  # of copies in bytes, like that of torch's allocator: matrix products may depend on it
-)
+# Blocks of a tile, which one program handles.
+BLOCKS_OF_TILE: dict[Distribution, int] = {"normal": 512, "rademacher": 32}
+# Of copies, in bytes, like that of torch's allocator: matrix products may depend on it.
+_ALIGNMENT = 512
+# In FIRST_PROGRAM of the unused columns of a table.
+_NO_PROGRAM = 1 << 62
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Launch:
-    """A kernel with the number of its programs and its last arguments, which are the same in all runs.
+    """A kernel with the number of its programs and its last arguments, the same in all runs.
 
-    Only in the first run does Triton choose the compiled kernel, which takes longer than the launch. It goes
-    by types, and by which addresses and integers are multiples of 16 unless `do_not_specialize` excepts them;
-    runs of one launch must not differ in these.
+    Only in the first run does Triton choose the compiled kernel, which takes longer than the
+    launch. It goes by types, and by which addresses and integers are multiples of 16 unless
+    `do_not_specialize` excepts them; runs of one launch must not differ in these.
+
+    Attributes:
+        kernel: a function of `triton.jit`.
+        num_programs: 0 launches nothing.
+        constants: its last arguments, all constexpr, by name.
     """
 
     def __init__(
         self, kernel: Any, num_programs: int, constants: Mapping[str, Any], num_warps: int = 4
     ) -> None:
-        self.kernel, self.num_programs, self.constants = kernel, num_programs, constants
-        self._ordered = [constants[name] for name in kernel.arg_names[-len(constants) :]]
-        self._num_warps, self._compiled = num_warps, None
+        self.kernel = kernel
+        self.num_programs = num_programs
+        self.constants = constants
+        names = kernel.arg_names[-len(constants) :]
+        self._ordered = [constants[name] for name in names]
+        self._num_warps = num_warps
+        self._compiled = None  # stays None in Triton's interpreter
 
     def run(self, first: Tensor, *others: object) -> None:
         """Run the kernel on its arguments before the constants, on the device of the first."""
         if self.num_programs == 0:
             return
-        grid, arguments = (self.num_programs, 1, 1), (first, *others, *self._ordered)
+        grid = (self.num_programs, 1, 1)
+        arguments = (first, *others, *self._ordered)
         with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
             if self._compiled is not None:
                 self._compiled[grid](*arguments)
-            else:
-                # A fused multiply-add rounds once where the other backends round twice.
-                options = {"num_warps": self._num_warps, "enable_fp_fusion": False}
-                self._compiled = self.kernel[grid](
-                    *arguments, **options
-                )  # None in Triton's interpreter
+                return
+            # A fused multiply-add rounds once where the other backends round twice.
+            self._compiled = self.kernel[grid](
+                *arguments, num_warps=self._num_warps, enable_fp_fusion=False
+            )
 
 
 class TritonNoise(NoiseBackend):
-    """One launch perturbs or updates all alike tensors of a call. Rows out of range are not caught."""
+    """One launch perturbs or updates all alike tensors of a call.
+
+    Indices of rows that are out of range are not caught: that would wait for the GPU.
+    """
 
     takes_blocks = True
 
     def _perturb(
-        self,
-        weights: Sequence[Weight],
-        key: int,
-        scale: float,
-        num_signs: int,
+        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int
     ) -> list[list[Tensor]]:
         if weights[0].rows is not None:
-            return [
-                _perturb_rows(weight, key, scale, num_signs, self.law.entries) for weight in weights
-            ]
+            return [self._perturb_rows(weight, key, scale, num_signs) for weight in weights]
         thetas = [weight.theta.contiguous() for weight in weights]
-        facts = [
-            (
-                theta.data_ptr(),
-                theta.shape,
-                theta.dtype,
-                weight.parameter_id,
-                weight.out_dtype,
-                weight.region,
+        stored = []
+        for theta, (_, parameter_id, out_dtype, _, region) in zip(thetas, weights, strict=True):
+            address = theta.data_ptr()
+            stored.append(
+                _StoredWeight(address, theta.shape, theta.dtype, parameter_id, out_dtype, region)
             )
-            for theta, weight in zip(thetas, weights, strict=True)
-        ]
-        device = thetas[0].device
-        num_bytes, views, launches = _copies(tuple(facts), num_signs, self.law.entries, device)
-        # All copies in one piece of memory: those of plus, then those of minus.
-        out = torch.empty(num_signs * num_bytes, dtype=torch.uint8, device=device)
-        for table, launch in launches:
-            launch.run(table, None, out, key, scale, num_bytes)
-        of_dtype = {dtype: out.view(dtype) for dtype in {weight.out_dtype for weight in weights}}
+        plan = _perturbation(tuple(stored), num_signs, self.law.entries, self.device)
+        memory = torch.empty(num_signs * plan.num_bytes, dtype=torch.uint8, device=self.device)
+        for table, launch in plan.launches:
+            launch.run(table, None, memory, key, scale, plan.num_bytes)
+        memory_as = {dtype: memory.view(dtype) for dtype in plan.dtypes}
         return [
-            [of_dtype[dtype].as_strided(*view) for dtype, *view in of_weight] for of_weight in views
+            [memory_as[dtype].as_strided(*geometry) for geometry in geometries]
+            for dtype, geometries in plan.copies
         ]
+
+    def _perturb_rows(self, weight: Weight, key: int, scale: float, num_signs: int) -> list[Tensor]:
+        theta, parameter_id, out_dtype, rows, region = weight
+        assert rows is not None
+        theta = theta.contiguous()
+        rows = rows.contiguous()
+        width = theta.shape[1]
+        address = theta.data_ptr()
+        if region.start:  # the kernel counts rows from the first one of the parameter
+            rows = rows + region.start // width
+            address -= region.start * theta.itemsize
+        # A row that starts within a block can touch one more tile.
+        per_block = PER_BLOCK[self.law.entries]
+        first_row = Region(0 if width % per_block == 0 else per_block - 1)
+        tiles_of_row = _num_tiles(self.law.entries, first_row, width)
+        part = _Part(
+            constants=_perturb_constants(theta.dtype, out_dtype, num_signs),
+            parameter_id=parameter_id,
+            numel=width,
+            address=address,
+            region=first_row,
+            tiles_of_row=tiles_of_row,
+        )
+        launches = _launches(kernels.perturb_kernel, (part,), self.law.entries, self.device)
+        ((table, of_one_row),) = launches
+        num_programs = len(rows) * tiles_of_row
+        launch = Launch(of_one_row.kernel, num_programs, of_one_row.constants)
+        num_bytes = _aligned(len(rows) * width * out_dtype.itemsize)
+        memory = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=self.device)
+        launch.run(table, rows, memory, key, scale, num_bytes)
+        copies = memory.view(out_dtype)[:, : len(rows) * width]
+        return [copy.view(len(rows), width) for copy in copies]
 
     def update_(
         self,
@@ -101,128 +139,226 @@ class TritonNoise(NoiseBackend):
         updates: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        if not (targets and updates):
+        if not targets or not updates:
             return
-        parts = []
+        stored = []
         for values, region, parameter_id, low in targets:
-            stored = "nearest" if values.dtype == torch.float32 else precision
-            constants = (("dtype", values.dtype), ("precision", stored))
-            addresses = values.data_ptr(), 0 if low is None else low.data_ptr()
-            parts.append((constants, parameter_id, values.numel(), *addresses, region, 0))
-        device = targets[0].values.device
-        packed = _updates_on_device(pack_updates(updates).tobytes(), device)
-        for table, launch in _launches("update_kernel", tuple(parts), self.law.entries, device):
+            low_address = 0 if low is None else low.data_ptr()
+            stored.append(
+                _StoredTarget(
+                    values.data_ptr(),
+                    low_address,
+                    values.numel(),
+                    values.dtype,
+                    parameter_id,
+                    region,
+                )
+            )
+        packed = _updates_on_device(pack_updates(updates).tobytes(), self.device)
+        for table, launch in _update(tuple(stored), precision, self.law.entries, self.device):
             launch.run(table, packed, len(updates))
 
 
-def _perturb_rows(
-    weight: Weight, key: int, scale: float, num_signs: int, distribution: Distribution
-) -> list[Tensor]:
-    theta, parameter_id, out_dtype, rows, region = weight
-    assert rows is not None
-    theta, rows, width = theta.contiguous(), rows.contiguous(), theta.shape[1]
-    address = theta.data_ptr()
-    if region.start:  # the kernel counts rows from the first one of the parameter
-        rows, address = rows + region.start // width, address - region.start * theta.itemsize
-    # A row that starts within a block can touch one more tile.
-    start = 0 if width % PER_BLOCK[distribution] == 0 else PER_BLOCK[distribution] - 1
-    constants = (("dtype", theta.dtype), ("out_dtype", out_dtype), ("two_signs", num_signs == 2))
-    num_tiles = _num_tiles(distribution, Region(start), width)
-    part = (constants, parameter_id, width, address, 0, Region(start), num_tiles)
-    ((table, of_row),) = _launches("perturb_kernel", (part,), distribution, theta.device)
-    num_bytes = _aligned(len(rows) * width * out_dtype.itemsize)
-    out = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=theta.device)
-    launch = Launch(of_row.kernel, len(rows) * num_tiles, of_row.constants)
-    launch.run(table, rows, out, key, scale, num_bytes)
-    return [copy.view(out_dtype)[: len(rows) * width].view(len(rows), width) for copy in out]
+class _StoredWeight(NamedTuple):
+    """All that the plan for a `Weight` depends on, so that it can be cached."""
+
+    address: int
+    shape: torch.Size
+    dtype: torch.dtype
+    parameter_id: int
+    out_dtype: torch.dtype
+    region: Region
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+class _StoredTarget(NamedTuple):
+    """All that the launches for an `UpdateTarget` depend on."""
+
+    address: int
+    low_address: int  # 0 without low bits
+    numel: int
+    dtype: torch.dtype
+    parameter_id: int
+    region: Region
 
 
-def _num_tiles(distribution: Distribution, region: Region, count: int) -> int:
-    """Return how many programs cover a part of `count` elements."""
-    per_block = PER_BLOCK[distribution]
-    covered = region.start % per_block + count if count else 0
-    if region.width:  # all blocks that a row may touch, as in `triton_kernels._tile_of_rows`
-        covered = (
-            count // region.width * ((region.width + 2 * (per_block - 1)) // per_block) * per_block
-        )
-    return -(-covered // _TILE[distribution])
+class _Perturbation(NamedTuple):
+    """How some weights are perturbed.
+
+    All copies lie in one piece of memory:
+
+        plus of weight 0 | plus of weight 1 | ... | minus of weight 0 | minus of weight 1 | ...
+        <---------------- num_bytes ------------> <---------------- num_bytes ------------->
+
+    Attributes:
+        num_bytes: of the copies of one sign.
+        dtypes: of all copies.
+        copies: for each weight, the dtype of its copies, and (shape, strides, offset in elements)
+            of each.
+        launches: what writes them, with their tables.
+    """
+
+    num_bytes: int
+    dtypes: set[torch.dtype]
+    copies: list[tuple[torch.dtype, list[tuple[Any, ...]]]]
+    launches: list[tuple[Tensor, Launch]]
 
 
-# Weights that stay where they are have the same copies and tables at each step.
+class _Part(NamedTuple):
+    """A tensor of a launch: a column of its table, but for FIRST_PROGRAM.
+
+    `constants` are the constexpr arguments of the kernel that this tensor needs, by name.
+    """
+
+    constants: tuple[tuple[str, Any], ...]
+    parameter_id: int
+    numel: int
+    address: int
+    region: Region
+    copy_offset: int = 0
+    copy_is_fp32: bool = False
+    tiles_of_row: int = 0
+    low_address: int = 0
+
+
 @functools.lru_cache(maxsize=1024)
-def _copies(
-    facts: Sequence[tuple[int, torch.Size, torch.dtype, int, torch.dtype, Region]],
+def _perturbation(
+    weights: Sequence[_StoredWeight],
     num_signs: int,
     distribution: Distribution,
     device: torch.device,
-) -> tuple[int, list[list[Any]], list[tuple[Tensor, Launch]]]:
-    """Return the bytes of the copies of one sign, (dtype, *view) of the copies of each weight, and launches.
+) -> _Perturbation:
+    parts = []
+    num_bytes = 0
+    for weight in weights:
+        is_fp32 = weight.out_dtype == torch.float32
+        # One kernel writes copies in fp32 and in one other dtype.
+        kernel_dtype = weight.dtype if is_fp32 else weight.out_dtype
+        parts.append(
+            _Part(
+                constants=_perturb_constants(weight.dtype, kernel_dtype, num_signs),
+                parameter_id=weight.parameter_id,
+                numel=weight.shape.numel(),
+                address=weight.address,
+                region=weight.region,
+                copy_offset=num_bytes,
+                copy_is_fp32=is_fp32,
+            )
+        )
+        num_bytes += _aligned(weight.shape.numel() * weight.out_dtype.itemsize)
+    copies = []
+    for weight, part in zip(weights, parts, strict=True):
+        strides = torch.empty(weight.shape, device="meta").stride()
+        geometries = []
+        for sign in range(num_signs):
+            offset = (sign * num_bytes + part.copy_offset) // weight.out_dtype.itemsize
+            geometries.append((weight.shape, strides, offset))
+        copies.append((weight.out_dtype, geometries))
+    launches = _launches(kernels.perturb_kernel, tuple(parts), distribution, device)
+    return _Perturbation(num_bytes, {dtype for dtype, _ in copies}, copies, launches)
 
-    The facts of a weight are address, shape, dtype, parameter id, dtype of its copies, and region.
-    """
-    parts, offsets, end = [], [], 0
-    for address, shape, dtype, parameter_id, out_dtype, region in facts:
-        is_fp32 = out_dtype == torch.float32
-        stored = (
-            "out_dtype",
-            dtype if is_fp32 else out_dtype,
-        )  # one kernel writes fp32 and another dtype
-        constants = (("dtype", dtype), stored, ("two_signs", num_signs == 2))
-        parts.append((constants, parameter_id, shape.numel(), address, end, region, is_fp32))
-        offsets.append(end)
-        end += _aligned(shape.numel() * out_dtype.itemsize)
-    views = []
-    for (_, shape, _, _, dtype, _), offset in zip(facts, offsets, strict=True):
-        strides = torch.empty(shape, device="meta").stride()
-        firsts = [(sign * end + offset) // dtype.itemsize for sign in range(num_signs)]
-        views.append([(dtype, shape, strides, first) for first in firsts])
-    return end, views, _launches("perturb_kernel", tuple(parts), distribution, device)
+
+@functools.lru_cache(maxsize=1024)
+def _update(
+    targets: Sequence[_StoredTarget],
+    precision: UpdatePrecision,
+    distribution: Distribution,
+    device: torch.device,
+) -> list[tuple[Tensor, Launch]]:
+    parts = []
+    for target in targets:
+        storage = "fp32" if target.dtype == torch.float32 else precision
+        parts.append(
+            _Part(
+                constants=(("dtype", target.dtype), ("storage", storage)),
+                parameter_id=target.parameter_id,
+                numel=target.numel,
+                address=target.address,
+                region=target.region,
+                low_address=target.low_address,
+            )
+        )
+    return _launches(kernels.update_kernel, tuple(parts), distribution, device)
+
+
+def _perturb_constants(
+    dtype: torch.dtype, out_dtype: torch.dtype, num_signs: int
+) -> tuple[tuple[str, Any], ...]:
+    return (("dtype", dtype), ("out_dtype", out_dtype), ("two_signs", num_signs == 2))
 
 
 @functools.lru_cache(maxsize=1024)
 def _launches(
-    kernel: str, parts: Sequence[tuple[Any, ...]], distribution: Distribution, device: torch.device
+    kernel: Any, parts: Sequence[_Part], distribution: Distribution, device: torch.device
 ) -> list[tuple[Tensor, Launch]]:
-    """Return a table and a launch for each kind of parts: those that one compiled kernel serves.
-
-    A part is (constants of the kernel, parameter id, number of elements, address, fifth field, region, sixth
-    field); see `triton_kernels._part`.
-    """
-    alike: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
-    for constants, parameter_id, count, address, other, region, last in parts:
-        unit = 16 if count % 16 == address % 16 == other % 16 == 0 else 1
-        layout = (
-            "rows"
-            if region.width
-            else "aligned"
-            if region.start % PER_BLOCK[distribution] == 0
-            else "any"
-        )
-        kind = (*constants, ("layout", layout), ("unit", unit))
-        num_tiles = _num_tiles(distribution, region, count)
-        alike.setdefault(kind, []).append(
-            (num_tiles, parameter_id, count, address, other, last, *region)
-        )
+    """Return a table and a launch for each kind of parts: those that one compiled kernel serves."""
+    alike: dict[tuple[tuple[str, Any], ...], list[_Part]] = {}
+    for part in parts:
+        in_units = (part.numel, part.address, part.copy_offset, part.low_address)
+        unit = 16 if all(number % 16 == 0 for number in in_units) else 1
+        layout = _layout(part.region, distribution)
+        kind = (*part.constants, ("layout", layout), ("unit", unit))
+        alike.setdefault(kind, []).append(part)
     launches = []
-    for kind, columns in alike.items():
-        num_columns = max(
-            16, 1 << (len(columns) - 1).bit_length()
-        )  # a kernel is compiled for each number
-        table = np.full(
-            (9, num_columns), 1 << 62, dtype=np.int64
-        )  # more than any number of programs
-        table[:, : len(columns)] = np.array(columns, dtype=np.int64).T
-        ends = np.cumsum(table[0, : len(columns)])
-        table[0, : len(columns)] = [0, *ends[:-1]]
+    for kind, same in alike.items():
+        # A kernel is compiled for each number of columns: a power of two, and at least 16.
+        num_columns = max(16, 1 << (len(same) - 1).bit_length())
         constants = {name: _TRITON_TYPES.get(value, value) for name, value in kind}
-        constants |= {"num_columns": num_columns, "distribution": distribution}
-        launch = Launch(getattr(kernels, kernel), int(ends[-1]), constants)
+        constants["num_columns"] = num_columns
+        constants["distribution"] = distribution
+        constants["per_block"] = PER_BLOCK[distribution]
+        constants["num_blocks"] = BLOCKS_OF_TILE[distribution]
+        table, num_programs = _table(same, num_columns, distribution)
+        launch = Launch(kernel, num_programs, constants)
         launches.append((_on_device(torch.from_numpy(table), device), launch))
     return launches
+
+
+def _layout(region: Region, distribution: Distribution) -> str:
+    if region.width:
+        return "rows"
+    if region.start % PER_BLOCK[distribution] == 0:
+        return "aligned"
+    return "any"
+
+
+def _table(
+    parts: Sequence[_Part], num_columns: int, distribution: Distribution
+) -> tuple[np.ndarray, int]:
+    """Return the table of a launch, int64 [NUM_ROWS, num_columns], and its number of programs."""
+    table = np.full((kernels.NUM_ROWS.value, num_columns), _NO_PROGRAM, dtype=np.int64)
+    num_programs = 0
+    for column, part in zip(table.T, parts, strict=False):
+        column[kernels.FIRST_PROGRAM.value] = num_programs
+        column[kernels.PARAMETER_ID.value] = part.parameter_id
+        column[kernels.COUNT.value] = part.numel
+        column[kernels.ADDRESS.value] = part.address
+        column[kernels.START.value] = part.region.start
+        column[kernels.WIDTH.value] = part.region.width
+        column[kernels.STRIDE.value] = part.region.stride
+        column[kernels.COPY_OFFSET.value] = part.copy_offset
+        column[kernels.COPY_IS_FP32.value] = part.copy_is_fp32
+        column[kernels.TILES_OF_ROW.value] = part.tiles_of_row
+        column[kernels.LOW_ADDRESS.value] = part.low_address
+        num_programs += _num_tiles(distribution, part.region, part.numel)
+    return table, num_programs
+
+
+def _num_tiles(distribution: Distribution, region: Region, count: int) -> int:
+    """Return how many programs cover a region of `count` elements."""
+    if count == 0:
+        return 0
+    per_block = PER_BLOCK[distribution]
+    if region.width:
+        # All blocks that a row may touch, as in `triton_kernels._elements_of_rectangle`.
+        blocks_of_row = (region.width + 2 * (per_block - 1)) // per_block
+        num_blocks = count // region.width * blocks_of_row
+    else:
+        num_blocks = -(-(region.start % per_block + count) // per_block)
+    return -(-num_blocks // BLOCKS_OF_TILE[distribution])
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 # All blocks of a step have the same updates, so one copy to the GPU serves them all.
@@ -232,5 +368,7 @@ def _updates_on_device(updates: bytes, device: torch.device) -> Tensor:
 
 
 def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return values
     # Pinned memory and non_blocking let the host go on before the copy is done.
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    return values.pin_memory().to(device, non_blocking=True)

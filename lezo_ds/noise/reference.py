@@ -189,11 +189,8 @@ def _minus_two_log_uniform(word: Tensor) -> Tensor:
     mantissa = torch.where(is_above, mantissa * 0.5, mantissa)
     exponent = torch.where(is_above, exponent + 1, exponent).to(torch.float32)
     x = mantissa - 1.0
-    polynomial = x * _LOG_COEFFICIENTS[0] + _LOG_COEFFICIENTS[1]
-    for coefficient in _LOG_COEFFICIENTS[2:]:
-        polynomial = polynomial * x + coefficient
     square = x * x
-    tail = polynomial * x * square + exponent * _LN2_LOW - square * 0.5
+    tail = _polynomial(x, _LOG_COEFFICIENTS) * x * square + exponent * _LN2_LOW - square * 0.5
     return ((x + tail) + exponent * _LN2_HIGH) * -2.0
 
 
@@ -210,18 +207,22 @@ def _sin_cos(word: Tensor) -> tuple[Tensor, Tensor]:
     as_signed = rest - ((rest >> 31) << 32)
     x = as_signed.to(torch.float32) * _QUARTER_PI_OVER_2_31
     square = x * x
-    sine = square * _SIN_COEFFICIENTS[0] + _SIN_COEFFICIENTS[1]
-    sine = sine * square + _SIN_COEFFICIENTS[2]
-    sine = sine * square * x + x
-    cosine = square * _COS_COEFFICIENTS[0] + _COS_COEFFICIENTS[1]
-    cosine = cosine * square + _COS_COEFFICIENTS[2]
-    cosine = cosine * (square * square) - square * 0.5 + 1.0
+    sine = _polynomial(square, _SIN_COEFFICIENTS) * square * x + x
+    cosine = _polynomial(square, _COS_COEFFICIENTS) * (square * square) - square * 0.5 + 1.0
     is_odd = (quadrant & 1) == 1
     first = torch.where(is_odd, cosine, sine)
     second = torch.where(is_odd, sine, cosine)
     first = torch.where(quadrant >= 2, -first, first)
     second = torch.where((quadrant == 1) | (quadrant == 2), -second, second)
     return first, second
+
+
+def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """Return a polynomial by Horner's rule, the coefficient of the highest power first."""
+    value = x * coefficients[0] + coefficients[1]
+    for coefficient in coefficients[2:]:
+        value = value * x + coefficient
+    return value
 
 
 def _sqrt(x: Tensor) -> Tensor:

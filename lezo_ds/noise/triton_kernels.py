@@ -1,12 +1,37 @@
 """The noise operations as Triton kernels: the formulas of reference.py in fewer instructions.
 
-Launch them with enable_fp_fusion=False: the bits equal those of the other backends only if every fp32
-operation is rounded on its own. Outside `_root`, tl.fma stands only where the product is exact.
+One launch works on many tensors. A table on the GPU says where they are and which programs (thread
+blocks) work on which. It is int64 [11, num_columns], with a column for each tensor:
+
+    row             tensor 0   tensor 1          unused columns
+    FIRST_PROGRAM   0          programs of 0     more than any number of programs
+    PARAMETER_ID
+    COUNT                                        number of elements; with rows_ptr, those of a row
+    ADDRESS                                      of theta, or of the values to update
+    START                                        three fields of the tensor's `Region`
+    WIDTH
+    STRIDE
+    COPY_OFFSET                                  perturb: bytes from out_ptr to the copy for plus
+    COPY_IS_FP32                                 perturb: 1 for copies in fp32, 0 in out_dtype
+    TILES_OF_ROW                                 perturb with rows_ptr: programs of one row
+    LOW_ADDRESS                                  update: of the low bits, with fp32_master
+
+A program handles one tile: the elements of consecutive blocks of Philox. Its number less
+FIRST_PROGRAM is the number of its tile in its tensor. `layout` says how tiles lie:
+
+    aligned   one row of elements, which begins where a block begins
+    any       one row, which may begin within a block: the tile's first elements are masked
+    rows      a rectangle: each of its rows begins within a block of its own
+
+Launch them with enable_fp_fusion=False: the bits equal those of the other backends only if every
+fp32 operation is rounded on its own. Outside `_root`, tl.fma stands only where the product is
+exact. A hint such as tl.multiple_of must stand where the value is made: it does not leave a
+function.
 """
 
-# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-calls=False
-# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
+# mypy: disallow-incomplete-defs=False, disallow-untyped-calls=False
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913 (a kernel has no objects to bundle its arguments in)
 
 from __future__ import annotations
 
@@ -16,16 +41,49 @@ import triton.language as tl
 # Triton 3.7's interpreter cuts bits off where a GPU rounds to the nearest bf16.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
+# The rows of a table.
+FIRST_PROGRAM = tl.constexpr(0)
+PARAMETER_ID = tl.constexpr(1)
+COUNT = tl.constexpr(2)
+ADDRESS = tl.constexpr(3)
+START = tl.constexpr(4)
+WIDTH = tl.constexpr(5)
+STRIDE = tl.constexpr(6)
+COPY_OFFSET = tl.constexpr(7)
+COPY_IS_FP32 = tl.constexpr(8)
+TILES_OF_ROW = tl.constexpr(9)
+LOW_ADDRESS = tl.constexpr(10)
+NUM_ROWS = tl.constexpr(11)
+
+NORMAL_STREAM = tl.constexpr(0)
+DITHER_STREAM = tl.constexpr(1)
+RADEMACHER_STREAM = tl.constexpr(2)
+
+
+@triton.jit
+def _bits(values):
+    """Return the bit patterns of fp32 values as int32."""
+    return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _from_bits(bits):
+    """Return the fp32 values of 32-bit patterns."""
+    return bits.to(tl.float32, bitcast=True)
+
 
 @triton.jit
 def _minus_two_log_uniform(word):
-    # The constants are those of the logarithm times -2: a power of two changes no other bit of a result.
+    """Return -2 ln u in fp32 for u = (2 (word >> 9) + 1) / 2**24, which is never 0 or 1."""
+    # The constants are those of the logarithm times -2: a power of two changes no other bit.
     # 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
-    uniform = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
-    bits = uniform.to(tl.int32, bitcast=True)
-    # u = 2**e * m with m in (sqrt(1/2), sqrt(2)]; the first such m has the bits below. e comes as e << 23.
+    uniform = _from_bits((word >> 9) | 0x3F800000) - 0.999999940395355224609375
+    bits = _bits(uniform)
+    # u = 2**e * m with m in (sqrt(1/2), sqrt(2)]; the first such m has the bits below.
+    # `power` is e << 23: two constants below are divided by 2**23 instead.
     power = (bits - 0x3F3504F4) & -0x800000
-    x, exponent = (bits - power).to(tl.float32, bitcast=True) - 1.0, power.to(tl.float32)
+    x = _from_bits(bits - power) - 1.0
+    exponent = power.to(tl.float32)
     polynomial = x * -1.40753672584e-1 + 2.3029220620e-1
     polynomial = polynomial * x + -2.3353997480e-1
     polynomial = polynomial * x + 2.4840281692e-1
@@ -41,7 +99,10 @@ def _minus_two_log_uniform(word):
 
 @triton.jit
 def _root(x):
-    """Return the correctly rounded root of x in [2**-24, 64]: sqrt.rn without its branch for other x."""
+    """Return the correctly rounded root of x in [2**-24, 64].
+
+    It is sqrt.rn without its branch for other x.
+    """
     if INTERPRETED:
         root = tl.sqrt_rn(x)
     else:
@@ -56,14 +117,17 @@ def _root(x):
 
 @triton.jit
 def _radius(word, angle):
-    """Return sqrt(-2 ln u) of `word`, with the sign that half a turn of `angle` gives to sine and cosine."""
+    """Return sqrt(-2 ln u) of `word`, negative if the first bit of `angle` is set.
+
+    That bit stands for half a turn, which changes the signs of sine and cosine.
+    """
     radius = _root(_minus_two_log_uniform(word)).to(tl.uint32, bitcast=True)
-    return (radius ^ (angle & 0x80000000)).to(tl.float32, bitcast=True)
+    return _from_bits(radius ^ (angle & 0x80000000))
 
 
 @triton.jit
 def _sin_cos(word):
-    """Return (sine, cosine); the first bit of `word` counts as 0."""
+    """Return (sine, cosine); the first bit of `word` counts as 0, since `_radius` has the sign."""
     x = (word << 2).to(tl.int32, bitcast=True).to(tl.float32) * 3.657291987e-10
     square = x * x
     sine = (square * -1.9515295891e-4 + 8.3321608736e-3) * square + -1.6666654611e-1
@@ -77,10 +141,14 @@ def _sin_cos(word):
 
 @triton.jit
 def _product(word, factor: tl.constexpr):
-    """Return the high and the low half of word * factor by one instruction, where LLVM often takes two."""
+    """Return the high and the low half of word * factor.
+
+    They take one instruction, where LLVM often chooses two.
+    """
     if INTERPRETED:
         product = word.to(tl.uint64) * factor
-        low, high = product.to(tl.uint32), (product >> 32).to(tl.uint32)
+        low = product.to(tl.uint32)
+        high = (product >> 32).to(tl.uint32)
     else:
         low, high = tl.inline_asm_elementwise(
             "{.reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$0, $1}, product;}",
@@ -95,7 +163,10 @@ def _product(word, factor: tl.constexpr):
 
 @triton.jit
 def _words(key, parameter_id, block, stream: tl.constexpr):
-    """Return the four words of each block, uint32. tl.philox takes two multiplications for a product."""
+    """Return the four words of Philox4x32-10 of each block, uint32 [n].
+
+    tl.philox gives the same words, but takes two multiplications for each product.
+    """
     word0 = block.to(tl.uint32)
     word1 = (block >> 32).to(tl.uint32)
     word2 = word0 * 0 + tl.cast(parameter_id, tl.uint32)
@@ -105,8 +176,10 @@ def _words(key, parameter_id, block, stream: tl.constexpr):
     for _ in tl.static_range(10):
         high0, low0 = _product(word0, 0xD2511F53)
         high1, low1 = _product(word2, 0xCD9E8D57)
-        word0, word1 = high1 ^ word1 ^ key0, low1
-        word2, word3 = high0 ^ word3 ^ key1, low0
+        word0 = high1 ^ word1 ^ key0
+        word1 = low1
+        word2 = high0 ^ word3 ^ key1
+        word3 = low0
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
     return word0, word1, word2, word3
@@ -131,38 +204,40 @@ def box_muller(word0, word1, word2, word3):
 @triton.jit
 def _draw(key, parameter_id, block, distribution: tl.constexpr):
     """Return z of all elements of the blocks: fp32 [n, elements of a block]."""
-    word0, word1, word2, word3 = _words(
-        key, parameter_id, block, 2 if distribution == "rademacher" else 0
-    )
     if distribution == "rademacher":
+        word0, word1, word2, word3 = _words(key, parameter_id, block, RADEMACHER_STREAM)
         words = _in_order(word0, word1, word2, word3)
         bits = words[:, :, None] >> tl.arange(0, 32).to(tl.uint32)[None, None, :]
         ones = (bits << 31) | 0x3F800000  # the bit becomes the sign bit of 1
-        z = ones.to(tl.float32, bitcast=True).reshape(block.shape[0], 128)
+        z = _from_bits(ones).reshape(block.shape[0], 4 * 32)
     else:
+        word0, word1, word2, word3 = _words(key, parameter_id, block, NORMAL_STREAM)
         z = box_muller(word0, word1, word2, word3)
     return z
 
 
 @triton.jit
 def _dither(key, parameter_id, block, per_block: tl.constexpr):
-    """Return the dither words of all elements of blocks of a distribution: int32 [n, per_block]."""
+    """Return the dither words of all elements of blocks: int32 [n, per_block].
+
+    The dither has blocks of 4, whatever the distribution: a block of 128 elements has 32 of them.
+    """
     dither_blocks: tl.constexpr = per_block // 4
-    first = block[:, None] * dither_blocks + tl.arange(0, dither_blocks)[None, :]
-    block = first.reshape(block.shape[0] * dither_blocks)
-    word0, word1, word2, word3 = _words(key, parameter_id, block, 1)
+    numbers = block[:, None] * dither_blocks + tl.arange(0, dither_blocks)[None, :]
+    dither_block = numbers.reshape(block.shape[0] * dither_blocks)
+    word0, word1, word2, word3 = _words(key, parameter_id, dither_block, DITHER_STREAM)
     words = _in_order(word0, word1, word2, word3).to(tl.int32, bitcast=True)
     return words.reshape(words.shape[0] // dither_blocks, per_block)
 
 
 @triton.jit
 def round_nearest(value, dtype: tl.constexpr):
+    """Return fp32 values in `dtype`, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
-        bits = value.to(tl.int32, bitcast=True)
+        bits = _bits(value)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        stored = (
-            tl.where(value != value, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        )
+        rounded = tl.where(value != value, 0x7FC0, rounded)
+        stored = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         stored = value.to(dtype)
     return stored
@@ -170,63 +245,83 @@ def round_nearest(value, dtype: tl.constexpr):
 
 @triton.jit
 def _round_stochastic(value, dither, dtype: tl.constexpr):
-    bits = value.to(tl.int32, bitcast=True)
+    """Do as `reference.round_stochastic`."""
+    bits = _bits(value)
     if dtype == tl.bfloat16:
         rounded = (bits + (dither & 0xFFFF)) >> 16
         nan = 0x7FC0
     else:
         magnitude = bits & 0x7FFFFFFF
         normal = ((magnitude + (dither & 0x1FFF)) >> 13) - 0x1C000
-        below = tl.minimum(magnitude, 0x38800000).to(tl.float32, bitcast=True)
-        subnormal = ((below * 17592186044416.0).to(tl.int32) + (dither & 0xFFFFF)) >> 20
+        below = _from_bits(tl.minimum(magnitude, 0x38800000))
+        fixed_point = (below * 17592186044416.0).to(tl.int32)  # 2**44
+        subnormal = (fixed_point + (dither & 0xFFFFF)) >> 20
         rounded = tl.where(magnitude < 0x38800000, subnormal, tl.minimum(normal, 0x7C00))
         rounded = rounded | ((bits >> 31) << 15)
         nan = 0x7E00
-    return tl.where(value != value, nan, rounded).to(tl.int16).to(dtype, bitcast=True)
+    rounded = tl.where(value != value, nan, rounded)
+    return rounded.to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
 def _low_unit(high):
     """Return the fp32 bits of one unit of `low`; see `reference._low_unit_exponent`."""
-    power = high.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    power = _bits(high.to(tl.float32)) & 0x7F800000
     return tl.maximum(power, (127 - 14) << 23) - ((10 + 15) << 23)
 
 
 @triton.jit
 def _split_master(value, dtype: tl.constexpr):
+    """Do as `reference.split_master`."""
     if dtype == tl.bfloat16:
-        bits = value.to(tl.int32, bitcast=True)
+        bits = _bits(value)
         high_bits = (bits + 0x8000) >> 16
         low = (bits - (high_bits << 16)).to(tl.int16)
         high = high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         high = value.to(tl.float16)
-        per_unit = ((254 << 23) - _low_unit(high)).to(tl.float32, bitcast=True)
-        # The difference and its product are exact. An infinite or undefined difference becomes 0.
-        rounded = tl.maximum(tl.fma(value - high.to(tl.float32), per_unit, 12582912.0), 0.0)
-        low = rounded.to(tl.int32, bitcast=True).to(tl.int16)
+        per_unit = _from_bits((254 << 23) - _low_unit(high))
+        lost = value - high.to(tl.float32)
+        # The difference and its product are exact. Adding 1.5 * 2**23 rounds to an integer in the
+        # low 16 bits. An infinite or undefined difference becomes 0.
+        rounded = tl.maximum(tl.fma(lost, per_unit, 12582912.0), 0.0)
+        low = _bits(rounded).to(tl.int16)
     return high, low
 
 
 @triton.jit
 def _join_master(high, low):
+    """Do as `reference.join_master`."""
     if high.dtype == tl.bfloat16:
-        bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
-        value = bits.to(tl.float32, bitcast=True)
+        high_bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        value = _from_bits(high_bits + low.to(tl.int32))
     else:
-        unit = _low_unit(high).to(tl.float32, bitcast=True)
+        unit = _from_bits(_low_unit(high))
         value = tl.fma(low.to(tl.float32), unit, high.to(tl.float32))
     return value
 
 
 @triton.jit
-def _tile(tile, start, count, layout: tl.constexpr, distribution: tl.constexpr):
-    """Return a tile's blocks [n], its elements' positions from `start`, and a mask of those that exist.
+def _column(table_ptr, num_columns: tl.constexpr):
+    """Return where the column of this program's tensor begins: field F is F * num_columns later."""
+    program = tl.program_id(0).to(tl.int64)
+    first_programs = tl.load(table_ptr + tl.arange(0, num_columns))
+    num_begun = tl.sum((first_programs <= program).to(tl.int32), axis=0)
+    return table_ptr + num_begun - 1
 
-    Positions and mask are [n, elements of a block]. The layout "aligned" promises: `start` begins a block.
+
+@triton.jit
+def _elements_of_row(
+    tile, start, count, layout: tl.constexpr, per_block: tl.constexpr, num_blocks: tl.constexpr
+):
+    """Return the elements of a tile of one row.
+
+    The row has `count` elements, of which the first is element `start` of the parameter.
+
+    Returns:
+        The tile's blocks [num_blocks], the positions of their elements from `start`, and a mask of
+        those that belong to the row. Positions and mask are [num_blocks, per_block].
     """
-    per_block: tl.constexpr = 128 if distribution == "rademacher" else 4
-    num_blocks: tl.constexpr = 32 if distribution == "rademacher" else 512
     first = tile * num_blocks
     block = start // per_block + first + tl.arange(0, num_blocks)
     elements = tl.arange(0, num_blocks)[:, None] * per_block + tl.arange(0, per_block)[None, :]
@@ -240,10 +335,13 @@ def _tile(tile, start, count, layout: tl.constexpr, distribution: tl.constexpr):
 
 
 @triton.jit
-def _tile_of_rows(tile, start, width, stride, count, distribution: tl.constexpr):
-    """Do as `_tile` for a part of several rows: row i has `width` elements from start + i * stride."""
-    per_block: tl.constexpr = 128 if distribution == "rademacher" else 4
-    num_blocks: tl.constexpr = 32 if distribution == "rademacher" else 512
+def _elements_of_rectangle(
+    tile, start, width, stride, count, per_block: tl.constexpr, num_blocks: tl.constexpr
+):
+    """Do as `_elements_of_row` for a rectangle: row i has `width` elements from start + i * stride.
+
+    Tiles cut the sequence of all blocks that row 0 may touch, all that row 1 may touch, and so on.
+    """
     blocks_of_row = (width + 2 * (per_block - 1)) // per_block  # that a row touches at most
     number = tile * num_blocks + tl.arange(0, num_blocks)
     row = number // blocks_of_row
@@ -255,48 +353,27 @@ def _tile_of_rows(tile, start, width, stride, count, distribution: tl.constexpr)
 
 
 @triton.jit
-def _part(table_ptr, unit: tl.constexpr, num_columns: tl.constexpr):
-    """Return the number of this program's tile in its part of a call, and the other fields of the part.
-
-    A table is int64 [9, num_columns], with a column for each part: number of its first program, parameter id,
-    number of elements, address, two fields that depend on the kernel, and those of its `Region`. The third to
-    fifth are multiples of `unit`: the compiler uses wide accesses where it sees multiples of 16.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    first = tl.load(table_ptr + tl.arange(0, num_columns))
-    column = table_ptr + tl.sum((first <= program).to(tl.int32), axis=0) - 1
-    parameter_id = tl.load(column + num_columns)
-    count = tl.multiple_of(tl.load(column + 2 * num_columns), unit)
-    address = tl.load(column + 3 * num_columns)
-    other = tl.multiple_of(tl.load(column + 4 * num_columns), unit)
-    last = tl.load(column + 5 * num_columns)
-    return (
-        program - tl.load(column),
-        parameter_id,
-        count,
-        address,
-        other,
-        last,
-        column + 6 * num_columns,
-    )
-
-
-@triton.jit
 def _elements(
     tile,
-    region_ptr,
+    column_ptr,
     count,
     layout: tl.constexpr,
     num_columns: tl.constexpr,
-    distribution: tl.constexpr,
+    per_block: tl.constexpr,
+    num_blocks: tl.constexpr,
 ):
-    """Return `_tile` of a part whose region is in a column of the table."""
-    start = tl.load(region_ptr)
+    """Return the elements of a tile of the tensor in a column, as `_elements_of_row` does."""
+    start = tl.load(column_ptr + START * num_columns)
     if layout == "rows":
-        width, stride = tl.load(region_ptr + num_columns), tl.load(region_ptr + 2 * num_columns)
-        block, position, inside = _tile_of_rows(tile, start, width, stride, count, distribution)
+        width = tl.load(column_ptr + WIDTH * num_columns)
+        stride = tl.load(column_ptr + STRIDE * num_columns)
+        block, position, inside = _elements_of_rectangle(
+            tile, start, width, stride, count, per_block, num_blocks
+        )
     else:
-        block, position, inside = _tile(tile, start, count, layout, distribution)
+        block, position, inside = _elements_of_row(
+            tile, start, count, layout, per_block, num_blocks
+        )
     return block, position, inside
 
 
@@ -324,36 +401,59 @@ def perturb_kernel(
     unit: tl.constexpr,
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
+    per_block: tl.constexpr,
+    num_blocks: tl.constexpr,
 ):
-    """Write plus = theta + scale * z and, if there are two signs, minus = theta - scale * z.
+    """Write plus = theta + scale * z and, with two signs, minus = theta - scale * z.
 
-    plus is a part's fifth field of bytes after `out_ptr`, and minus `distance` bytes after plus. Without
-    `rows_ptr`, the sixth says whether the copies are fp32 instead of `out_dtype`. With it, the only part has
-    the elements of one row, row i of plus is that of theta[rows[i]], and the sixth is the tiles of a row.
+    Args:
+        table_ptr: see the module. With `rows_ptr`, it has one tensor.
+        rows_ptr: None, or int64: row i of plus is that of theta[rows[i]], in out_dtype.
+        out_ptr: memory of all copies. A copy for minus lies `distance` bytes after that for plus.
+        key: of the direction z.
+        scale: of the direction z.
+        distance: a multiple of 16.
+        dtype: of theta.
+        out_dtype: of the copies that are not fp32.
+        two_signs: whether there is a copy for minus.
+        layout: see the module; "aligned" or "any" with `rows_ptr`, for all rows.
+        unit: 16 if COUNT, ADDRESS and COPY_OFFSET of all tensors are multiples of it, else 1. The
+            compiler uses wide accesses where it sees multiples of 16.
+        num_columns: of the table, a power of two.
+        distribution: of the entries of z.
+        per_block: elements of a block, 4 normals or 128 signs.
+        num_blocks: of a tile. No bit depends on it.
     """
-    tile, parameter_id, count, address, offset, last, region_ptr = _part(
-        table_ptr, unit, num_columns
-    )
-    theta_ptr, is_fp32 = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit), last
+    column_ptr = _column(table_ptr, num_columns)
+    tile = tl.program_id(0).to(tl.int64) - tl.load(column_ptr + FIRST_PROGRAM * num_columns)
+    parameter_id = tl.load(column_ptr + PARAMETER_ID * num_columns)
+    count = tl.multiple_of(tl.load(column_ptr + COUNT * num_columns), unit)
+    address = tl.load(column_ptr + ADDRESS * num_columns)
+    theta_ptr = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit)
+    copy_offset = tl.multiple_of(tl.load(column_ptr + COPY_OFFSET * num_columns), unit)
     if rows_ptr is None:
+        is_fp32 = tl.load(column_ptr + COPY_IS_FP32 * num_columns)
         block, position, inside = _elements(
-            tile, region_ptr, count, layout, num_columns, distribution
+            tile, column_ptr, count, layout, num_columns, per_block, num_blocks
         )
     else:
-        row = tile.to(tl.int32) // last.to(tl.int32)
-        tile -= row.to(tl.int64) * last
+        is_fp32 = 0
+        tiles_of_row = tl.load(column_ptr + TILES_OF_ROW * num_columns)
+        row = tile.to(tl.int32) // tiles_of_row.to(tl.int32)
+        tile -= row.to(tl.int64) * tiles_of_row
         start = tl.load(rows_ptr + row) * count
         theta_ptr += start
-        offset += row * count * (out_dtype.primitive_bitwidth // 8)
-        is_fp32 = 0
-        block, position, inside = _tile(tile, start, count, layout, distribution)
+        copy_offset += row * count * (out_dtype.primitive_bitwidth // 8)
+        block, position, inside = _elements_of_row(
+            tile, start, count, layout, per_block, num_blocks
+        )
     theta = tl.load(theta_ptr + position, mask=inside).to(tl.float32)
     change = scale * _draw(key, parameter_id, block, distribution)
-    _store_copy(out_ptr + offset, position, theta + change, inside, is_fp32, out_dtype)
+    plus_ptr = out_ptr + copy_offset
+    _store_copy(plus_ptr, position, theta + change, inside, is_fp32, out_dtype)
     if two_signs:
-        _store_copy(
-            out_ptr + offset + distance, position, theta - change, inside, is_fp32, out_dtype
-        )
+        minus_ptr = plus_ptr + distance
+        _store_copy(minus_ptr, position, theta - change, inside, is_fp32, out_dtype)
 
 
 @triton.jit(do_not_specialize=["num_updates"])
@@ -362,44 +462,63 @@ def update_kernel(
     updates_ptr,
     num_updates: tl.int32,
     dtype: tl.constexpr,
-    precision: tl.constexpr,
+    storage: tl.constexpr,
     layout: tl.constexpr,
     unit: tl.constexpr,
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
+    per_block: tl.constexpr,
+    num_blocks: tl.constexpr,
 ):
-    """Apply theta * factor - coefficient * z to shards in place, for each update of `pack_updates` in order.
+    """Do theta = theta * factor - coefficient * z in place, for each update in order.
 
-    The fifth field of a part is the address of the low bits, if `precision` is fp32_master. The tile stays in
-    registers between the updates.
+    The tile stays in registers between the updates.
+
+    Args:
+        table_ptr: see the module.
+        updates_ptr: uint64 [num_updates, 2], as `pack_updates` lays them out.
+        num_updates: at least 1.
+        dtype: of the values.
+        storage: how values are stored: "fp32", or the update precision of 16-bit values.
+        layout: see the module.
+        unit: 16 if COUNT, ADDRESS and LOW_ADDRESS of all tensors are multiples of it, else 1.
+        num_columns: of the table, a power of two.
+        distribution: of the entries of z.
+        per_block: elements of a block, 4 normals or 128 signs.
+        num_blocks: of a tile. No bit depends on it.
     """
     multipliers_ptr = updates_ptr.to(tl.pointer_type(tl.float32))
-    tile, parameter_id, count, address, low_address, _, region_ptr = _part(
-        table_ptr, unit, num_columns
+    column_ptr = _column(table_ptr, num_columns)
+    tile = tl.program_id(0).to(tl.int64) - tl.load(column_ptr + FIRST_PROGRAM * num_columns)
+    parameter_id = tl.load(column_ptr + PARAMETER_ID * num_columns)
+    count = tl.multiple_of(tl.load(column_ptr + COUNT * num_columns), unit)
+    block, position, inside = _elements(
+        tile, column_ptr, count, layout, num_columns, per_block, num_blocks
     )
-    block, position, inside = _elements(tile, region_ptr, count, layout, num_columns, distribution)
-    shard_ptr = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit) + position
-    low_ptr = tl.multiple_of(low_address.to(tl.pointer_type(tl.int16)), unit) + position
-    stored = tl.load(shard_ptr, mask=inside)
-    low = stored  # a loop needs its variables before it; unused unless `precision` is fp32_master
-    if precision == "fp32_master":
+    address = tl.load(column_ptr + ADDRESS * num_columns)
+    values_ptr = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit) + position
+    stored = tl.load(values_ptr, mask=inside)
+    # A loop needs its variables before it, used or not.
+    low = stored
+    low_ptr = values_ptr
+    if storage == "fp32_master":
+        low_address = tl.multiple_of(tl.load(column_ptr + LOW_ADDRESS * num_columns), unit)
+        low_ptr = tl.multiple_of(low_address.to(tl.pointer_type(tl.int16)), unit) + position
         low = tl.load(low_ptr, mask=inside)
     for update in range(num_updates):
         key = tl.load(updates_ptr + 2 * update)
         coefficient = tl.load(multipliers_ptr + 4 * update + 2)
         factor = tl.load(multipliers_ptr + 4 * update + 3)
         z = _draw(key, parameter_id, block, distribution)
-        if precision == "fp32_master":
+        if storage == "fp32_master":
             value = _join_master(stored, low) * factor - coefficient * z
             stored, low = _split_master(value, dtype)
-        else:
+        elif storage == "stochastic":
             value = stored.to(tl.float32) * factor - coefficient * z
-            if precision == "stochastic":
-                stored = _round_stochastic(
-                    value, _dither(key, parameter_id, block, z.shape[1]), dtype
-                )
-            else:
-                stored = round_nearest(value, dtype)
-    tl.store(shard_ptr, stored, mask=inside)
-    if precision == "fp32_master":
+            dither = _dither(key, parameter_id, block, per_block)
+            stored = _round_stochastic(value, dither, dtype)
+        else:
+            stored = stored * factor - coefficient * z
+    tl.store(values_ptr, stored, mask=inside)
+    if storage == "fp32_master":
         tl.store(low_ptr, low, mask=inside)

@@ -102,14 +102,14 @@ def test_python_and_c_have_the_same_numbers_for_names(name):
     assert in_python == in_c
 
 
-@pytest.mark.parametrize("arguments", [cpu.PerturbArguments, cpu.UpdateArguments])
-def test_python_and_c_have_the_same_fields_in_the_same_order(arguments):
+@pytest.mark.parametrize("call", [cpu.Call, cpu.PerturbCall, cpu.UpdateCall])
+def test_python_and_c_have_the_same_fields_in_the_same_order(call):
     source = cpu.SOURCE.read_text()
-    (body,) = re.findall(rf"struct {arguments.__name__} {{(.*?)}};", source, re.DOTALL)
+    (body,) = re.findall(rf"struct {call.__name__} (?:: Call )?{{(.*?)}};", source, re.DOTALL)
     in_c = [
         (name, TYPES[type_]) for type_, name in re.findall(r"^ +([^;/]*[ *])(\w+);", body, re.M)
     ]
-    assert list(arguments._fields_) == in_c
+    assert list(call._fields_) == in_c
 
 
 @pytest.fixture

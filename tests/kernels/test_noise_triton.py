@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from lezo_ds.noise import gpu
 from lezo_ds.noise import triton_kernels as kernels
-from lezo_ds.noise.reference import box_muller
+from lezo_ds.noise.reference import PER_BLOCK, box_muller
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiles = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not compile")
@@ -101,7 +101,7 @@ def compiled_for_hopper(storage, distribution, operation):
     """What a kernel becomes for compute capability 9.0 and tensors with multiples of 16 bytes;
     needs no GPU.
 
-    The operation is "perturb", "rows" or the precision of an update.
+    The operation is "perturb", "rows" or the storage of an update.
     """
     kernel = kernels.perturb_kernel if operation in ("perturb", "rows") else kernels.update_kernel
     names, types = kernel.arg_names, dict(TYPES)
@@ -111,10 +111,12 @@ def compiled_for_hopper(storage, distribution, operation):
         "distribution": distribution,
     }
     constants |= {
+        "per_block": PER_BLOCK[distribution],
+        "num_blocks": gpu.BLOCKS_OF_TILE[distribution],
         "layout": "aligned",
         "unit": 16,
         "num_columns": 16,
-        "precision": operation,
+        "storage": operation,
         "two_signs": True,
     }
     if operation != "rows":
@@ -142,7 +144,7 @@ COMPILED = [
     ("fp32", "normal", "perturb", 54),
     ("bf16", "normal", "perturb", 59),
     ("bf16", "normal", "rows", 59),
-    ("fp32", "normal", "nearest", 55),
+    ("fp32", "normal", "fp32", 55),
     ("bf16", "normal", "stochastic", 70),
     ("bf16", "normal", "fp32_master", 61),
     ("fp16", "normal", "fp32_master", 70),
@@ -157,9 +159,8 @@ def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
     storage, distribution, operation, most, tmp_path
 ):
     compiled = compiled_for_hopper(storage, distribution, operation)
-    # In four normals: two of each logarithm, two of each root, one of each cosine. No other is
-    # fused.
-    num_elements = gpu._TILE[distribution] // 128
+    # In four normals: two of each logarithm, two of each root, one of each cosine. No other is fused.
+    num_elements = gpu.BLOCKS_OF_TILE[distribution] * PER_BLOCK[distribution] // 128
     fused = num_elements // 4 * 2 * (2 + 2 + 1) if distribution == "normal" else 0
     if storage == "fp16" and operation == "fp32_master":
         fused += 2 * num_elements  # low bits are read and written
