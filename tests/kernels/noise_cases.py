@@ -1,5 +1,4 @@
-"""Operations of the noise on shards and weights of many kinds, and the digests that their
-results have."""
+"""Operations of the noise on targets and weights of many kinds, and their results' digests."""
 
 import hashlib
 import itertools
@@ -21,16 +20,15 @@ KEY = 2**63 + 12345
 SCALES = ([1e-3, -1e-3], [0.25, 0.0])
 UPDATES = [Update(KEY, 0.01, 0.999), Update(2**64 - 1, -0.3), Update(0, 3e-7, 1 - 1e-6)]
 SHAPES = [(7, 153), (2048,), (16, 8), (0, 3), (33,), (5, 1030), (9, 1)]
-SHARDS = [(1104, 0), (1101, 0), (1040, 4096), (30, 7), (1056, 2**34 + 2), (5003, 4099), (0, 10)]
+TARGETS = [(1104, 0), (1101, 0), (1040, 4096), (30, 7), (1056, 2**34 + 2), (5003, 4099), (0, 10)]
 """Numbers of elements and starts."""
 
-# All pairs of distribution, dtype, and dtype of the copies or precision.
-CASES = [
-    (operation, DISTRIBUTIONS[(i + j) % 2], dtype, other)
-    for operation, others in (("perturb", DTYPES), ("update", PRECISIONS))
-    for (i, dtype), (j, other) in itertools.product(enumerate(DTYPES), enumerate(others))
-]
-CASES = {" ".join(str(word).removeprefix("torch.") for word in case): case for case in CASES}
+# (operation, distribution, dtype, and dtype of the copies or precision) by name: each pair occurs.
+CASES = {}
+for operation, others in (("perturb", DTYPES), ("update", PRECISIONS)):
+    for (i, dtype), (j, other) in itertools.product(enumerate(DTYPES), enumerate(others)):
+        case = (operation, DISTRIBUTIONS[(i + j) % 2], dtype, other)
+        CASES[" ".join(str(word).removeprefix("torch.") for word in case)] = case
 
 
 def hashed(count):
@@ -39,8 +37,10 @@ def hashed(count):
 
 
 def values_of_every_size(count):
-    """fp32 values from far below fp16's smallest to its overflow, zeros of both signs,
-    infinities and NaN."""
+    """fp32 values from far below fp16's smallest to its overflow.
+
+    The first are zeros of both signs, infinities, NaN, and values about fp16's largest.
+    """
     bits = hashed(count)
     exponents = 97 + (bits >> 8) % 49  # 2**-30 to 2**18
     values = ((bits & 0x807FFFFF) | (exponents << 23)).to(torch.int32).view(torch.float32)
@@ -61,16 +61,18 @@ def values_of_every_size(count):
 
 
 def stored(values, dtype, precision, device="cpu"):
-    """A shard and its low bits."""
-    high, low = (
-        split_master(values, dtype) if precision == "fp32_master" else (values.to(dtype), None)
-    )
-    return high.to(device), None if low is None else low.to(device)
+    """Values as they are stored, and their low bits or None."""
+    if precision != "fp32_master" or dtype == torch.float32:
+        return values.to(device, dtype, copy=True), None
+    high, low = split_master(values, dtype)
+    return high.to(device), low.to(device)
 
 
 def result(backend_of, case, device="cpu"):
-    """All tensors that an operation returns or writes; `backend_of(law)` is a backend for
-    `device`."""
+    """All tensors that an operation returns or writes.
+
+    `backend_of(law)` returns a backend for `device`.
+    """
     operation, distribution, dtype, other = case
     run = perturbed if operation == "perturb" else updated
     return run(backend_of(DenseLaw(distribution)), dtype, other, device)
@@ -99,7 +101,7 @@ def perturbed(noise, dtype, out_dtype, device):
 
 def updated(noise, dtype, precision, device):
     targets = []
-    for parameter_id, (count, start) in enumerate(SHARDS):
+    for parameter_id, (count, start) in enumerate(TARGETS):
         values, low = stored(values_of_every_size(count), dtype, precision, device)
         targets.append(UpdateTarget(values, Region(start), parameter_id, low))
     noise.update_(targets, UPDATES, precision)
@@ -109,8 +111,7 @@ def updated(noise, dtype, precision, device):
 
 
 def bits(tensor):
-    """The bit patterns, with one pattern for all NaN: the backends may differ in the payload of
-    a NaN."""
+    """The bit patterns, with one for all NaN: the backends may differ in the payload of a NaN."""
     if tensor.dtype == torch.int16:
         return tensor.cpu()
     patterns = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)

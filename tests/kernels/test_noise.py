@@ -321,7 +321,7 @@ def test_stochastic_rounding_picks_a_neighbor_and_is_right_on_average(dtype, num
         assert rounded.double().min() <= exact <= rounded.double().max()
         low, high = rounded.view(torch.int16).unique().tolist()
         assert high - low == 1
-        # Over all words the mean is the value itself; fp16's subnormals are cut off at the 44th
+        # Over all words the mean is the value itself. fp16's subnormals are cut off at the 44th
         # place.
         assert abs(rounded.double().mean() - exact) <= (2.0**-44 if num_bits == 20 else 0.0)
 

@@ -1,5 +1,4 @@
-"""The Triton kernels without a GPU: their tests in Triton's interpreter, and what they compile
-to."""
+"""The Triton kernels without a GPU: in Triton's interpreter, and what they compile to."""
 
 import os
 import re
@@ -98,10 +97,9 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
 
 
 def compiled_for_hopper(storage, distribution, operation):
-    """What a kernel becomes for compute capability 9.0 and tensors with multiples of 16 bytes;
-    needs no GPU.
+    """What a kernel becomes for compute capability 9.0 and tensors with multiples of 16 bytes.
 
-    The operation is "perturb", "rows" or the storage of an update.
+    It needs no GPU. The operation is "perturb", "rows" or the storage of an update.
     """
     kernel = kernels.perturb_kernel if operation in ("perturb", "rows") else kernels.update_kernel
     names, types = kernel.arg_names, dict(TYPES)
@@ -159,7 +157,8 @@ def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
     storage, distribution, operation, most, tmp_path
 ):
     compiled = compiled_for_hopper(storage, distribution, operation)
-    # In four normals: two of each logarithm, two of each root, one of each cosine. No other is fused.
+    # In four normals: two of each logarithm, two of each root, one of each cosine. No other is
+    # fused.
     num_elements = gpu.BLOCKS_OF_TILE[distribution] * PER_BLOCK[distribution] // 128
     fused = num_elements // 4 * 2 * (2 + 2 + 1) if distribution == "normal" else 0
     if storage == "fp16" and operation == "fp32_master":

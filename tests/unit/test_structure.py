@@ -23,7 +23,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 500},
     {"registry": 850, "files": 400},
     {"zo": 3_900},
-    {"noise": 10_500, "tasks": 5_800, "journal": 2_700},
+    {"noise": 10_600, "tasks": 5_800, "journal": 2_700},
     {"config": 8_600},
     {"distributed": 3_500},
     {"replicas": 4_200},

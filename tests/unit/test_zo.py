@@ -1,5 +1,7 @@
-"""Keys, estimators, layer policies, updates and schedules: recorded values, exact arithmetic,
-statistics."""
+"""Keys, estimators, layer policies, updates and schedules.
+
+They are compared with recorded values, exact arithmetic and statistics.
+"""
 
 from __future__ import annotations
 
