@@ -183,8 +183,8 @@ class NoiseBackend(ABC):
     ) -> None:
         """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
 
-        Both products and the difference are rounded to fp32, each on its own. The result is stored
-        before the next update, so the bits are those of one call for each.
+        Both products and the difference are rounded to fp32, each on its own. Under `DenseLaw`, the
+        result is stored before the next update, so the bits are those of one call for each.
 
         Args:
             targets: on the backend's device.

@@ -108,7 +108,9 @@ class TritonNoise(NoiseBackend):
         rows = rows.contiguous()
         width = theta.shape[1]
         address = theta.data_ptr()
-        if region.start:  # the kernel counts rows from the first one of the parameter
+        if region.start:
+            # The kernel counts rows from the first one of the parameter. That row need not be in
+            # memory: only the rows that are asked for are read.
             rows = rows + region.start // width
             address -= region.start * theta.itemsize
         # A row that starts within a block can touch one more tile.
@@ -227,6 +229,14 @@ def _perturbation(
     distribution: Distribution,
     device: torch.device,
 ) -> _Perturbation:
+    """Return how weights are perturbed. It is the same at each step for weights that stay in place.
+
+    Args:
+        weights: none has rows.
+        num_signs: 1 for plus, 2 for plus and minus.
+        distribution: of the entries of z.
+        device: where the table of each launch is put.
+    """
     parts = []
     num_bytes = 0
     for weight in weights:
@@ -264,6 +274,7 @@ def _update(
     distribution: Distribution,
     device: torch.device,
 ) -> list[tuple[Tensor, Launch]]:
+    """Return the launches of an update, with their tables."""
     parts = []
     for target in targets:
         storage = "fp32" if target.dtype == torch.float32 else precision
@@ -290,7 +301,11 @@ def _perturb_constants(
 def _launches(
     kernel: Any, parts: Sequence[_Part], distribution: Distribution, device: torch.device
 ) -> list[tuple[Tensor, Launch]]:
-    """Return a table and a launch for each kind of parts: those that one compiled kernel serves."""
+    """Return a table and a launch for each kind of parts: those that one compiled kernel serves.
+
+    Parts are of one kind if they need the same constants, layout and alignment. A parameter whose
+    numbers are no multiples of 16 has a launch of its own, so that it slows down no other.
+    """
     alike: dict[tuple[tuple[str, Any], ...], list[_Part]] = {}
     for part in parts:
         in_units = (part.numel, part.address, part.copy_offset, part.low_address)
@@ -358,6 +373,7 @@ def _num_tiles(distribution: Distribution, region: Region, count: int) -> int:
 
 
 def _aligned(num_bytes: int) -> int:
+    """Round a number of bytes up to a multiple of _ALIGNMENT."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
