@@ -15,27 +15,27 @@ from packaging.version import Version
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-CODE_TOKENS = 106_000
+CODE_TOKENS = 119_300
 """Most code tokens of Python in lezo_ds. Comments, docstrings and layout are free, and so are
 lines."""
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 500},
-    {"registry": 850, "files": 400},
-    {"zo": 3_900},
-    {"noise": 10_600, "tasks": 5_800, "journal": 2_700},
-    {"config": 8_600},
-    {"distributed": 3_500},
-    {"replicas": 4_200},
-    {"sharding": 9_900},
-    {"forward": 9_300},
-    {"checkpoints": 4_500},
-    {"data": 16_500},
-    {"agreement": 800},
+    {"registry": 900, "files": 400},
+    {"zo": 4_200},
+    {"noise": 11_700, "tasks": 5_800, "journal": 2_900},
+    {"config": 9_200},
+    {"distributed": 3_600},
+    {"replicas": 4_400},
+    {"sharding": 10_700},
+    {"forward": 10_600},
+    {"checkpoints": 5_000},
+    {"data": 18_000},
+    {"agreement": 900},
     {"step": 1_300},
-    {"engine": 3_200},
-    {"runs": 17_700},
-    {"tools": 16_000},
+    {"engine": 3_300},
+    {"runs": 20_400},
+    {"tools": 15_000},
     {"cli": 2_900},
 )
 """The rooms of the package from the ground up, with the most code tokens of each: a tenth more
