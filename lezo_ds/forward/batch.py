@@ -38,9 +38,9 @@ class Sampling:
     """How tokens are drawn.
 
     Attributes:
-        temperature: divides the logits; above 0. top_p: draw from the most probable tokens that
-        have this probability together; None draws from
-            all of them.
+        temperature: divides the logits; above 0.
+        top_p: draw from the most probable tokens that have this probability together; None draws
+            from all of them.
     """
 
     temperature: float
@@ -52,11 +52,12 @@ class GenerationSettings:
     """How a batch of prompts is continued.
 
     Attributes:
-        max_new_tokens: most tokens of an answer. stop_ids: a row ends at the first of these tokens.
-        pad_id: fills rows on the left of their prompt and after their end. stops: an answer is read
-        up to the first of these strings. has_ended: (new tokens of a row) -> whether the row ends
-        here. It finds stop strings that spread
-            over several tokens; None if there are none.
+        max_new_tokens: most tokens of an answer.
+        stop_ids: a row ends at the first of these tokens.
+        pad_id: fills rows on the left of their prompt and after their end.
+        stops: an answer is read up to the first of these strings.
+        has_ended: (new tokens of a row) -> whether the row ends here. It finds stop strings that
+            spread over several tokens; None if there are none.
         sampling: None takes the most probable token. Otherwise, the batch needs the input
             "sample_keys", int64 [rows].
     """

@@ -27,13 +27,13 @@ class PerturbedForward:
     """Wraps a causal language model in eval mode so that it can run at perturbed weights.
 
     Args:
-        model: with its parameters sharded or not. Its modules get new forward methods. trainable:
-        the parameters that may be perturbed. A tied parameter appears once. blocks: the transformer
-        blocks, in order. Where the noise `takes_blocks` (on a GPU), one kernel
-            perturbs all weights of a block when the block begins; they must be gathered by then.
+        model: with its parameters sharded or not. Its modules get new forward methods.
+        trainable: the parameters that may be perturbed. A tied parameter appears once.
+        blocks: the transformer blocks, in order. Where the noise `takes_blocks` (on a GPU), one
+            kernel perturbs all weights of a block when the block begins; they must be gathered by
+            then.
         shares_start: whether the blocks before the first perturbed one run on one copy of the
-        batch.
-            Then nothing outside the blocks may be trainable.
+            batch. Then nothing outside the blocks may be trainable.
     """
 
     def __init__(

@@ -27,11 +27,11 @@ class PassState:
     """What the wrappers of one model know of the pass that runs.
 
     Attributes:
-        current: the pass, or the part of it that runs now. perturber: runs the modules with
-        perturbed parameters; None at theta. selection: the logits that the pass needs; None stands
-        for all. num_equal_blocks: all copies of the batch are equal before this block, because no
-        block before it
-            is perturbed. These blocks run on one copy.
+        current: the pass, or the part of it that runs now.
+        perturber: runs the modules with perturbed parameters; None at theta.
+        selection: the logits that the pass needs; None stands for all.
+        num_equal_blocks: all copies of the batch are equal before this block, because no block
+            before it is perturbed. These blocks run on one copy.
     """
 
     def __init__(self) -> None:

@@ -26,16 +26,18 @@ class RunResults:
     A score is a value of the task's metric: 0 to 1, or any number if the metric is a reward.
 
     Attributes:
-        task: name of the task. method: the configuration's `method`, such as "lezo" or "zero_shot".
-        peft: kind of the adapter, "none" if all weights were trained. metric: name of the task's
-        metric. protocol: the configuration's `data.protocol`, which says how examples were chosen.
+        task: name of the task.
+        method: the configuration's `method`, such as "lezo" or "zero_shot".
+        peft: kind of the adapter, "none" if all weights were trained.
+        metric: name of the task's metric.
+        protocol: the configuration's `data.protocol`, which says how examples were chosen.
         finished: whether the run did all that it was asked for; false if it was asked to stop.
-        zero_shot: score of the base model on the test split; None for in-context learning. test:
-        score on the test split, at `best_step` if the run trains; None until it is finished.
+        zero_shot: score of the base model on the test split; None for in-context learning.
+        test: score on the test split, at `best_step` if the run trains; None until it is finished.
         majority_class: score of always giving the most frequent label; None if there are no
-        classes. best_step: step with the lowest validation loss, 0 for the base model; None if the
-        run does not
-            train, or is not finished.
+            classes.
+        best_step: step with the lowest validation loss, 0 for the base model; None if the run does
+            not train, or is not finished.
         best_dev_loss: validation loss at `best_step`; None if it was not finite.
         trained_dev_loss: lowest validation loss after step 0. Runs of version 0.3 lack it.
         worse_than_base: whether no step had a lower validation loss than the base model.

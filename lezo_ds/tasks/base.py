@@ -62,18 +62,17 @@ class Example:
     """One record as texts.
 
     Attributes:
-        prompt: what the model reads. candidates: the possible continuations of the prompt, each
-        with its leading space or newline.
-            A generation task has only the gold text, with the newline that ends it, or nothing if
-            the record has no gold text.
+        prompt: what the model reads.
+        candidates: the possible continuations of the prompt, each with its leading space or
+            newline. A generation task has only the gold text, with the newline that ends it, or
+            nothing if the record has no gold text.
         label: index of the right candidate, which is the one to train on; None if there is none.
         index: row of the record in its split, from 0.
         references: every text that counts as right, if candidates[label] is not the only one.
         demonstrations: solved examples that the model reads before the prompt, each followed by a
             blank line.
         messages: the conversation, if the tokenizer's chat template writes the example. Its last
-        turn
-            is the gold text of the assistant, if there is one.
+            turn is the gold text of the assistant, if there is one.
         record: all fields of the record, including those that the task does not read.
         place: where the record is, such as " (train.jsonl line 3)"; "" if unknown.
     """
@@ -115,9 +114,9 @@ class Task:
     """Where records are, and how one becomes texts. data.task=package.module:NAME names your own.
 
     Attributes:
-        name: in lower case. hub_id: data set on the Hugging Face hub, as parquet: no script is run.
-        None if only files have
-            the records.
+        name: in lower case.
+        hub_id: data set on the Hugging Face hub, as parquet: no script is run. None if only files
+            have the records.
         hub_config: configuration of that data set; None if it has only one.
         kind: how the task is trained and scored.
         fields: every field that `build_example` reads, with its type: str, int, bool, list[str], or
