@@ -112,20 +112,21 @@ class Reader:
             # A list as a key, an integer of too many digits, or a list that is nested too deeply.
             raise UserError(f"{where} cannot be read: {error}", fix="correct the value") from error
 
-    def override(self, text: str) -> tuple[str, Any]:
+    def override(self, assignment: str) -> tuple[str, Any]:
         """Return the key and the value of `key=value`.
 
         A value is YAML. But the value of a key that takes a string needs no quotes, since the shell
         has removed them: data.prompt="{text}: " has the value `{text}: `.
 
         Raises:
-            UserError: The text has no such form, or the value is not YAML.
+            UserError: The assignment has no such form, or the value is not YAML.
         """
-        if not re.fullmatch(r"\w+(\.\w+)*=.*", text, re.DOTALL):
+        if not re.fullmatch(r"\w+(\.\w+)*=.*", assignment, re.DOTALL):
             raise UserError(
-                f"{text} is not of the form key=value", fix="write it like zo.learning_rate=1e-6"
+                f"{assignment} is not of the form key=value",
+                fix="write it like zo.learning_rate=1e-6",
             )
-        name, _, value = text.partition("=")
+        name, _, value = assignment.partition("=")
         types = {entry.get("type") for entry in _alternatives(self.keys.get(name, {}))}
         is_quoted_or_null = re.fullmatch(r"""\s*(".*"|'.*'|null|~|)\s*""", value, re.DOTALL)
         if "string" in types and "array" not in types and not is_quoted_or_null:
@@ -139,7 +140,7 @@ class Reader:
             return name, load_yaml(value)
         except YamlError as error:
             raise UserError(
-                f"{cut(text, _SHOWN_CHARACTERS)} is not YAML",
+                f"{cut(assignment, _SHOWN_CHARACTERS)} is not YAML",
                 fix=f"quote all of it: '{name}=...'",
             ) from error
 
@@ -205,6 +206,8 @@ def _wrong_value(name: str, key: KeySchema, value: object, where: str) -> UserEr
     expected = _expected(key)
     if "string" in expected and isinstance(value, bool | int | float):
         fix = f'write it in quotes: "{json.dumps(value)}"'
+    elif expected == _TYPES["boolean"]:
+        fix = "write true or false"  # in YAML 1.1, so were yes and no
     else:
         choices = [choice for entry in _alternatives(key) for choice in _choices(entry)]
         fix = did_you_mean(str(value), choices, f"{_HELP} describes it")

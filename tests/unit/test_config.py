@@ -144,6 +144,8 @@ def test_labels_may_be_yes_and_no_without_quotes():
         ("train.steps=10.0", "train.steps=10.0"),
         ("train.report_to=csv,wandbb", "did you mean wandb?"),
         ("data.labels=[true, no]", 'fix: write it in quotes: "true"'),
+        ("zo.only_blocks=yes", 'only_blocks="yes" in recipe.yaml and the command line is not true'),
+        ("zo.only_blocks=yes", "fix: write true or false"),
         ("seed=-1", "is not an integer from 0 to 18446744073709551615"),
         ("steps", "is not of the form key=value"),
         ("data.prompt={text}\\nIt is", "has a backslash and an n"),
