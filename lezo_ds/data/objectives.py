@@ -2,12 +2,11 @@
 
 An objective is a loss to minimize and the layout of the batches that it reads. There are two kinds:
 
-    reads logits     the model runs the gold text or the candidates once; the loss is a function of
-    the
-                     logits of the selected tokens. The tasks' own losses, and a user's functions.
-    reads answers    the model writes answers to prompts; the loss is a function of their texts. F1,
-    and
-                     a user's rewards.
+    reads logits     the model runs the gold text or the candidates once; the loss is a function
+                     of the logits of the selected tokens. The tasks' own losses, and a user's
+                     functions.
+    reads answers    the model writes answers to prompts; the loss is a function of their texts.
+                     F1, and a user's rewards.
 
 A loss function returns one value for each example, and the loss of a step is the sum of these over
 the weight of the batch. This module also has the scores by which candidates are compared.

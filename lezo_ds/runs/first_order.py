@@ -172,8 +172,7 @@ class FirstOrderEngine(ModelEngine):
 
         Raises:
             UserError: a file of this rank is missing or damaged. Other ranks may wait for this one,
-            which
-                ends the process.
+                which ends the process.
         """
         source = snapshot_path(root, step)
         try:
