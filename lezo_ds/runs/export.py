@@ -103,6 +103,7 @@ def export_run(
 
 
 def _read(path: Path, step: str, target: Path, overrides: Sequence[str]) -> tuple[RecordedRun, int]:
+    """Check the target, and return the run and the number of updates that `step` names."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty directory", fix="set another --out")
     read = read_file if path.is_file() else read_run
@@ -141,6 +142,7 @@ def write_journal(path: Path, file: Path) -> int:
             f"run {path} cannot be replayed from a base model and a journal: {kind}",
             fix="share the directory that lezo-ds export --out writes",
         )
+    # The reader has neither the paths of this machine nor its number of ranks.
     config = dict(run.header.config)
     for key in ("deepspeed", "partition_size", "tensor_parallel"):
         config[key] = None
@@ -186,6 +188,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             raise ValueError(f"it has more than {MAX_JOURNAL_BYTES} bytes")
         lines = scan_journal(file, _MAX_LINE_BYTES)
         header, _ = next(lines)
+        # Of the header, only the types of its members have been checked.
         digests = {}
         for step, digest in header.config.get("digests", {}).items():
             digests[int(step)] = str(digest)
@@ -206,7 +209,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     fits = _is_replayable(config)
     if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
         fits = False  # such a rank could ask for any amount of memory
-    for record, _ in lines:
+    for record, _ in lines:  # one in memory at a time
         fits = fits and _fits(record, text_config.num_hidden_layers, config.zo.directions)
     if not fits:
         raise UserError(
@@ -331,7 +334,9 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
     """
     config = run.config
     base = _plain(_public_name(config.model.path))
-    is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base)
+    base_model = ""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base):  # OWNER/NAME on the hub
+        base_model = f"\nbase_model: {base}"
     rows = []
     for record in evaluations_of(run.records):
         scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
@@ -346,7 +351,7 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
     card = _CARD.format(
         library=_LIBRARIES[kind],
         method=config.method,
-        base_model=f"\nbase_model: {base}" if is_on_hub else "",
+        base_model=base_model,
         base=base,
         task=_plain(config.data.task),
         trained=_TRAINED[kind],

@@ -3,10 +3,10 @@ r"""Label the records of a file with a model, for lezo-ds predict.
 Records are predicted in chunks. Until the output is complete, the predictions are in a folder:
 
     OUT.part/
-        .lock             names the process that works here
-        settings.json     what predictions depend on apart from the records
-        0.json, 1.json    {"records": hash of the chunk's records, "rows": [prediction, ...]}
-        output            the whole output, which is then renamed to OUT
+        .lock           names the process that works here
+        chunk-0.json    {"input": settings and a hash of the chunk's records, "rows": [row, ...]}
+        chunk-1.json    A row has the predicted fields of a record.
+        output          the whole output, which is then renamed to OUT
 
 The same command continues a killed one with the chunks that are missing. A finished chunk counts as
 long as its own records stay the same, so another record may be corrected meanwhile.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -54,6 +54,10 @@ _NO_ANSWER: Mapping[type, object] = {int: -1, bool: False, list[str]: []}
 
 T = TypeVar("T")
 
+Row = dict[str, Any]
+"""The predicted fields of a record, or a record with them."""
+Rows = Iterator[Row]
+
 
 def predict_file(opened: Opened, source: Path, out: Path) -> int:
     """Label the records of a file, or continue to. A collective.
@@ -81,39 +85,60 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
         num_records = distributed.on_rank_zero(lambda: chunks.open(lock))
         data = load_task_data(config, task)
         engine = load_engine()
-        settings = [recipe_of(config), config.method, batch_size, engine.weights.digest()]
+        settings = [
+            recipe_of(config),
+            config.method,
+            batch_size,
+            engine.weights.digest(),
+        ]
         finished = distributed.on_rank_zero(lambda: chunks.finished(settings))
-        num_done = sum(finished.values())
-        is_shown = distributed.rank() == 0
-        with progress_bar(num_records, num_done, is_shown=is_shown, unit="record") as bar:
+        bar = progress_bar(
+            num_records,
+            num_done=sum(finished.values()),
+            is_shown=distributed.rank() == 0,
+            unit="record",
+        )
+        with bar:
             for number, examples in enumerate(chunks.examples()):
-                if number not in finished:
-                    rows = predict(engine, data, data.encode(examples), batch_size)
-                    distributed.on_rank_zero(partial(chunks.write, number, rows))
-                    bar.update(len(rows))
+                if number in finished:
+                    continue
+                split = data.encode(examples)
+                rows = predict(engine, data, split, batch_size)
+                distributed.on_rank_zero(partial(chunks.write, number, rows))
+                bar.update(len(rows))
         distributed.on_rank_zero(chunks.finish)
     return num_records
 
 
 def _for_prediction(config: RunConfig) -> RunConfig:
-    """Return a configuration that fits the model, with a label field if labels need one."""
+    """Return the configuration to predict with.
+
+    Texts are cut to what the model can read. A record that cannot be used is an error, since each
+    record needs its row in the output. Without `label_field`, the right labels, if records have
+    any, are in "label".
+    """
     data = config.data
-    text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
+    model_config = load_model_config(resolve_model(config.model.path))
     max_length = data.max_length
-    num_positions = getattr(text_config, "max_position_embeddings", None)
+    num_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if num_positions:
         max_length = min(max_length, num_positions)
     label_field = data.label_field
     if label_field is None and (data.labels or data.choices):
-        label_field = "label"  # the description of a task names one, and nothing reads it here
-    data = replace(data, max_length=max_length, label_field=label_field, skip_unusable=False)
+        label_field = "label"
+    data = replace(
+        data,
+        max_length=max_length,
+        label_field=label_field,
+        skip_unusable=False,
+    )
     return replace(config, data=data)
 
 
 class _Chunks:
-    """The input in chunks, and on rank 0 the folder with the predictions of finished ones.
+    """The input in chunks, and the folder with the predictions of finished ones.
 
-    Every rank reads the examples. Only rank 0 calls the other methods.
+    Every rank reads the examples. Only rank 0 calls the other methods, in their order.
     """
 
     def __init__(self, task: Task, source: Path, out: Path, size: int) -> None:
@@ -122,10 +147,15 @@ class _Chunks:
         self._out = out
         self._size = size  # records of a chunk
         self._folder = RunDirectory(f"{out}.part")
-        self._hashes: list[str] = []  # of the records of each chunk, on rank 0
+        self._hashes: list[str] = []  # of the records of each chunk
+        self._inputs: list[str] = []  # all that the predictions of each chunk depend on
 
     def open(self, lock: ExitStack) -> int:
-        """Check and hash the input, lock the folder, and return the number of records."""
+        """Check and hash the input, lock the folder, and return the number of records.
+
+        Raises:
+            UserError: the input or the output cannot be used, or the folder is in use.
+        """
         if self._out.exists():
             raise UserError(f"--out {self._out} exists", fix="set another --out")
         if kind_of(self._out) != kind_of(self._source):
@@ -138,8 +168,9 @@ class _Chunks:
         for records in _in_chunks(self._records(), self._size):
             digest = hashlib.sha256()
             for _, record in records:
-                # Files of parquet may hold dates and bytes, which are hashed as text.
-                digest.update(json.dumps(record, sort_keys=True, default=str).encode())
+                # Parquet may hold dates and bytes, which are hashed as text.
+                text = json.dumps(record, sort_keys=True, default=str)
+                digest.update(text.encode())
             self._hashes.append(digest.hexdigest())
             num_records += len(records)
         if num_records == 0:
@@ -155,20 +186,17 @@ class _Chunks:
             settings: what predictions depend on apart from the records, as JSON can hold it.
 
         Raises:
-            UserError: the folder is of other settings, or has no chunk of this input.
+            UserError: the folder has chunks, but none of this input and these settings.
         """
-        file = self._folder.path / "settings.json"
-        encoded = json.dumps(settings)
-        if not file.is_file():
-            self._folder.write(file, encoded)
-        is_same = file.read_text() == encoded
         finished = {}
         for number, records_hash in enumerate(self._hashes):
-            if is_same and self._chunk(number).is_file():
-                chunk = json.loads(self._chunk(number).read_text())
-                if chunk["records"] == records_hash:
+            chunk_input = json.dumps([*settings, records_hash])
+            self._inputs.append(chunk_input)
+            if self._path(number).is_file():
+                chunk = self._read(number)
+                if chunk["input"] == chunk_input:
                     finished[number] = len(chunk["rows"])
-        if not is_same or (self._chunk(0).is_file() and not finished):
+        if self._path(0).is_file() and not finished:
             raise UserError(
                 f"{self._folder.path} is of another input, model or setting",
                 fix="remove it, or set another --out",
@@ -177,17 +205,19 @@ class _Chunks:
 
     def examples(self) -> Iterator[tuple[Example, ...]]:
         """Yield the examples of each chunk."""
-        examples = (
-            replace(self._task.build_example(record, index), place=place)
-            for index, (place, record) in enumerate(self._records())
-        )
-        for chunk in _in_chunks(examples, self._size):
-            yield tuple(chunk)
+        index = 0
+        for records in _in_chunks(self._records(), self._size):
+            examples = []
+            for place, record in records:
+                example = self._task.build_example(record, index)
+                examples.append(replace(example, place=place))
+                index += 1
+            yield tuple(examples)
 
-    def write(self, number: int, rows: list[dict[str, Any]]) -> None:
+    def write(self, number: int, rows: list[Row]) -> None:
         """Write the predictions of a chunk."""
-        finished = {"records": self._hashes[number], "rows": rows}
-        self._folder.write(self._chunk(number), json.dumps(finished))
+        chunk = {"input": self._inputs[number], "rows": rows}
+        self._folder.write(self._path(number), json.dumps(chunk))
 
     def finish(self) -> None:
         """Write the output, and remove the folder."""
@@ -200,13 +230,17 @@ class _Chunks:
             sync(self._out.parent)
             remove_directory(self._folder.path)
 
-    def _chunk(self, number: int) -> Path:
-        return self._folder.path / f"{number}.json"
+    def _path(self, number: int) -> Path:
+        return self._folder.path / f"chunk-{number}.json"
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _read(self, number: int) -> dict[str, Any]:
+        chunk: dict[str, Any] = json.loads(self._path(number).read_text())
+        return chunk
+
+    def _rows(self) -> Rows:
         """Yield the prediction of each record."""
         for number in range(len(self._hashes)):
-            yield from json.loads(self._chunk(number).read_text())["rows"]
+            yield from self._read(number)["rows"]
 
     def _records(self) -> Iterator[tuple[str, Record]]:
         """Yield each record with its place, and refuse one that does not fit the task."""
@@ -228,10 +262,15 @@ def _in_chunks(items: Iterator[T], size: int) -> Iterator[list[T]]:
 
 
 def unlabelled(task: Task) -> Task:
-    """Return the task of records without right answers. Those that are there are not read."""
+    """Return the task of records without right answers. Those that are there are not read.
+
+    `build_example` reads empty answers in their place. A conversation becomes a question: the model
+    writes the answer to it.
+    """
     blanks = {}
     for name in task.answer_fields:
-        blanks[name] = _NO_ANSWER.get(task.fields.get(name, object), "")
+        kind = task.fields.get(name, object)
+        blanks[name] = _NO_ANSWER.get(kind, "")
     has_choices = task.kind in ("classification", "multiple_choice")
 
     def build(record: Record, index: int) -> Example:
@@ -239,10 +278,9 @@ def unlabelled(task: Task) -> Task:
         if task.kind == "chat":
             (field,) = task.fields
             record[field] = _asked(field, record)
-        example = replace(task.build_example(record, index), label=None, references=())
-        if has_choices:
-            return example
-        return replace(example, candidates=())
+        example = task.build_example(record, index)
+        candidates = example.candidates if has_choices else ()
+        return replace(example, candidates=candidates, label=None, references=())
 
     return replace(
         task,
@@ -261,13 +299,14 @@ def _asked(field: str, record: Record) -> list[object]:
     return [*turns, {"role": ASSISTANT, "content": "?"}]
 
 
-def _write_parquet(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """Write a table with the columns of `source`, and those of `rows`."""
+def _write_parquet(source: Path, target: Path, rows: Rows) -> None:
+    """Write a table with the columns of `source` and those of `rows`, one batch at a time."""
     with ExitStack() as stack:
         writer: ParquetWriter | None = None
         for batch in ParquetFile(source).iter_batches():
             table = pa.table(batch)
-            added = pa.Table.from_pylist(list(islice(rows, batch.num_rows)))
+            batch_rows = list(islice(rows, batch.num_rows))
+            added = pa.Table.from_pylist(batch_rows)
             for name in added.column_names:
                 table = table.append_column(name, added[name])
             if writer is None:
@@ -275,22 +314,33 @@ def _write_parquet(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -
             writer.write_table(table)
 
 
-def _write_text(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """Write the records of `source`, with the fields of `rows` after their own."""
-    records = ({**record, **row} for (_, record), row in zip(read_file(source), rows, strict=True))
-    # JSON may name half of a surrogate pair, which UTF-8 lacks. It is written as it was read:
-    # \udce4.
+def _write_text(source: Path, target: Path, rows: Rows) -> None:
+    """Write the records of `source` with the fields of `rows`."""
+    labelled = _labelled(source, rows)
+    # JSON may name half of a surrogate pair, which UTF-8 lacks. It is written as it was read, as
+    # in \udce4.
     with target.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         if kind_of(source) in (".csv", ".tsv"):
-            _write_table(file, separator_of(source), records)
+            _write_table(file, separator_of(source), labelled)
         elif kind_of(source) == ".json":
-            _write_list(file, records)
+            _write_list(file, labelled)
         else:
-            for record in records:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            for record in labelled:
+                file.write(_to_json(record) + "\n")
 
 
-def _write_table(file: TextIO, separator: str, records: Iterator[dict[str, Any]]) -> None:
+def _labelled(source: Path, rows: Rows) -> Rows:
+    """Yield each record of `source` with its predicted fields after its own."""
+    for (_, record), row in zip(read_file(source), rows, strict=True):
+        yield {**record, **row}
+
+
+def _to_json(record: Row) -> str:
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _write_table(file: TextIO, separator: str, records: Rows) -> None:
+    """Write a header with the names of the first record's fields, and the records."""
     first = next(records)
     # The writer quotes a value with a carriage return only if lines end with one.
     writer = csv.DictWriter(_ShortLineEnds(file), list(first), delimiter=separator)
@@ -308,10 +358,10 @@ class _ShortLineEnds:
         return self._file.write(line.removesuffix("\r\n") + "\n")
 
 
-def _write_list(file: TextIO, records: Iterable[dict[str, Any]]) -> None:
+def _write_list(file: TextIO, records: Rows) -> None:
     """Write a JSON list with an item on each line."""
     start = "["
     for record in records:
-        file.write(start + json.dumps(record, ensure_ascii=False) + "\n")
+        file.write(start + _to_json(record) + "\n")
         start = ","
     file.write("]\n")

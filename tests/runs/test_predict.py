@@ -145,13 +145,13 @@ def test_a_killed_run_continues_and_another_input_is_refused(root, tmp_path):
     asked = ["--model", root / "model", "--out", tmp_path / "l.jsonl"]
     own = root / "new.jsonl"
     part = kill_after_a_chunk(root, tmp_path, own)
-    first = (part / "0.json").stat()
+    written = (part / "chunk-0.json").stat().st_mtime_ns
     other = tmp_path / "other.jsonl"
     other.write_text("".join(reversed(own.read_text().splitlines(keepends=True))))
     for command in ([*asked, other], [*asked, own, "data.system_prompt=Be kind."]):
         refused = predict(*command, runner=run_forked)
         assert_one_error(refused, 2, "is of another input, model or setting")
-    assert (part / "0.json").stat() == first
+    assert (part / "chunk-0.json").stat().st_mtime_ns == written
     predict(*asked, own)
     assert (tmp_path / "l.jsonl").read_bytes() == (root / "labels.jsonl").read_bytes()
     assert not part.exists()
@@ -163,7 +163,7 @@ def kill_after_a_chunk(root, folder, source):
     part = folder / "l.jsonl.part"
 
     def kill(ranks):
-        wait_until((part / "0.json").is_file, ranks[0])
+        wait_until((part / "chunk-0.json").is_file, ranks[0])
         ranks[0].kill()
 
     asked = ["--model", root / "model", source, "--out", folder / "l.jsonl"]
@@ -177,9 +177,9 @@ def test_a_record_that_is_corrected_costs_no_chunk_but_its_own(root, tmp_path):
     source.write_text("".join(lines))
     part = kill_after_a_chunk(root, tmp_path, source)
     # The prediction of a kept chunk is not made again: this one tells that it was kept.
-    chunk = json.loads((part / "0.json").read_text())
+    chunk = json.loads((part / "chunk-0.json").read_text())
     chunk["rows"][5]["predicted"] = "kept"
-    (part / "0.json").write_text(json.dumps(chunk))
+    (part / "chunk-0.json").write_text(json.dumps(chunk))
     lines[70] = lines[3]
     source.write_text("".join([*lines, lines[8]]))
     predict("--model", root / "model", source, "--out", tmp_path / "l.jsonl")
