@@ -16,7 +16,7 @@ COPY README.md LICENSE setup.py pyproject.toml constraints.txt ./
 COPY ds_configs ds_configs
 COPY launch launch
 COPY lezo_ds lezo_ds
-RUN pip install --no-cache-dir --constraint constraints.txt ".[demo,mpi,tensorboard]" && rm -rf build
+RUN pip install --no-cache-dir --constraint constraints.txt ".[demo,mpi,report,tensorboard]" && rm -rf build
 
 # enroot and NVIDIA's runtime for Docker give a container the GPUs and the driver that these ask for.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
 
 WITHOUT_EXTRAS = """
 import sys
-for name in ("mpi4py", "tensorboard", "gguf", "torchft"):
+for name in ("mpi4py", "tensorboard", "gguf", "matplotlib", "torchft"):
     sys.modules[name] = None  # an import of it fails, as if it were not installed
 from lezo_ds.__main__ import main
 main("train")
