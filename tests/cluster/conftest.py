@@ -1,10 +1,11 @@
-"""What all tests of launchers share: how a run of the recipe ends under plain python."""
+"""What tests of launchers share: how a run of the recipe ends under plain python, and a Slurm."""
 
 from __future__ import annotations
 
 import pytest
 from commands import python, run_well
 from run_ends import end
+from slurm_lab import slurm_cluster
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +21,9 @@ def undisturbed(recipe, tmp_path_factory):
         return ends[length]
 
     return end_of
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory):
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster

@@ -90,7 +90,7 @@ def _write_settings(directory):
     lines = [SETTINGS.format(controller=CONTROLLER, directory=directory)]
     for name in ADDRESSES:
         (directory / f"spool-{name}").mkdir()
-        lines.append(f"NodeName={name} CPUs=16 RealMemory=4000 Gres=gpu:8 State=UNKNOWN")
+        lines.append(f"NodeName={name} CPUs=16 RealMemory=256000 Gres=gpu:8 State=UNKNOWN")
     nodes = ",".join(ADDRESSES)
     lines.append(f"PartitionName=normal Nodes={nodes} Default=YES")
     (directory / "slurm.conf").write_text("\n".join(lines) + "\n")

@@ -9,18 +9,11 @@ import pytest
 from assets import REPOSITORY
 from hosts import LONG, SHORT, assert_stopped_by_agreement, wait_until
 from run_ends import end, num_steps, results_of
-from slurm_lab import slurm_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
 
 SCRIPTS = REPOSITORY / "launch" / "slurm"
 SWEEP = ("--grid", "zo.learning_rate=1e-3,1e-2", "seed,data.seed=0,1")
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
 
 
 def submit(slurm, script, recipe, run_dir, length, *options):
