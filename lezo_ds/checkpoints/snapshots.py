@@ -46,7 +46,7 @@ Card = Callable[[str], str]
 _CLOCK_TICK_NS = 2_000_000_000
 """File systems note the time of a change with this precision or better."""
 _hashes: dict[tuple[int, ...], str] = {}
-"""SHA-256 of files that this process has hashed, by device, inode, size, modification time."""
+"""SHA-256 of files that this process has hashed, by device, inode, size and times of change."""
 
 _NAME = re.compile(r"step-(\d{8})")
 _COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}  # none of weights or code
@@ -245,14 +245,22 @@ def _file_facts(path: Path) -> dict[str, Any]:
     """Return the size and the SHA-256 of a file, as a manifest has them.
 
     A file that this process has hashed is not read again (OPT-30b's snapshots have 120 GB), unless
-    it has changed since, or could have changed without a new modification time.
+    it has changed since, or could have changed without a new time of change.
     """
     status = path.stat()
-    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    # Unlike the modification time, no program can set the time of the last change (ctime). It tells
+    # a file from an older one whose inode number it got.
+    identity = (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
     sha256 = _hashes.get(identity)
     if sha256 is None:
         sha256 = sha256_file(path)
-        if time.time_ns() - status.st_mtime_ns > _CLOCK_TICK_NS:
+        if time.time_ns() - status.st_ctime_ns > _CLOCK_TICK_NS:
             _hashes[identity] = sha256
     return {"bytes": status.st_size, "sha256": sha256}
 
