@@ -189,9 +189,9 @@ def _with_gathering_limits(
 ) -> dict[str, Any]:
     """Return the configuration with limits for a model not sharded yet. A user's come first."""
     limits = gathering_limits(gather_sizes(module, layout))
-    # DeepSpeed's hooks (0.19.8), which first-order training uses, keep a weight that the pass uses
-    # again within this distance. It covers the full pass, so that a tied embedding is gathered
-    # once.
+    # DeepSpeed's hooks, which first-order training uses, keep a weight that the pass uses again
+    # within this distance (docs/deepspeed.md). It covers the full pass, so that a tied embedding is
+    # gathered once.
     numel = sum(parameter.numel() for parameter in module.parameters())
     reuse = {"stage3_max_reuse_distance": 2 * numel}
     return {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}

@@ -2,7 +2,8 @@
 
 DeepSpeed's checks know first-order training: a step runs backward passes, and DeepSpeed's optimizer
 writes the new weights. Here, lezo_ds updates each rank's shards in place (`lezo_ds.sharding`). Any
-setting under which DeepSpeed keeps a second copy of the weights would leave that copy behind.
+setting under which DeepSpeed keeps a second copy of the weights would leave that copy behind
+(docs/deepspeed.md).
 
     recipe                 deepspeed, tensor_parallel, model.dtype, train.micro_batch_size
        | load_ds_config    reads the file, refuses contradictions, and adds what is not written
@@ -33,7 +34,7 @@ class _Limit(NamedTuple):
     problem: str
 
 
-# By key, without DeepSpeed's prefix stage3_, which may be written or not (DeepSpeed 0.19.8).
+# By key, without DeepSpeed's prefix stage3_, which may be written or not (docs/deepspeed.md).
 _LIMITS: Mapping[str, _Limit] = {
     # DeepSpeed keeps parameters below the threshold gathered, and never reads their updated shards.
     "zero_optimization.param_persistence_threshold": _Limit((0,), "resident copies become stale"),

@@ -170,8 +170,8 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
 def _runs_in_step(model: Any) -> bool:
     """Return whether a forward pass exchanges messages, so that no rank may stop before the others.
 
-    The attributes are those of DeepSpeed 0.19.8: a parameter that ZeRO-3 shards has the number of
-    ranks that share it, and a layer of AutoTP the number of ranks that split it.
+    The attributes are DeepSpeed's (docs/deepspeed.md): a parameter that ZeRO-3 shards has the
+    number of ranks that share it, and a layer of AutoTP the number of ranks that split it.
     """
     for parameter in model.parameters():
         if getattr(parameter, "ds_zero_partition_world_size", 1) > 1:

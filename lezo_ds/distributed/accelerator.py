@@ -52,7 +52,10 @@ def take_device() -> None:
 
 
 def adapt_to_cpu() -> None:
-    """On a CPU, change DeepSpeed (0.19.8) for the process, before the process group is made."""
+    """On a CPU, change DeepSpeed for this process, before the process group is made.
+
+    docs/deepspeed.md lists what this relies on.
+    """
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed would compile an all-reduce that is not used here, and that may fail (its issue
         # 7108).

@@ -50,7 +50,7 @@ def broadcast_object(value: Any) -> Any:
 def gather_objects(value: Any) -> list[Any]:
     """Return the values of all ranks, by rank. Pickling them is too slow for every step."""
     values: list[Any] = [None] * world_size()
-    # Not deepspeed.comm's, which ends the process if its logger is on (0.19.8).
+    # Not deepspeed.comm's, which ends the process if its logger is on (docs/deepspeed.md).
     dist.all_gather_object(values, value)
     return values
 

@@ -154,7 +154,7 @@ class FirstOrderEngine(ModelEngine):
         The files are on the disk when this returns.
         """
         target = snapshot_path(root, self.global_steps)
-        # This ends with a barrier, so the files of all ranks are complete (DeepSpeed 0.19.8).
+        # This ends with a barrier, so the files of all ranks are complete (docs/deepspeed.md).
         self._deepspeed.save_checkpoint(str(root), tag=target.name, save_latest=False)
         # DeepSpeed does not sync its files, but the caller removes the old checkpoint next. What
         # the ranks of a node have written is in the page cache of that node, so one of them syncs
@@ -176,7 +176,8 @@ class FirstOrderEngine(ModelEngine):
         """
         source = snapshot_path(root, step)
         try:
-            # The path is None if DeepSpeed finds no files (0.19.8), and then no weight has changed.
+            # The path is None if DeepSpeed finds no files (docs/deepspeed.md). Then no weight has
+            # changed.
             path, _ = self._deepspeed.load_checkpoint(str(root), tag=source.name)
             if path is None:
                 raise FileNotFoundError("DeepSpeed finds no files")

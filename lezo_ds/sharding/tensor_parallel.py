@@ -118,7 +118,7 @@ def shard_model(
 def check_that_it_runs(model: nn.Module) -> None:
     """Run two tokens, because AutoTP splits some models whose number of heads it does not change.
 
-    Falcon and Bloom keep that number in an attribute that DeepSpeed 0.19.8 does not know.
+    Falcon and Bloom keep that number in an attribute that AutoTP does not change.
 
     Raises:
         UserError: the shapes of two tensors do not fit. Any other error, such as a lack of memory

@@ -192,7 +192,7 @@ def _shards(
 ) -> int:
     """Return the bytes of a rank's part of the weights, wherever they are."""
     if offload.get("device") == "nvme":
-        # In memory, there are only the buffers for what is read (defaults of DeepSpeed 0.19.8).
+        # In memory, there are only the buffers for what is read (docs/deepspeed.md).
         buffer_count = int(offload.get("buffer_count", 5))
         buffer_size = int(offload.get("buffer_size", 10**8))
         return buffer_count * buffer_size * model.itemsize

@@ -166,6 +166,20 @@ def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(
     assert resumed[2] == first[2]
 
 
+def _train_after_a_split_engine(directory):
+    sizes = []
+    for split in (0, 2, 0):
+        engine = start(directory, split)
+        sizes.append((train(engine, 1, vocabulary=VOCABULARY), engine.weights.shards[0].count))
+    return sizes
+
+
+def test_an_engine_of_zero_3_after_one_that_splits_weights_is_that_of_a_new_process(tmp_path):
+    directory = str(write_model(FAMILIES["opt"][0], tmp_path))
+    for first, _, last in run_ranks(_train_after_a_split_engine, 2, directory):
+        assert first == last
+
+
 @torch.no_grad()
 def _count_bytes(directory):
     engine = start(directory, 2)

@@ -35,6 +35,17 @@ def test_the_image_has_the_files_that_the_package_is_built_from():
     assert [name for name in copied() if not (REPOSITORY / name).exists()] == []
 
 
+def test_the_facts_about_deepspeed_are_those_of_the_version_that_is_pinned_and_name_real_tests():
+    page = (REPOSITORY / "docs" / "deepspeed.md").read_text()
+    pins = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    version = re.search(r"DeepSpeed ([\d.]*\d)", page)[1]
+    assert f"deepspeed=={version}" in pins
+    named = set(re.findall(r"`(test_\w+)", page))
+    sources = "".join(path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert named
+    assert named <= set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+
+
 def test_the_image_has_the_python_and_the_versions_that_are_tested():
     (base,) = re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE)
     assert base.startswith("python:{}.{}-slim".format(*sys.version_info))
