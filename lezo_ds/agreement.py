@@ -124,9 +124,11 @@ def disagreement(step: int, by_rank: Sequence[Claims], num_good: int) -> DesyncE
     differences: list[str] = []
     for name in by_rank[0]:
         differences += _differences(name, [claims[name] for claims in by_rank])
-    problem = f"the ranks do not work on the same thing at step {step}"
     return desync_error(
-        problem, differences, num_good, fix="give all ranks the same recipe, data and code"
+        f"the ranks do not work on the same thing at step {step}",
+        differences,
+        num_good,
+        fix="give all ranks the same recipe, data and code",
     )
 
 

@@ -25,7 +25,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from deepspeed import comm
-from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lezo_ds.distributed import heartbeat

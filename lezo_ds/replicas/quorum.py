@@ -189,15 +189,15 @@ class Replicas:
         return self.place
 
     def _meet(self) -> Place:
-        statement = self._statement()
-        members = read_members(self._lighthouse.wait_for_quorum(asdict(statement)))
-        position = members.index(statement)
+        statements = self._lighthouse.wait_for_quorum(asdict(self._statement()))
+        members = read_members(statements)
+        addresses = [member.address for member in members]
+        position = addresses.index(self._transport.address)
         self._members = members
         self._position = position
         leader = leader_of(members)
         standings = [standing_of(member, leader) for member in members]
-        own_standing = standings[position]
-        is_far = own_standing is Standing.FAR
+        is_far = standings[position] is Standing.FAR
         if is_far:
             self.leave()  # first, because the others wait for its heartbeat
         elif Standing.FAR in standings:
@@ -206,7 +206,7 @@ class Replicas:
         try:
             if not is_far:
                 self._group.form(members, position)
-            if own_standing is not Standing.MEMBER:
+            if standings[position] is not Standing.MEMBER:
                 fetch = partial(self._transport.fetch, leader.address)
                 lines = in_background(fetch).result(self._seconds)
         except (RuntimeError, OSError):
@@ -220,7 +220,7 @@ class Replicas:
             position=position,
             first_worker=sum(workers[:position]),
             num_workers=sum(workers),
-            addresses=[member.address for member in members],
+            addresses=addresses,
             evaluations=[evaluation for member in members for evaluation in member.evaluations],
             lines=lines,
             has_left=is_far,
