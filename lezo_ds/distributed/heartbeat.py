@@ -117,8 +117,9 @@ class Heartbeat:
                 self._missed[rank] = 0.0
             self._missed[rank] += self._interval
             if self._missed[rank] >= limit:
-                seconds = f"{self._missed[rank]:.0f} s"
-                self._report(f"rank {rank} has shown no sign of life for {seconds}")
+                self._report(
+                    f"rank {rank} has shown no sign of life for {self._missed[rank]:.0f} s"
+                )
 
     def _name_absent_ranks(self, waited: float) -> None:
         absent = ", ".join(str(rank) for rank in self._watched if rank not in self._counts)

@@ -96,9 +96,8 @@ class Lighthouse:
             self._client = LighthouseClient(self._url, timedelta(seconds=_CONNECT_SECONDS))
         self.beats_until = math.inf
         limit = timedelta(seconds=seconds)
-        ask = partial(self._client.quorum, self._replica_id, limit, data=statement)
         # In the background, because no signal reaches the main thread inside torchft's call.
-        asked = in_background(ask)
+        asked = in_background(partial(self._client.quorum, self._replica_id, limit, data=statement))
         while wait([asked], timeout=_NOTICE_SECONDS).not_done:
             logger.warning("waiting for replicas, or for the lighthouse %s", self._url)
         members = asked.result().participants
