@@ -28,7 +28,6 @@ import os
 import platform
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -80,13 +79,6 @@ class RunDirectory:
         self._metrics = self.path / "metrics.jsonl"
         self._config = self.path / "config.yaml"
         self._environment = self.path / "environment.json"
-
-    def check_writable(self) -> None:
-        """Refuse a path where no run can be. Nothing is left there."""
-        with failures_named(self.path, UserError):
-            candidates = (self.path, *self.path.absolute().parents)
-            existing = next(path for path in candidates if path.exists())
-            tempfile.TemporaryFile(dir=existing).close()
 
     @contextmanager
     def locked(self, *, needs_lock: bool = False) -> Iterator[None]:
@@ -194,7 +186,7 @@ class RunDirectory:
         self.write_json(self._environment, environment)
 
     def cut_metrics(self, step: int) -> float:
-        """Drop the metrics of all steps after `step`, which will be done again.
+        """Drop damaged metrics, and those of all steps after `step`, which will be done again.
 
         Returns:
             The seconds that the run took until `step`.
@@ -204,20 +196,13 @@ class RunDirectory:
             lines = self._metrics.read_bytes().splitlines()
         remaining = []
         seconds = 0.0
-        num_damaged = 0
         for line in lines:
-            try:
-                text = line.decode()
-                entry = json.loads(text)
+            with suppress(*DAMAGE):  # a crash cuts the last line short
+                entry = json.loads(line.decode())
                 if entry["step"] <= step:
                     seconds = max(seconds, float(entry["seconds"]))
-                    remaining.append(f"{text}\n")
-            except DAMAGE:
-                if line is not lines[-1]:  # which a crash may have cut short
-                    num_damaged += 1
-        if num_damaged:
-            logger.warning("%s: %d damaged lines are left out", self._metrics, num_damaged)
-        self.write(self._metrics, "".join(remaining))
+                    remaining.append(line + b"\n")
+        self.write(self._metrics, b"".join(remaining))
         return seconds
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
@@ -234,11 +219,11 @@ class RunDirectory:
         """Replace a JSON file of the run. LezoError: it cannot be written."""
         self.write(path, json.dumps(content, indent=1) + "\n")
 
-    def write(self, path: Path, text: str) -> None:
+    def write(self, path: Path, content: str | bytes) -> None:
         """Replace a file of the run. LezoError: it cannot be written."""
         with failures_named(path):
             path.parent.mkdir(exist_ok=True)
-            write_atomically(path, text)
+            write_atomically(path, content)
 
 
 def library_versions() -> dict[str, str]:

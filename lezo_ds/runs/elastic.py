@@ -25,10 +25,8 @@ from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.replicas import FEW_LINES, Lines, Replicas, StepLostError, reaches, whole_lines
 from lezo_ds.runs import records
-from lezo_ds.runs.membership import Membership
 from lezo_ds.runs.method import StepMetrics
 from lezo_ds.runs.run import Run
-from lezo_ds.runs.signals import Stopped
 from lezo_ds.runs.zeroth_order import ZerothOrderMethod
 
 logger = logging.getLogger(__name__)
@@ -37,72 +35,69 @@ _PAUSE_SECONDS = 0.2
 """Time between rounds after the last step, in which replicas only wait for an evaluation."""
 
 
-class ReplicaMembership(Membership):
-    """The membership of one replica.
+class ReplicaRun(Run):
+    """What one rank does of a run, as part of a replica.
 
-    Args:
+    Attributes:
+        method: its journal and weights are equal in all replicas.
         replicas: the link to the other replicas.
-        method: that of this run, whose journal and weights the replicas keep equal.
     """
 
-    def __init__(self, replicas: Replicas, method: ZerothOrderMethod) -> None:
-        self._replicas = replicas
-        self._method = method
-        self._engine = method.engine
-        self._directory = method.directory
-        self._evaluator = ""  # address of the last replica that left to evaluate
-        self._engine.replicas = replicas
-        replicas.num_workers = self._engine.world_size // self._engine.tensor_parallel
+    method: ZerothOrderMethod
 
-    def open(self, run: Run) -> None:
+    def __init__(self, method: ZerothOrderMethod, replicas: Replicas) -> None:
+        super().__init__(method)
+        self.replicas = replicas
+        self._evaluator = ""  # address of the last replica that left to evaluate
+        self.engine.replicas = replicas
+        replicas.num_workers = self.engine.world_size // self.engine.tensor_parallel
+
+    def open(self) -> None:
         distributed.on_rank_zero(self._begin_with_lines_of_others)
-        self._method.open()
-        self._replicas.journal = self._method.journal
+        super().open()
+        self.replicas.journal = self.method.journal
 
     def _begin_with_lines_of_others(self) -> None:
         """Take over the journal of another replica, if this one has none. For rank 0."""
-        if self._directory.journal.exists():
+        if self.directory.journal.exists():
             return
         lines = self._newer_lines()
         if lines is None:  # this is the first replica
             return
-        write_atomically(self._directory.journal, lines.data)
+        write_atomically(self.directory.journal, lines.data)
         # `train` has checked the records of this directory, when there were none.
-        method = self._method
-        num_ranks = self._engine.world_size
-        records.check_records(method.config, method.data, self._directory, num_ranks)
+        records.check_records(self.config, self.data, self.directory, self.engine.world_size)
 
-    def begin(self, run: Run) -> None:
-        if self._directory.number == 0:  # before it joins, so that no other replica waits
-            run.evaluate("test", at=0)
-            run.evaluate("dev", at=0)
+    def begin(self) -> None:
+        if self.directory.number == 0:  # before it joins, so that no other replica waits
+            self.evaluate("test", at=0)
+            self.evaluate("dev", at=0)
         self._catch_up()
 
     # Rounds.
 
-    def step(self, run: Run) -> StepMetrics:
+    def step(self) -> StepMetrics:
         while True:
             try:
-                return self._do_round(run)
+                self.meet()
+                if self._is_over():  # with the steps that were taken over
+                    self._do_empty_round()
+                    return self.method.metrics_of_last_step()
+                if self.is_check_due():
+                    # It takes a while, and with it replicas notice any flipped bit.
+                    self.replicas.digest = self.engine.weights.digest()
+                metrics = self.method.step()
+                self._record_brought()
+                return metrics
             except StepLostError as error:
-                logger.info("step %d is done again: %s", self._engine.global_steps, error)
-
-    def _do_round(self, run: Run) -> StepMetrics:
-        self.meet()
-        if self._is_over(run):  # with the steps that were taken over
-            self._do_empty_round(run)
-            return self._method.metrics_of_last_step()
-        self._replicas.stops_all = run.has_stop_file
-        # A digest of all weights takes a while, and with it replicas notice any flipped bit.
-        self._replicas.digest = self._engine.weights.digest() if run.is_check_due() else ""
-        metrics = self._method.step()
-        self._record_brought(run)
-        return metrics
+                logger.info("step %d is done again: %s", self.engine.global_steps, error)
 
     def meet(self) -> None:
         """Join the quorum of the next round. Take over what this replica lacks. A collective."""
+        self.replicas.stops_all = self.has_stop_file
+        self.replicas.digest = ""
         while True:
-            place = self._replicas.meet()
+            place = self.replicas.meet()
             if place.lines is None:
                 return
             self._take_over(place.lines)
@@ -110,17 +105,15 @@ class ReplicaMembership(Membership):
                 return
             self._catch_up()
 
-    def _do_empty_round(self, run: Run) -> None:
+    def _do_empty_round(self) -> None:
         """Take part in a round after the last step, for evaluations that others bring along."""
-        self._replicas.stops_all = run.has_stop_file
-        self._replicas.digest = ""
         # Two votes and no losses. Replicas that do a step or wait after another one disagree.
-        self._replicas.sum([0.0, 0.0], {"waits after": str(self._engine.global_steps)})
-        self._record_brought(run)
+        self.replicas.sum([0.0, 0.0], {"waits after": str(self.engine.global_steps)})
+        self._record_brought()
 
-    def _is_over(self, run: Run) -> bool:
+    def _is_over(self) -> bool:
         """Return whether no step follows. The loop of the run may not know of the newest ones."""
-        return self._engine.global_steps >= run.num_steps or run.has_lost_patience()
+        return self.engine.global_steps >= self.num_steps or self.has_lost_patience()
 
     # Lines of other replicas.
 
@@ -129,15 +122,12 @@ class ReplicaMembership(Membership):
 
         For rank 0.
         """
-        lines = self._replicas.newer_lines()
+        lines = self.replicas.newer_lines()
         if lines is not None:
             return lines
-        own = whole_lines(self._directory.journal)
-        longest = own
-        for path in self._directory.journals():
-            other = whole_lines(path)
-            if other.startswith(own) and len(other) > len(longest):
-                longest = other
+        own = whole_lines(self.directory.journal)
+        others = [whole_lines(path) for path in self.directory.journals()]
+        longest = max((lines for lines in others if lines.startswith(own)), key=len, default=own)
         if longest == own:
             return None
         return Lines(len(own), longest[len(own) :])
@@ -152,90 +142,86 @@ class ReplicaMembership(Membership):
     def _take_over(self, lines: Lines) -> int:
         """Append lines of others, and do their steps. Return the number of lines."""
         if lines.start > 0:
-            return self._method.follow(lines.data)
-        self._method.replace_journal(lines.data)
-        self._replicas.journal = self._method.journal
+            return self.method.follow(lines.data)
+        self.method.replace_journal(lines.data)
+        self.replicas.journal = self.method.journal
         return lines.data.count(b"\n")
 
     # Evaluations.
 
-    def record(self, run: Run, evaluation: EvaluationRecord) -> None:
+    def record(self, evaluation: EvaluationRecord) -> None:
         """Bring the evaluation along: all replicas record it in the next round of this one."""
-        self._replicas.evaluations.append(evaluation)
+        self.replicas.evaluations.append(evaluation)
 
-    def _record_brought(self, run: Run) -> None:
+    def _record_brought(self) -> None:
         """Record the evaluations that the replicas of this round have brought along."""
-        assert self._replicas.place is not None, "there was a round"
-        for evaluation in self._replicas.place.evaluations:
-            if run.evaluation_of(evaluation.split, evaluation.step) is None:
-                self._method.record(evaluation)
-        self._replicas.evaluations = []
+        assert self.replicas.place is not None, "there was a round"
+        for evaluation in self.replicas.place.evaluations:
+            if self.evaluation_of(evaluation.split, evaluation.step) is None:
+                self.method.record(evaluation)
+        self.replicas.evaluations = []
 
-    def evaluate_and_save(self, run: Run) -> None:
-        is_missing = ("dev", self._engine.global_steps) in self._missing(run)
-        is_due = is_missing or run.is_snapshot_due()
-        # Before the first round, nobody knows who is the first of the replicas.
-        if self._replicas.place is not None and is_due:
-            self._evaluate_in_turn(run)
+    def evaluate_and_save(self) -> None:
+        is_missing = ("dev", self.engine.global_steps) in self.missing()
+        if is_missing or self.is_snapshot_due():
+            self._evaluate_in_turn()
 
-    def _evaluate_in_turn(self, run: Run) -> bool:
+    def _evaluate_in_turn(self) -> bool:
         """Leave, evaluate and catch up, if it is the turn of this replica. Return whether it was.
 
         It is the turn of the first one in the last round. All others note who that is.
         """
-        place = self._replicas.place
-        assert place is not None, "there was a round"
-        is_over = self._is_over(run)
-        is_evaluator_away = self._evaluator not in ("", *place.addresses)
+        place = self.replicas.place
+        if place is None:  # before the first round, nobody knows who is the first
+            return False
+        is_over = self._is_over()
         # While there are steps, the next replica evaluates what is due next. After the last step,
         # all wait for the one that is away, as long as it lives.
-        if is_over and is_evaluator_away:
+        if is_over and self._evaluator not in ("", *place.addresses):
             evaluator_lives = distributed.on_rank_zero(lambda: reaches(self._evaluator))
             if evaluator_lives:
                 return False
         self._evaluator = place.addresses[0]
         if place.position > 0:
             return False
-        head = self._engine.global_steps
-        missing = [(split, step) for split, step in self._missing(run) if step == head or is_over]
-        self._replicas.leave()
+        head = self.engine.global_steps
+        missing = [(split, step) for split, step in self.missing() if step == head or is_over]
+        self.replicas.leave()
         for split, step in missing:
-            if step != self._engine.global_steps:
-                self._method.restore(step)
-            run.evaluate(split, at=step)
-        if self._engine.global_steps != head:
-            self._method.restore(head)
-        run.save_if_due()  # the snapshot is of the newest step
+            if step != self.engine.global_steps:
+                self.method.restore(step)
+            self.evaluate(split, at=step)
+        if self.engine.global_steps != head:
+            self.method.restore(head)
+        self.save_if_due()  # the snapshot is of the newest step
         self._catch_up()
         return True
 
-    def _missing(self, run: Run) -> list[tuple[str, int]]:
+    def missing(self) -> list[tuple[str, int]]:
         """Return the splits and steps that must be evaluated by now and are not.
 
         The newest come first: the weights of that step are in memory. The order is the same on all
         ranks, for which these evaluations are collectives.
         """
-        step = self._engine.global_steps
-        evaluations = self._method.evaluations
+        step = self.engine.global_steps
+        evaluations = self.method.evaluations
         recorded = {(evaluation.split, evaluation.step) for evaluation in evaluations}
-        due = {("dev", number) for number in range(0, step + 1, run.eval_every)}
-        if self._is_over(run):
+        due = {("dev", number) for number in range(0, step + 1, self.eval_every)}
+        if self._is_over():
             due |= {("dev", step), ("test", 0)}
             best = records.best_evaluation(evaluations)
             if best is not None and due <= recorded:  # only then is the best step known
                 due = {("test", best.step)}
-        brought = {(evaluation.split, evaluation.step) for evaluation in self._replicas.evaluations}
+        brought = {(evaluation.split, evaluation.step) for evaluation in self.replicas.evaluations}
         missing = due - recorded - brought
         return sorted(missing, key=lambda split_and_step: (-split_and_step[1], split_and_step[0]))
 
-    def finish(self, run: Run) -> None:
-        while self._missing(run) or self._replicas.evaluations:
-            run.look_for_requests()
-            if self._engine.agree_on_stop():
-                raise Stopped
+    def finish(self) -> None:
+        while self.missing() or self.replicas.evaluations:
+            self.stop_if_requested()
             with suppress(StepLostError):
                 self.meet()
-                has_left = bool(self._missing(run)) and self._evaluate_in_turn(run)
+                has_left = bool(self.missing()) and self._evaluate_in_turn()
                 if not has_left:
-                    self._do_empty_round(run)
+                    self._do_empty_round()
             time.sleep(_PAUSE_SECONDS)

@@ -27,7 +27,7 @@ from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.checkpoints.snapshots import read_manifest, remove_snapshots, snapshot_path
+from lezo_ds.checkpoints.snapshots import SnapshotOwner, remove_snapshots, snapshot_path
 from lezo_ds.config import RunConfig
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
@@ -102,8 +102,13 @@ class FirstOrderEngine(ModelEngine):
                 self._deepspeed.step()  # counts the micro-batch; the last call updates the weights
         # The losses are compared before the last call, so that a step that raises changes no
         # weight.
+        claims = {
+            "step": str(self.global_steps),
+            "learning rate": repr(self.learning_rate),
+            "loss of the step before": repr(self._last_loss),
+        }
         sums = self.sum_losses(
-            losses, batch, self._claims(), lambda rank: self.share_of_rank(rank, len(batch))
+            losses, batch, claims, lambda rank: self.share_of_rank(rank, len(batch))
         )
         mean_loss = sum(sums) / batch.total_weight
         self._last_loss = mean_loss
@@ -117,14 +122,6 @@ class FirstOrderEngine(ModelEngine):
         self._deepspeed.eval()
         self.global_steps += 1
         return mean_loss
-
-    def _claims(self) -> dict[str, str]:
-        """Return what this rank says of its step, which must be the same on all ranks."""
-        return {
-            "step": str(self.global_steps),
-            "learning rate": repr(self.learning_rate),
-            "loss of the step before": repr(self._last_loss),
-        }
 
     def _loss(self, micro_batch: MicroBatch, index: int, loss_function: LossFunction) -> Tensor:
         """Return the summed loss of micro-batch `index` of the batch, with its gradient."""
@@ -251,23 +248,21 @@ class FirstOrderMethod(TrainingMethod):
         path = self.directory.training_state
         base = self.engine.base
         if path.exists():
-            recorded = TrainingState.read(path)
-            assert_same_base(recorded.header, base)
+            state = TrainingState.read(path)
+            assert_same_base(state.header, base)
             # Later ones belong to steps that will be done again.
-            evaluations = [
-                record for record in recorded.evaluations if record.step <= recorded.step
-            ]
-            state = replace(
-                recorded, world_size=self.engine.world_size, evaluations=tuple(evaluations)
+            evaluations = [record for record in state.evaluations if record.step <= state.step]
+            self._state = replace(
+                state, world_size=self.engine.world_size, evaluations=tuple(evaluations)
             )
-            self.prepare_resumption(state.step, owner_of(state.header))
+            self.prepare_resumption(state.step)
         else:
             header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
-            state = TrainingState(header, self.engine.world_size)
+            self._state = TrainingState(header, self.engine.world_size)
             self.directory.set_aside(self.directory.outputs(), "an earlier run left")
-        remove_snapshots(self.directory.checkpoints, [state.step])
-        remove_snapshots(self.directory.snapshots, range(state.step + 1))
-        return state
+        remove_snapshots(self.directory.checkpoints, [self._state.step])
+        remove_snapshots(self.directory.snapshots, range(self._state.step + 1))
+        return self._state
 
     def step(self) -> StepMetrics:
         batch = self.batches.at(self.engine.global_steps)
@@ -282,7 +277,7 @@ class FirstOrderMethod(TrainingMethod):
         self.evaluations.append(evaluation)
         is_best = evaluation.split == "dev" and best_evaluation(self.evaluations) is evaluation
         if is_best and not self._is_base(evaluation.step):
-            self._write_snapshot()
+            super().save()
         self._write_state(evaluations=tuple(self.evaluations))
 
     def check(self) -> None:
@@ -293,7 +288,7 @@ class FirstOrderMethod(TrainingMethod):
             return
         # training_state.json is written last. A crash before that resumes from the old checkpoint,
         # which is removed only when the file names the new one.
-        self._write_snapshot()
+        super().save()
         self.engine.save_training_state(self.directory.checkpoints)
         self._write_state(step=self.engine.global_steps)
         if distributed.rank() == 0:
@@ -305,13 +300,8 @@ class FirstOrderMethod(TrainingMethod):
         content = asdict(self._state)
         distributed.on_rank_zero(lambda: self.directory.write_json(path, content))
 
-    def _write_snapshot(self) -> None:
-        """Write the weights of the current step, unless there is a valid snapshot of them."""
-        step = self.engine.global_steps
-        target = snapshot_path(self.directory.snapshots, step)
-        if not distributed.on_rank_zero(lambda: read_manifest(target) is not None):
-            checksum = owner_of(self._state.header).checksum(step)
-            self.engine.write_model(target, journal=checksum)
+    def owner(self) -> SnapshotOwner:
+        return owner_of(self._state.header)
 
     def restore(self, step: int) -> None:
         """Load the snapshot of a step. The optimizer stays where it is: no step follows."""

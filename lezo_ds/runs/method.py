@@ -16,7 +16,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 
-from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots, snapshot_path
+from lezo_ds import distributed
+from lezo_ds.checkpoints.snapshots import (
+    SnapshotOwner,
+    own_snapshots,
+    read_manifest,
+    snapshot_path,
+)
 from lezo_ds.config import RunConfig
 from lezo_ds.data.prefetch import StepBatches
 from lezo_ds.data.task_data import TaskData
@@ -84,10 +90,6 @@ class TrainingMethod(ABC):
         """
 
     @abstractmethod
-    def save(self) -> None:
-        """Write a snapshot of the current step, and what a run resumes from, unless it is there."""
-
-    @abstractmethod
     def restore(self, step: int) -> None:
         """Bring the engine to the exact weights after a step that was validated."""
 
@@ -106,12 +108,33 @@ class TrainingMethod(ABC):
     def close(self) -> None:
         """Close the run's records. Nothing can be recorded afterwards."""
 
-    def prepare_resumption(self, num_steps: int, owner: SnapshotOwner) -> None:
+    @abstractmethod
+    def owner(self) -> SnapshotOwner:
+        """Return what the snapshots of this run have in their manifests. For rank 0."""
+
+    def save(self) -> None:
+        """Write a snapshot of the current step, and what a run resumes from, unless it is there."""
+        step = self.engine.global_steps
+        target = snapshot_path(self.directory.snapshots, step)
+
+        def is_there() -> bool:
+            manifest = read_manifest(target)
+            return manifest is not None and self.owner().owns(step, manifest)
+
+        if distributed.on_rank_zero(is_there):
+            return
+        self.check()  # wrong weights would come back from a snapshot after every restart
+        checksum = None
+        if distributed.rank() == 0:
+            checksum = self.owner().checksum(step)
+        self.engine.write_model(target, journal=checksum)
+
+    def prepare_resumption(self, num_steps: int) -> None:
         """Announce it. Move snapshots of other runs or of unrecorded steps aside. For rank 0."""
         if num_steps > 0:  # loading or replaying them may take a while
             logger.info("resuming at step %d of %d", num_steps, self.config.train.steps)
         root = self.directory.snapshots
-        _, foreign_steps = own_snapshots(root, owner)
+        _, foreign_steps = own_snapshots(root, self.owner())
         self.directory.set_aside(
             [snapshot_path(root, step) for step in foreign_steps],
             "of another run, or of steps that are no longer recorded:",

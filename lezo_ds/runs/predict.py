@@ -3,16 +3,16 @@ r"""Label the records of a file with a model, for lezo-ds predict.
 Records are predicted in chunks. Until the output is complete, the predictions are in a folder:
 
     OUT.part/
-        .lock           names the process that works here
-        chunk-0.json    {"input": settings and a hash of the chunk's records, "rows": [row, ...]}
-        chunk-1.json    A row has the predicted fields of a record.
-        output          the whole output, which is then renamed to OUT
+        .lock                names the process that works here
+        chunk-0-HASH.json    [row, ...]: a row has the predicted fields of a record. HASH is of all
+        chunk-1-HASH.json    that they depend on: the chunk's records, the settings, the weights
+        output               the whole output, which is then renamed to OUT
 
-The same command continues a killed one with the chunks that are missing. A finished chunk counts as
-long as its own records stay the same, so another record may be corrected meanwhile.
+The same command continues a killed one with the chunks that are missing. A chunk counts as long as
+its own records stay the same, so another record may be corrected meanwhile.
 
-The input is streamed three times: to check and hash all records, to predict, and to write the
-output, which has all fields of the input. At most one chunk is in memory.
+The input is streamed three times: to check all records, to predict, and to write the output, which
+has all fields of the input. At most one chunk is in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import pyarrow as pa
 from pyarrow.parquet import ParquetFile, ParquetWriter
@@ -52,11 +52,8 @@ _BATCHES_A_CHUNK = 32  # a kill costs at most one chunk
 _NO_ANSWER: Mapping[type, object] = {int: -1, bool: False, list[str]: []}
 """Values without meaning, by the type of the field. Others are ""."""
 
-T = TypeVar("T")
-
-Row = dict[str, Any]
-"""The predicted fields of a record, or a record with them."""
-Rows = Iterator[Row]
+Rows = Iterator[dict[str, Any]]
+"""The predicted fields of each record."""
 
 
 def predict_file(opened: Opened, source: Path, out: Path) -> int:
@@ -73,40 +70,38 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
         The number of records.
 
     Raises:
-        UserError: a record does not fit the task, `out` exists, or OUT.part is of another command.
+        UserError: a record does not fit the task, `out` exists, or OUT.part is in use.
         LezoError: the output cannot be written.
     """
     _, config, load_engine = opened
     config = _for_prediction(config)
     task = unlabelled(find_task(config.data))
     batch_size = config.train.eval_batch_size
-    chunks = _Chunks(task, source, out, _BATCHES_A_CHUNK * batch_size)
+    size = _BATCHES_A_CHUNK * batch_size
+    folder = RunDirectory(f"{out}.part")
+    chunks = []
     with ExitStack() as lock:
-        num_records = distributed.on_rank_zero(lambda: chunks.open(lock))
+        num_records = distributed.on_rank_zero(lambda: _check_files(task, source, out))
+        distributed.on_rank_zero(lambda: lock.enter_context(folder.locked()))
         data = load_task_data(config, task)
         engine = load_engine()
-        settings = [
-            recipe_of(config),
-            config.method,
-            batch_size,
-            engine.weights.digest(),
-        ]
-        finished = distributed.on_rank_zero(lambda: chunks.finished(settings))
-        bar = progress_bar(
-            num_records,
-            num_done=sum(finished.values()),
-            is_shown=distributed.rank() == 0,
-            unit="record",
-        )
-        with bar:
-            for number, examples in enumerate(chunks.examples()):
-                if number in finished:
-                    continue
-                split = data.encode(examples)
-                rows = predict(engine, data, split, batch_size)
-                distributed.on_rank_zero(partial(chunks.write, number, rows))
-                bar.update(len(rows))
-        distributed.on_rank_zero(chunks.finish)
+        settings = [recipe_of(config), config.method, batch_size, engine.weights.digest()]
+        records = _records(task, source)
+        with progress_bar(num_records, is_shown=distributed.rank() == 0, unit="record") as bar:
+            for start in range(0, num_records, size):
+                examples = []
+                digest = hashlib.sha256(json.dumps(settings).encode())
+                for index, (place, record) in enumerate(islice(records, size), start):
+                    examples.append(replace(task.build_example(record, index), place=place))
+                    # Parquet may hold dates and bytes, which are hashed as text.
+                    digest.update(json.dumps(record, sort_keys=True, default=str).encode())
+                chunk = folder.path / f"chunk-{start // size}-{digest.hexdigest()}.json"
+                chunks.append(chunk)
+                if not distributed.on_rank_zero(chunk.is_file):
+                    rows = predict(engine, data, data.encode(tuple(examples)), batch_size)
+                    distributed.on_rank_zero(partial(folder.write, chunk, json.dumps(rows)))
+                bar.update(len(examples))
+        distributed.on_rank_zero(lambda: _write_output(source, out, folder.path, chunks))
     return num_records
 
 
@@ -118,147 +113,39 @@ def _for_prediction(config: RunConfig) -> RunConfig:
     any, are in "label".
     """
     data = config.data
-    model_config = load_model_config(resolve_model(config.model.path))
-    max_length = data.max_length
-    num_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if num_positions:
-        max_length = min(max_length, num_positions)
+    text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
+    num_positions = getattr(text_config, "max_position_embeddings", None) or data.max_length
+    max_length = min(data.max_length, num_positions)
     label_field = data.label_field
     if label_field is None and (data.labels or data.choices):
         label_field = "label"
-    data = replace(
-        data,
-        max_length=max_length,
-        label_field=label_field,
-        skip_unusable=False,
-    )
+    data = replace(data, max_length=max_length, label_field=label_field, skip_unusable=False)
     return replace(config, data=data)
 
 
-class _Chunks:
-    """The input in chunks, and the folder with the predictions of finished ones.
-
-    Every rank reads the examples. Only rank 0 calls the other methods, in their order.
-    """
-
-    def __init__(self, task: Task, source: Path, out: Path, size: int) -> None:
-        self._task = task
-        self._source = source
-        self._out = out
-        self._size = size  # records of a chunk
-        self._folder = RunDirectory(f"{out}.part")
-        self._hashes: list[str] = []  # of the records of each chunk
-        self._inputs: list[str] = []  # all that the predictions of each chunk depend on
-
-    def open(self, lock: ExitStack) -> int:
-        """Check and hash the input, lock the folder, and return the number of records.
-
-        Raises:
-            UserError: the input or the output cannot be used, or the folder is in use.
-        """
-        if self._out.exists():
-            raise UserError(f"--out {self._out} exists", fix="set another --out")
-        if kind_of(self._out) != kind_of(self._source):
-            message = (
-                f"--out {self._out} does not end in {self._source.suffix}, as {self._source} does"
-            )
-            raise UserError(message, fix="set another --out")
-        check_kind(str(self._source), self._source)
-        num_records = 0
-        for records in _in_chunks(self._records(), self._size):
-            digest = hashlib.sha256()
-            for _, record in records:
-                # Parquet may hold dates and bytes, which are hashed as text.
-                text = json.dumps(record, sort_keys=True, default=str)
-                digest.update(text.encode())
-            self._hashes.append(digest.hexdigest())
-            num_records += len(records)
-        if num_records == 0:
-            fix = "fill the file, or name another one"
-            raise UserError(f"{self._source} has no records", fix=fix)
-        lock.enter_context(self._folder.locked())
-        return num_records
-
-    def finished(self, settings: Sequence[object]) -> dict[int, int]:
-        """Return the number of records of each finished chunk, by the number of the chunk.
-
-        Args:
-            settings: what predictions depend on apart from the records, as JSON can hold it.
-
-        Raises:
-            UserError: the folder has chunks, but none of this input and these settings.
-        """
-        finished = {}
-        for number, records_hash in enumerate(self._hashes):
-            chunk_input = json.dumps([*settings, records_hash])
-            self._inputs.append(chunk_input)
-            if self._path(number).is_file():
-                chunk = self._read(number)
-                if chunk["input"] == chunk_input:
-                    finished[number] = len(chunk["rows"])
-        if self._path(0).is_file() and not finished:
-            raise UserError(
-                f"{self._folder.path} is of another input, model or setting",
-                fix="remove it, or set another --out",
-            )
-        return finished
-
-    def examples(self) -> Iterator[tuple[Example, ...]]:
-        """Yield the examples of each chunk."""
-        index = 0
-        for records in _in_chunks(self._records(), self._size):
-            examples = []
-            for place, record in records:
-                example = self._task.build_example(record, index)
-                examples.append(replace(example, place=place))
-                index += 1
-            yield tuple(examples)
-
-    def write(self, number: int, rows: list[Row]) -> None:
-        """Write the predictions of a chunk."""
-        chunk = {"input": self._inputs[number], "rows": rows}
-        self._folder.write(self._path(number), json.dumps(chunk))
-
-    def finish(self) -> None:
-        """Write the output, and remove the folder."""
-        output = self._folder.path / "output"
-        write = _write_parquet if kind_of(self._source) == ".parquet" else _write_text
-        with failures_named(self._out):
-            write(self._source, output, self._rows())
-            sync(output)
-            output.rename(self._out)
-            sync(self._out.parent)
-            remove_directory(self._folder.path)
-
-    def _path(self, number: int) -> Path:
-        return self._folder.path / f"chunk-{number}.json"
-
-    def _read(self, number: int) -> dict[str, Any]:
-        chunk: dict[str, Any] = json.loads(self._path(number).read_text())
-        return chunk
-
-    def _rows(self) -> Rows:
-        """Yield the prediction of each record."""
-        for number in range(len(self._hashes)):
-            yield from self._read(number)["rows"]
-
-    def _records(self) -> Iterator[tuple[str, Record]]:
-        """Yield each record with its place, and refuse one that does not fit the task."""
-        for number, (place, record) in enumerate(read_file(self._source), start=1):
-            where = f"record {number}{place}"
-            checked_label(self._task, where, record)
-            for name in (PREDICTED, PROBABILITY):
-                if name in record:
-                    raise UserError(f"{where} has a field {name} already", fix="rename it")
-            yield place, record
+def _check_files(task: Task, source: Path, out: Path) -> int:
+    """Refuse an input or an output that cannot be used. Return the number of records."""
+    if out.exists():
+        raise UserError(f"--out {out} exists", fix="set another --out")
+    if kind_of(out) != kind_of(source):
+        message = f"--out {out} does not end in {source.suffix}, as {source} does"
+        raise UserError(message, fix="set another --out")
+    check_kind(str(source), source)
+    num_records = sum(1 for _ in _records(task, source))
+    if num_records == 0:
+        raise UserError(f"{source} has no records", fix="fill the file, or name another one")
+    return num_records
 
 
-def _in_chunks(items: Iterator[T], size: int) -> Iterator[list[T]]:
-    """Yield `size` items at a time. The last chunk may have fewer."""
-    chunk = list(islice(items, size))
-    while chunk:
-        yield chunk
-        chunk = list(islice(items, size))
+def _records(task: Task, source: Path) -> Iterator[tuple[str, Record]]:
+    """Yield each record with its place, and refuse one that does not fit the task."""
+    for number, (place, record) in enumerate(read_file(source), start=1):
+        where = f"record {number}{place}"
+        checked_label(task, where, record)
+        for name in (PREDICTED, PROBABILITY):
+            if name in record:
+                raise UserError(f"{where} has a field {name} already", fix="rename it")
+        yield place, record
 
 
 def unlabelled(task: Task) -> Task:
@@ -276,8 +163,12 @@ def unlabelled(task: Task) -> Task:
     def build(record: Record, index: int) -> Example:
         record = {**record, **blanks}
         if task.kind == "chat":
+            # The last turn is an answer that the model does not read.
             (field,) = task.fields
-            record[field] = _asked(field, record)
+            turns = field_value(record, field)
+            if read_messages(field, turns)[-1].role == ASSISTANT:
+                turns = turns[:-1]
+            record[field] = [*turns, {"role": ASSISTANT, "content": "?"}]
         example = task.build_example(record, index)
         candidates = example.candidates if has_choices else ()
         return replace(example, candidates=candidates, label=None, references=())
@@ -291,12 +182,19 @@ def unlabelled(task: Task) -> Task:
     )
 
 
-def _asked(field: str, record: Record) -> list[object]:
-    """Return a conversation whose last turn is an answer that the model does not read."""
-    turns = field_value(record, field)
-    if read_messages(field, turns)[-1].role == ASSISTANT:
-        turns = turns[:-1]
-    return [*turns, {"role": ASSISTANT, "content": "?"}]
+def _write_output(source: Path, out: Path, folder: Path, chunks: Sequence[Path]) -> None:
+    """Write the output from the finished chunks, and remove their folder."""
+    rows = chain.from_iterable(json.loads(chunk.read_text()) for chunk in chunks)
+    output = folder / "output"
+    with failures_named(out):
+        if kind_of(source) == ".parquet":
+            _write_parquet(source, output, rows)
+        else:
+            _write_text(source, output, rows)
+        sync(output)
+        output.rename(out)
+        sync(out.parent)
+        remove_directory(folder)
 
 
 def _write_parquet(source: Path, target: Path, rows: Rows) -> None:
@@ -305,8 +203,7 @@ def _write_parquet(source: Path, target: Path, rows: Rows) -> None:
         writer: ParquetWriter | None = None
         for batch in ParquetFile(source).iter_batches():
             table = pa.table(batch)
-            batch_rows = list(islice(rows, batch.num_rows))
-            added = pa.Table.from_pylist(batch_rows)
+            added = pa.Table.from_pylist(list(islice(rows, batch.num_rows)))
             for name in added.column_names:
                 table = table.append_column(name, added[name])
             if writer is None:
@@ -315,37 +212,28 @@ def _write_parquet(source: Path, target: Path, rows: Rows) -> None:
 
 
 def _write_text(source: Path, target: Path, rows: Rows) -> None:
-    """Write the records of `source` with the fields of `rows`."""
-    labelled = _labelled(source, rows)
+    """Write the records of `source`, each with the fields of its row after its own."""
+    kind = kind_of(source)
+    pairs = zip(read_file(source), rows, strict=True)
+    labelled = ({**record, **row} for (_, record), row in pairs)
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in labelled)
     # JSON may name half of a surrogate pair, which UTF-8 lacks. It is written as it was read, as
     # in \udce4.
     with target.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        if kind_of(source) in (".csv", ".tsv"):
-            _write_table(file, separator_of(source), labelled)
-        elif kind_of(source) == ".json":
-            _write_list(file, labelled)
+        if kind in (".csv", ".tsv"):
+            first = next(labelled)
+            # The writer quotes a value with a carriage return only if lines end with one.
+            writer = csv.DictWriter(
+                _ShortLineEnds(file), list(first), delimiter=separator_of(source)
+            )
+            writer.writeheader()
+            writer.writerow(first)
+            writer.writerows(labelled)
+        elif kind == ".json":
+            # A list in a file was in memory as a whole when it was read.
+            file.write("[" + ",".join(lines) + "]\n")
         else:
-            for record in labelled:
-                file.write(_to_json(record) + "\n")
-
-
-def _labelled(source: Path, rows: Rows) -> Rows:
-    """Yield each record of `source` with its predicted fields after its own."""
-    for (_, record), row in zip(read_file(source), rows, strict=True):
-        yield {**record, **row}
-
-
-def _to_json(record: Row) -> str:
-    return json.dumps(record, ensure_ascii=False)
-
-
-def _write_table(file: TextIO, separator: str, records: Rows) -> None:
-    """Write a header with the names of the first record's fields, and the records."""
-    first = next(records)
-    # The writer quotes a value with a carriage return only if lines end with one.
-    writer = csv.DictWriter(_ShortLineEnds(file), list(first), delimiter=separator)
-    writer.writeheader()
-    writer.writerows(chain([first], records))
+            file.writelines(lines)
 
 
 class _ShortLineEnds:
@@ -356,12 +244,3 @@ class _ShortLineEnds:
 
     def write(self, line: str) -> int:
         return self._file.write(line.removesuffix("\r\n") + "\n")
-
-
-def _write_list(file: TextIO, records: Rows) -> None:
-    """Write a JSON list with an item on each line."""
-    start = "["
-    for record in records:
-        file.write(start + _to_json(record) + "\n")
-        start = ","
-    file.write("]\n")

@@ -20,7 +20,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, NamedTuple
+from typing import Any
+
+from pydantic import TypeAdapter
 
 import lezo_ds
 from lezo_ds import distributed
@@ -32,7 +34,6 @@ from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
-from lezo_ds.files import DAMAGE
 from lezo_ds.forward.module_calls import norm_arithmetic
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, header_checksum, read_journal
 from lezo_ds.noise import NOISE_VERSION
@@ -229,13 +230,12 @@ def best_evaluation(
 
     Only those after at least `first_step` steps count. Step 0 is the base model.
     """
-    best = None
-    for evaluation in evaluations:
-        if evaluation.split != "dev" or evaluation.step < first_step:
-            continue
-        if best is None or _loss(evaluation) < _loss(best):
-            best = evaluation
-    return best
+    candidates = [
+        evaluation
+        for evaluation in evaluations
+        if evaluation.split == "dev" and evaluation.step >= first_step
+    ]
+    return min(candidates, key=_loss, default=None)
 
 
 def _loss(evaluation: EvaluationRecord) -> float:
@@ -294,16 +294,10 @@ class TrainingState:
     def read(cls, path: Path) -> TrainingState:
         """Return the content of a file. UserError: it is damaged."""
         try:
-            values = json.loads(path.read_text())
-            header = Header(**values["header"])
-            evaluations = tuple(EvaluationRecord(**record) for record in values["evaluations"])
-            state = cls(header, values["world_size"], values["step"], evaluations)
-            if type(state.world_size) is not int or type(state.step) is not int:
-                raise TypeError("world_size or step is no integer")
-            return state
-        except DAMAGE as error:
+            return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
+        except (OSError, ValueError) as error:  # pydantic's error is a ValueError
             raise UserError(
-                f"{path} cannot be read: {type(error).__name__}: {error}",
+                f"{path} cannot be read: {type(error).__name__}",
                 fix="restore it from a copy, or use another run_dir",
             ) from error
 
@@ -312,26 +306,43 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
-class RecordedRun:
+class RunRecords:
+    """The records of a run, or of an exported journal.
+
+    Attributes:
+        header: the inputs of the run.
+        records: of the journal; of a first-order run, its evaluations.
+        num_steps: number of steps; of a first-order run, up to its last checkpoint.
+        owner: of the snapshots.
+        num_ranks: number of ranks that must resume the run; None if any can.
+    """
+
+    header: Header
+    records: Sequence[JournalRecord]
+    num_steps: int
+    owner: SnapshotOwner
+    num_ranks: int | None = None
+
+    @classmethod
+    def of_journal(cls, path: Path) -> RunRecords:
+        """Return the records of a journal."""
+        header, records, step_checksums = read_journal(path)
+        return cls(header, records, len(steps_of(records)), owner_of(header, step_checksums))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun(RunRecords):
     """A run as its directory has it, or an exported journal.
 
     Attributes:
         directory: of the run. That of an exported journal is the file: it has no snapshots.
-        header: the inputs of the run.
         config: its configuration, with overrides applied.
-        records: of the journal; of a first-order run, its evaluations.
-        num_steps: number of steps; of a first-order run, up to its last checkpoint.
         digests: of the weights, by the number of steps; a few of them, or none.
-        owner: of the snapshots.
     """
 
     directory: RunDirectory
-    header: Header
     config: RunConfig
-    records: Sequence[JournalRecord]
-    num_steps: int
     digests: Mapping[int, str]
-    owner: SnapshotOwner
 
     def find_step(self, step: str) -> int:
         """Return the number of steps for "best" (lowest validation loss), "last" or a number.
@@ -339,43 +350,32 @@ class RecordedRun:
         Raises:
             UserError: the run has no such step, or no weights after it.
         """
-        found = self._number_of(step)
-        available: Sequence[int] = range(self.num_steps + 1)
-        expected = f"0 to {self.num_steps}"
-        if self.config.method == "adamw" and found != 0:  # the base model needs no snapshot
-            available = self._steps_with_snapshot()
-            shown = ", ".join(str(number) for number in available)
-            expected = f"a step with a snapshot ({shown or 'none yet'})"
-        if found is None or found not in available:
-            raise UserError(
-                f"run {self.directory.path} has no step {step}",
-                fix=f"set --step to best, last, or {expected}",
-            )
-        return found
-
-    def _number_of(self, step: str) -> int | None:
-        """Return the number of steps for "best", "last" or a number, and None for another text."""
+        run_dir = self.directory.path
+        found = int(step) if step.isdecimal() else None
         if step == "last":
-            return self.num_steps
+            found = self.num_steps
         if step == "best":
             evaluations = evaluations_of(self.records)
             best = best_evaluation(evaluations)
             if best is None or best_evaluation(evaluations, first_step=1) is None:
                 raise UserError(
-                    f"run {self.directory.path} has no evaluation after a step, so it has no best "
-                    "step",
+                    f"run {run_dir} has no evaluation after a step, so it has no best step",
                     fix="use --step last, or resume the run",
                 )
-            return best.step
-        return int(step) if step.isdecimal() else None
-
-    def _steps_with_snapshot(self) -> list[int]:
-        root = self.directory.snapshots
-        own, _ = own_snapshots(root, self.owner)
-        steps = [number for number in own if read_manifest(snapshot_path(root, number))]
-        if self.num_steps > 0 and not steps and not self.directory.checkpoints.is_dir():
-            raise _weights_removed(self.directory.path)
-        return steps
+            found = best.step
+        available: Sequence[int] = range(self.num_steps + 1)
+        expected = f"0 to {self.num_steps}"
+        if self.config.method == "adamw" and found != 0:  # the base model needs no snapshot
+            root = self.directory.snapshots
+            own, _ = own_snapshots(root, self.owner)
+            available = [number for number in own if read_manifest(snapshot_path(root, number))]
+            shown = ", ".join(map(str, available)) or "none, as with train.keep_snapshots=0"
+            expected = f"a step with a snapshot ({shown})"
+        if found is None or found not in available:
+            raise UserError(
+                f"run {run_dir} has no step {step}", fix=f"set --step to best, last, or {expected}"
+            )
+        return found
 
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
@@ -395,21 +395,9 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
             "training_state.json",
             fix="use the run_dir that lezo-ds train printed",
         )
-    return RecordedRun(
-        directory=directory,
-        header=recorded.header,
-        config=config_of(recorded.header, path, overrides),
-        records=recorded.records,
-        num_steps=recorded.num_steps,
-        digests=_digests_of(directory, recorded.owner),
-        owner=recorded.owner,
-    )
-
-
-def _digests_of(directory: RunDirectory, owner: SnapshotOwner) -> dict[int, str]:
-    """Return the digests of the weights that a run has noted, by the number of steps."""
+    # The digests of weights that the run has noted.
     digests = {}
-    own, _ = own_snapshots(directory.snapshots, owner)
+    own, _ = own_snapshots(directory.snapshots, recorded.owner)
     for step, manifest in own.items():
         digest = manifest.get("digest")
         if isinstance(digest, str):
@@ -417,33 +405,18 @@ def _digests_of(directory: RunDirectory, owner: SnapshotOwner) -> dict[int, str]
     results = RunResults.read(directory.results)
     if results is not None:
         digests[results.step_of_weights] = results.weights_digest
-    return digests
+    config = config_of(recorded.header, path, overrides)
+    return RecordedRun(**vars(recorded), directory=directory, config=config, digests=digests)
 
 
-class _Records(NamedTuple):
-    """The records in a directory; see `RecordedRun` for the fields that both have.
-
-    Attributes:
-        num_ranks: number of ranks that must resume the run; None if any can.
-    """
-
-    header: Header
-    records: Sequence[JournalRecord]
-    num_steps: int
-    owner: SnapshotOwner
-    num_ranks: int | None
-
-
-def _read_records(directory: RunDirectory) -> _Records | None:
+def _read_records(directory: RunDirectory) -> RunRecords | None:
     """Return the records of a run, or None if the directory has none."""
     if directory.training_state.exists():
         state = TrainingState.read(directory.training_state)
         owner = owner_of(state.header)
-        return _Records(state.header, state.evaluations, state.step, owner, state.world_size)
+        return RunRecords(state.header, state.evaluations, state.step, owner, state.world_size)
     if directory.journal.exists():
-        header, records, step_checksums = read_journal(directory.journal)
-        owner = owner_of(header, step_checksums)
-        return _Records(header, records, len(steps_of(records)), owner, num_ranks=None)
+        return RunRecords.of_journal(directory.journal)
     return None
 
 
@@ -454,7 +427,7 @@ def check_records(
 
     Raises:
         UserError: the inputs are not those of the run, it has more steps already, or AdamW's
-            checkpoint has another number of ranks or was removed.
+            checkpoint has another number of ranks.
     """
     if config.method == "adamw" and config.partition_size not in (None, num_ranks):
         raise UserError(
@@ -474,20 +447,8 @@ def check_records(
             f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}",
             fix=f"set train.steps={num_done} or more, or another run_dir",
         )
-    if recorded.num_ranks is None or num_done == 0:
-        return
-    if recorded.num_ranks != num_ranks:
+    if num_done > 0 and recorded.num_ranks not in (None, num_ranks):
         raise UserError(
             f"the checkpoint of a first-order run has {recorded.num_ranks} ranks, not {num_ranks}",
             fix=f"start {recorded.num_ranks} ranks, or use another run_dir",
         )
-    if not snapshot_path(directory.checkpoints, num_done).is_dir():
-        raise _weights_removed(directory.path)
-
-
-def _weights_removed(run_dir: Path) -> UserError:
-    return UserError(
-        f"run {run_dir} has no weights: train.keep_snapshots=0 removed them, and adamw has no "
-        "journal",
-        fix=f"train again: --config {run_dir / 'config.yaml'} run_dir=NEW train.keep_snapshots=1",
-    )

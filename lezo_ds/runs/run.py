@@ -1,27 +1,31 @@
 """A run: evaluate, train, write snapshots, and score the best step.
 
-`Run` has the order of things. Two objects that it is composed with have what differs between runs:
+`Run` has the order of things. Two classes have what differs between runs:
 
-    trainer.train  builds  Run --> TrainingMethod   how a step changes the weights, and where it is
-                            |                       recorded: zeroth_order.py, first_order.py
-                            +----> Membership       what this launch does of the run, and what other
-                                                    launches do: membership.py, elastic.py
+    trainer.train  builds  Run ---------> TrainingMethod   how a step changes the weights, and where
+                            ^             it is recorded: zeroth_order.py, first_order.py
+                            |
+                       ReplicaRun         a launch that shares the run with others: elastic.py
+
+A launch is what one command starts: one rank or many. Most runs have one launch, which does at once
+what is due. With `elastic.lighthouse`, several launches do the steps of a run together, and one of
+them evaluates while the others go on.
 
 Each rank executes this. (c) marks a collective: a rank that does not get there hangs all others, so
 each decision depends only on what all ranks know. Rank 0 writes the files.
 
-    membership.open                  (c)  method.open: the records, the weights to resume with
+    open                             (c)  method.open: the records, the weights to resume with
     cut metrics.jsonl, write config.yaml and environment.json
-    membership.begin                 (c)  evaluate the base model on the test split
+    begin                            (c)  evaluate the base model on the test split
     repeat
         method.check                 (c)  every 100 steps
-        membership.evaluate_and_save (c)  evaluate on the dev split, method.save; if they are due
+        evaluate_and_save            (c)  evaluate on the dev split, method.save; if they are due
         leave the loop                    after the last step, or when train.patience has run out
         raise Stopped                     if the votes in the last all-reduce ask for it
         look for requests                 they become votes of this rank in the next all-reduce
-        membership.step              (c)  method.step
+        step                         (c)  method.step
         write metrics.jsonl, show progress
-    membership.finish                (c)  replicas wait for evaluations of others
+    finish                           (c)  replicas wait for evaluations of others
     method.restore                   (c)  the step with the lowest validation loss
     evaluate                         (c)  it on the test split
     digest of the weights            (c)  for the results
@@ -36,7 +40,7 @@ An evaluation is
         vote                         (c)  raise Stopped if any rank asks for it
         forward pass                 (c)
     write predictions/
-    membership.record                (c)  method.record
+    record                           (c)  method.record
     write metrics.jsonl
 """
 
@@ -47,7 +51,6 @@ import math
 import resource
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,12 +61,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from lezo_ds import distributed
 from lezo_ds.checkpoints.snapshots import prune_snapshots, remove_snapshots
 from lezo_ds.config import TRAINED, config_to_dict, eval_every
-from lezo_ds.data.evaluation import EvaluationResult, evaluate, prediction_rows
+from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.files import remove_directory
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs import records
-from lezo_ds.runs.membership import Membership
 from lezo_ds.runs.method import StepMetrics, TrainingMethod
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar
@@ -79,11 +81,13 @@ MAJORITY_CLASS = "majority_class"
 
 
 class Run:
-    """What one rank does of a run.
+    """What one rank does of a run, which has no other launch.
+
+    The head of this module has the order of the calls. `begin`, `evaluate_and_save` and `finish`
+    may raise `Stopped`.
 
     Attributes:
         method: how the run trains, with the configuration, the data, the directory and the engine.
-        membership: what this launch does of the run.
         config, data, directory, engine: those of the method.
         num_steps: number of steps to do; 0 if the run only scores.
         num_done: number of steps done. `engine.global_steps` goes back when an earlier step is
@@ -92,37 +96,33 @@ class Run:
         has_stop_file: whether rank 0 found the file STOP when it looked last.
     """
 
-    def __init__(self, method: TrainingMethod, membership: Membership) -> None:
+    def __init__(self, method: TrainingMethod) -> None:
         self.method = method
-        self.membership = membership
         self.config = method.config
         self.data = method.data
         self.directory = method.directory
         self.engine = method.engine
         self.num_steps = 0
         if self.config.method in TRAINED:
-            assert self.config.train.steps is not None, "the configuration was checked"
-            self.num_steps = self.config.train.steps
+            self.num_steps = self.config.train.steps or 0
         self.num_done = 0
         self.eval_every = eval_every(self.config)
         self.has_stop_file = False
         self._writes = self.engine.global_rank == 0
         self._launchers = launchers()
-        self._seconds_before = 0.0  # that earlier processes of this run have taken
-        self._started = time.monotonic()
+        self._began = time.monotonic()  # earlier by the seconds that earlier processes have taken
 
     def execute(self) -> RunResults:
         """Run to the end, or until all ranks agree to stop, and return the results."""
         with distributed.lost_ranks_reported(self._last_good_step):
-            self.membership.open(self)
+            self.open()
             self.num_done = self.engine.global_steps
             if self._writes:
                 self._prune_snapshots()
-                self._seconds_before = self.directory.cut_metrics(self.num_done)
+                self._began = time.monotonic() - self.directory.cut_metrics(self.num_done)
                 self.directory.write_config_and_environment(
                     config_to_dict(self.config), self.engine.world_size, self.engine.device
                 )
-            self._started = time.monotonic()
             # The handler only sets a flag, which is this rank's vote in the next all-reduce. All
             # ranks thus stop after the same step, whichever of them got the signal.
             with on_stop_signals(lambda _: self.engine.request_stop()):
@@ -132,7 +132,9 @@ class Run:
             if self._writes:
                 results.write(self.directory.results)
                 if is_finished and self.config.train.keep_snapshots == 0:
-                    self._remove_snapshots()
+                    remove_directory(self.directory.checkpoints)
+                    protected = self.method.protected_steps(is_finished=True)
+                    remove_snapshots(self.directory.snapshots, protected)
                 self.directory.stop_file.unlink(missing_ok=True)
                 self.method.close()
             return results
@@ -146,12 +148,12 @@ class Run:
     def _run_to_end(self) -> bool:
         """Do everything that is left. Return whether the run finished, or was asked to stop."""
         try:
-            self.membership.begin(self)
+            self.begin()
             self.num_done = self.engine.global_steps
-            bar = progress_bar(self.num_steps, self.num_done, is_shown=self._writes)
+            bar = progress_bar(self.num_steps, num_done=self.num_done, is_shown=self._writes)
             with logging_redirect_tqdm(), bar:  # log lines go above the progress bar
                 self._train(bar)
-                self.membership.finish(self)
+                self.finish()
             best = records.best_evaluation(self.method.evaluations)
             if best is not None:
                 self.method.restore(best.step)
@@ -165,7 +167,7 @@ class Run:
         while True:
             if self.num_done > 0 and self.is_check_due():
                 self.method.check()
-            self.membership.evaluate_and_save(self)
+            self.evaluate_and_save()
             if self.num_done >= self.num_steps or self.has_lost_patience():
                 return
             # The votes were part of the last step's all-reduce. The snapshot that they may ask for
@@ -173,33 +175,56 @@ class Run:
             if self.engine.stop_agreed:
                 raise Stopped
             self.look_for_requests()
-            metrics = self.membership.step(self)
+            metrics = self.step()
             self.num_done = self.engine.global_steps
             self._log_metrics(metrics)
-            self._show_progress(bar, metrics)
+            shown = {"loss": number(metrics["loss"])}
+            if self.method.evaluations:
+                newest = self.method.evaluations[-1]
+                metric = self.data.task.metric
+                shown[f"{newest.split} {metric}"] = number(newest.metrics[metric])
+            bar.set_postfix(shown, refresh=False)
+            bar.update()
 
-    def _show_progress(self, bar: tqdm[Any], metrics: StepMetrics) -> None:
-        """Show the loss of the last step and the newest score."""
-        shown = {"loss": number(metrics["loss"])}
-        if self.method.evaluations:
-            newest = self.method.evaluations[-1]
-            metric = self.data.task.metric
-            shown[f"{newest.split} {metric}"] = number(newest.metrics[metric])
-        bar.set_postfix(shown, refresh=False)
-        bar.update()
+    # What a replica does in another way (elastic.py). All of these are collectives of this launch.
+
+    def open(self) -> None:
+        """Open the run's records, and bring the engine to the step at which this launch begins."""
+        self.method.open()
+
+    def begin(self) -> None:
+        """Score the base model, if this launch is the one to do it, and get ready for steps."""
+        self.evaluate("test", at=0)
+
+    def evaluate_and_save(self) -> None:
+        """Do the evaluation and write the snapshot that are due at this step, if any."""
+        step = self.engine.global_steps
+        is_due = step % self.eval_every == 0 or step == self.num_steps
+        if is_due and self.num_steps > 0:
+            try:
+                self.evaluate("dev", at=step)
+            except Stopped:
+                if self.method.needs_snapshot_to_stop:
+                    self.save_if_due()
+                raise
+        self.save_if_due()
+
+    def step(self) -> StepMetrics:
+        """Bring the run forward by a step, and return the numbers of the newest step."""
+        return self.method.step()
+
+    def finish(self) -> None:
+        """Wait, after the last step, until all evaluations of the run are recorded here."""
+
+    def record(self, evaluation: EvaluationRecord) -> None:
+        """See that an evaluation that this launch has done is recorded."""
+        self.method.record(evaluation)
 
     # What is due.
 
     def is_check_due(self) -> bool:
         """Return whether the weights are to be checked at the current step."""
         return self.engine.global_steps % CHECK_EVERY == 0
-
-    def is_validation_due(self) -> bool:
-        """Return whether the current step is one of those that are validated, such as the last."""
-        step = self.engine.global_steps
-        if self.num_steps == 0:
-            return False
-        return step % self.eval_every == 0 or step == self.num_steps
 
     def is_snapshot_due(self) -> bool:
         """Return whether a snapshot of the current step is due by its number or by request."""
@@ -230,7 +255,27 @@ class Run:
         if self._writes and self.directory.save_file.exists():
             self.engine.request_snapshot()
 
+    def stop_if_requested(self) -> None:
+        """Raise Stopped if any rank was asked to stop. A collective, for use between steps."""
+        self.look_for_requests()
+        if self.engine.agree_on_stop():
+            raise Stopped
+
     # Evaluations.
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of ranks that run the same batches of an evaluation."""
+        return self.engine.tensor_parallel
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Return what the engine makes of a micro-batch of an evaluation. A collective.
+
+        Raises:
+            Stopped: all ranks agreed to stop.
+        """
+        self.stop_if_requested()
+        return self.engine.forward(micro_batch)
 
     def evaluate(self, split: str, *, at: int) -> None:
         """Evaluate the weights, unless they are not those after `at` steps, or that is done.
@@ -250,27 +295,21 @@ class Run:
         encoded = self.data.dev if split == "dev" else self.data.test
         if self._writes and split == "test":  # this may take as long as many steps
             logger.info("scoring %d test examples", len(encoded.examples))
-        model = _InterruptibleModel(self)
-        batch_size = self.config.train.eval_batch_size
-        result = evaluate(model, self.data, encoded, batch_size=batch_size)
+        result = evaluate(self, self.data, encoded, self.config.train.eval_batch_size)
         # Predictions come first: an evaluation that is recorded is not done again.
         if self._writes and split == "test":
             rows = prediction_rows(encoded.examples, result.predicted)
             self.directory.write_predictions(at, rows)
-        evaluation = self._record_of(result, split, at)
-        self.membership.record(self, evaluation)
         metric = self.data.task.metric
-        self._log_metrics({f"{split}_loss": evaluation.loss, f"{split}_{metric}": result.score})
-        if self._writes:
-            logger.info("%s", evaluation_line(evaluation, metric))
-
-    def _record_of(self, result: EvaluationResult, split: str, step: int) -> EvaluationRecord:
-        """Return what the records keep of an evaluation: all but the predictions."""
-        metrics = {self.data.task.metric: result.score}
+        metrics = {metric: result.score}
         if result.majority_class is not None:
             metrics[MAJORITY_CLASS] = result.majority_class
         loss = result.loss if math.isfinite(result.loss) else None
-        return EvaluationRecord(step=step, split=split, loss=loss, metrics=metrics)
+        evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
+        self.record(evaluation)
+        self._log_metrics({f"{split}_loss": evaluation.loss, f"{split}_{metric}": result.score})
+        if self._writes:
+            logger.info("%s", evaluation_line(evaluation, metric))
 
     def evaluation_of(self, split: str, step: int) -> EvaluationRecord | None:
         """Return the recorded evaluation of a split after `step` steps, or None."""
@@ -297,19 +336,12 @@ class Run:
         protected = self.method.protected_steps(is_finished=False)
         prune_snapshots(self.directory.snapshots, num_kept, protected)
 
-    def _remove_snapshots(self) -> None:
-        """Remove the weights that a finished run with train.keep_snapshots=0 does not need."""
-        remove_directory(self.directory.checkpoints)
-        protected = self.method.protected_steps(is_finished=True)
-        remove_snapshots(self.directory.snapshots, protected)
-
     def _log_metrics(self, metrics: Mapping[str, float | bool | None]) -> None:
         """Append numbers of the current step to metrics.jsonl, and send them to the monitors."""
         if not self._writes:
             return
         step = self.engine.global_steps
-        seconds = round(self._seconds(), 3)
-        self.directory.log_metrics({"step": step, **metrics, "seconds": seconds})
+        self.directory.log_metrics({"step": step, **metrics, "seconds": self._seconds()})
         if self.engine.monitor.enabled:
             events = [
                 (f"train/{name}", float(value), step)
@@ -320,7 +352,7 @@ class Run:
 
     def _seconds(self) -> float:
         """Return the seconds that all processes of this run have taken so far."""
-        return self._seconds_before + time.monotonic() - self._started
+        return round(time.monotonic() - self._began, 3)
 
     # Results.
 
@@ -358,7 +390,7 @@ class Run:
             steps=self.num_done,
             early_stop_step=early_stop_step,
             seed=config.seed,
-            seconds=round(self._seconds(), 3),
+            seconds=self._seconds(),
             peak_memory_bytes=self._peak_memory_bytes(),
             skipped_steps=self.method.num_skipped_steps(),
             model_fingerprint=self.engine.base.fingerprint,
@@ -387,21 +419,3 @@ class Run:
             peak = max(peak, earlier.peak_memory_bytes)
         peaks: list[int] = distributed.gather_objects(peak)
         return max(peaks)
-
-
-@dataclass(frozen=True)
-class _InterruptibleModel:
-    """The engine as an evaluation uses it, until any rank is asked to stop."""
-
-    run: Run
-
-    @property
-    def tensor_parallel(self) -> int:
-        return self.run.engine.tensor_parallel
-
-    def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the outputs of a micro-batch. Stopped: all ranks agreed to stop. A collective."""
-        self.run.look_for_requests()
-        if self.run.engine.agree_on_stop():
-            raise Stopped
-        return self.run.engine.forward(micro_batch)

@@ -22,7 +22,9 @@ _LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}
 _LINE_SECONDS = 20
 
 
-def progress_bar(num_total: int, num_done: int, *, is_shown: bool, unit: str = "step") -> tqdm[Any]:
+def progress_bar(
+    num_total: int, *, num_done: int = 0, is_shown: bool, unit: str = "step"
+) -> tqdm[Any]:
     """Return a bar on a terminal; elsewhere, it writes a line every 20 seconds.
 
     Args:

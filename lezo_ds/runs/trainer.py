@@ -3,8 +3,8 @@
 `train` refuses bad input before it loads weights, because loading may take minutes:
 
     process group, DeepSpeed JSON, data          all ranks
-    check_run: model, lock, records, disk        rank 0
-    _compose: weights, method, membership        all ranks
+    check_run: model, lock, records              rank 0
+    weights, method, run                         all ranks
     Run.execute                                  all ranks
 """
 
@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,9 +30,7 @@ from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.disk import check_disk
 from lezo_ds.runs.first_order import FirstOrderMethod, initialize_first_order
-from lezo_ds.runs.membership import SingleLaunch
 from lezo_ds.runs.records import RecordedRun, assert_same_model_config, check_records, steps_of
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.run import Run
@@ -54,20 +52,6 @@ _REPLAY_ONLY: dict[str, Any] = {
     "layer_policy_options": {},
     "sparsity": 0.0,
 }
-
-
-class _Monitor(NamedTuple):
-    section: str  # of DeepSpeed's JSON
-    package: str
-
-
-_MONITORS = {
-    "csv": _Monitor("csv_monitor", "csv"),
-    "tensorboard": _Monitor("tensorboard", "tensorboard"),
-    "wandb": _Monitor("wandb", "wandb"),
-    "comet": _Monitor("comet", "comet_ml"),
-}
-"""By the names in train.report_to."""
 
 
 def train(config: RunConfig) -> RunResults:
@@ -92,35 +76,30 @@ def train(config: RunConfig) -> RunResults:
             lambda: check_run(config, data, num_ranks, resources)
         )
         ds_config = {**monitors, **ds_config}
-        return _compose(config, data, directory, ds_config, resources).execute()
+        run: Run
+        if config.method == "adamw":
+            logger.info("loading %s", config.model.path)
+            first_order = initialize_first_order(config, ds_config)
+            run = Run(FirstOrderMethod(config, data, directory, first_order))
+        elif config.elastic.lighthouse is None:
+            engine = make_engine(config, ds_config)
+            run = Run(ZerothOrderMethod(config, data, directory, engine))
+        else:
+            # torchft is an extra, and only replicas load it.
+            from lezo_ds.replicas import Replicas
+            from lezo_ds.runs.elastic import ReplicaRun
 
-
-def _compose(
-    config: RunConfig,
-    data: TaskData,
-    directory: RunDirectory,
-    ds_config: dict[str, Any],
-    resources: ExitStack,
-) -> Run:
-    """Load the model, and return the run with its method and its membership. A collective."""
-    if config.method == "adamw":
-        logger.info("loading %s", config.model.path)
-        engine = initialize_first_order(config, ds_config)
-        return Run(FirstOrderMethod(config, data, directory, engine), SingleLaunch())
-    lighthouse = config.elastic.lighthouse
-    if lighthouse is None:
-        method = ZerothOrderMethod(config, data, directory, make_engine(config, ds_config))
-        return Run(method, SingleLaunch())
-    # torchft is an extra, and only replicas load it.
-    from lezo_ds.replicas import Replicas
-    from lezo_ds.runs.elastic import ReplicaMembership
-
-    # The link comes first, so that a wrong address is refused before weights are loaded.
-    seconds = config.train.timeout_seconds
-    replicas = Replicas(lighthouse, directory.number, directory.journal, seconds)
-    resources.callback(replicas.leave)
-    method = ZerothOrderMethod(config, data, directory, make_engine(config, ds_config))
-    return Run(method, ReplicaMembership(replicas, method))
+            # The link comes first, so that a wrong address is refused before weights are loaded.
+            replicas = Replicas(
+                config.elastic.lighthouse,
+                directory.number,
+                directory.journal,
+                config.train.timeout_seconds,
+            )
+            resources.callback(replicas.leave)
+            engine = make_engine(config, ds_config)
+            run = ReplicaRun(ZerothOrderMethod(config, data, directory, engine), replicas)
+        return run.execute()
 
 
 def check_run(
@@ -138,29 +117,17 @@ def check_run(
         The sections of the DeepSpeed JSON for the run's monitors, and its directory, which is the
         first free one for a replica.
     """
-    module, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
+    _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
         make_layer_policy(config.zo, layout.num_blocks, trains_outside=not config.zo.only_blocks)
     directory = RunDirectory(config.run_dir)
     is_replica = config.elastic.lighthouse is not None
-    if resources is None:
-        directory.check_writable()
-    else:
+    if resources is not None:
         directory = directory.lock(resources, is_replica=is_replica)
     if is_replica and find_spec("torchft") is None:
         raise UserError("elastic.lighthouse needs torchft", fix="pip install 'lezo_ds[elastic]'")
     check_records(config, data, directory, num_ranks)
-    if resources is not None:
-        num_trained = 0  # an adapter is small
-        if config.peft.kind == "none":
-            blocks = module.get_submodule(layout.path)
-            num_trained = _num_parameters(blocks if config.zo.only_blocks else module)
-        check_disk(config, _num_parameters(module), num_trained)
     return monitor_sections(config), directory
-
-
-def _num_parameters(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
@@ -196,21 +163,26 @@ def monitor_sections(config: RunConfig) -> dict[str, Any]:
     """Return the sections of the DeepSpeed JSON that train.report_to stands for."""
     run_name = Path(config.run_dir).name
     files = {"output_path": f"{config.run_dir}/monitors", "job_name": run_name}
-    settings: dict[str, dict[str, Any]] = {
-        "csv": files,
-        "tensorboard": files,
-        "wandb": {"project": "lezo_ds", "group": run_name},
-        "comet": {"project": "lezo_ds", "experiment_name": run_name, "samples_log_interval": 1},
+    # (section of DeepSpeed's JSON, package that it needs, settings) by names in train.report_to.
+    monitors: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "csv": ("csv_monitor", "csv", files),
+        "tensorboard": ("tensorboard", "tensorboard", files),
+        "wandb": ("wandb", "wandb", {"project": "lezo_ds", "group": run_name}),
+        "comet": (
+            "comet",
+            "comet_ml",
+            {"project": "lezo_ds", "experiment_name": run_name, "samples_log_interval": 1},
+        ),
     }
     sections = {}
     for name in config.train.report_to or ():
-        section, package = _MONITORS[name]
+        section, package, settings = monitors[name]
         if find_spec(package) is None:
             requirement = "'lezo_ds[tensorboard]'" if package == "tensorboard" else package
             raise UserError(
                 f"train.report_to needs the package {package}", fix=f"pip install {requirement}"
             )
-        sections[section] = {"enabled": True, **settings[name]}
+        sections[section] = {"enabled": True, **settings}
     return sections
 
 

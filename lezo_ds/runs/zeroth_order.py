@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.snapshots import SnapshotOwner, read_manifest, snapshot_path
+from lezo_ds.checkpoints.snapshots import SnapshotOwner
 from lezo_ds.config import TRAINED, may_differ_on_resume
 from lezo_ds.engine import LezoEngine
 from lezo_ds.files import write_atomically
@@ -63,7 +63,7 @@ class ZerothOrderMethod(TrainingMethod):
             return []
         self.journal = Journal.open(path)
         records.assert_same_base(self.journal.header, base)
-        self.prepare_resumption(len(self._recorded_steps()), self._owner())
+        self.prepare_resumption(len(self._recorded_steps()))
         return records.evaluations_of(self.journal.records)
 
     def step(self) -> StepMetrics:
@@ -91,26 +91,9 @@ class ZerothOrderMethod(TrainingMethod):
         self.engine.check_weights()
         self.engine.finish_records()
 
-    def save(self) -> None:
-        step = self.engine.global_steps
-
-        def is_saved() -> bool:
-            manifest = read_manifest(snapshot_path(self.directory.snapshots, step))
-            return manifest is not None and self._owner().owns(step, manifest)
-
-        if distributed.on_rank_zero(is_saved):
-            return
-        self.check()  # wrong weights would come back from a snapshot after every restart
-        checksum = None
-        if self.journal is not None:
-            checksum = self._owner().checksum(step)
-        self.engine.save_checkpoint(self.directory.snapshots, step, checksum)
-
     def restore(self, step: int | None) -> None:
         """Bring the engine to the exact weights after `step` steps; None: after all recorded."""
-        owner = None
-        if self.journal is not None:
-            owner = self._owner()
+        owner = None if self.journal is None else self.owner()
         steps = self._recorded_steps()
         self.engine.load_checkpoint(self.directory.snapshots, steps, step=step, owner=owner)
 
@@ -126,8 +109,7 @@ class ZerothOrderMethod(TrainingMethod):
         return self.config.method in TRAINED and self.config.peft.kind == "prefix"
 
     def num_skipped_steps(self) -> int:
-        skipped = [record for record in self._recorded_steps() if not record.applied]
-        return len(skipped)
+        return sum(1 for record in self._recorded_steps() if not record.applied)
 
     def close(self) -> None:
         if self.journal is not None:
@@ -139,8 +121,7 @@ class ZerothOrderMethod(TrainingMethod):
             return []
         return records.steps_of(self.journal.records)
 
-    def _owner(self) -> SnapshotOwner:
-        """Return what the snapshots of this run have in their manifests. For rank 0."""
+    def owner(self) -> SnapshotOwner:
         journal = self._journal_of_rank_zero()
         return records.owner_of(journal.header, journal.step_checksums)
 

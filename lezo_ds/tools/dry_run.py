@@ -36,7 +36,7 @@ from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, eval_every, num_pas
 from lezo_ds.config.deepspeed import check_shares, ds_config_of, tensor_parallel_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
-from lezo_ds.runs.disk import check_disk, snapshot_sizes
+from lezo_ds.runs.disk import snapshot_sizes
 from lezo_ds.runs.screen import duration
 from lezo_ds.runs.trainer import check_run
 from lezo_ds.tools.memory_plan import GIB, RankMemory, rank_memory, received_bytes
@@ -88,8 +88,6 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
             if gpu_memory is not None:
                 lines += what_fits(config, model, inputs, num_ranks, int(gpu_memory * GIB))
         lines += _disk_lines(config, model)
-        if num_gpus is None:  # a plan for other GPUs may be for another machine
-            check_disk(config, model.num_parameters, model.num_trained)
         if data is not None and directory is not None:
             can_measure = on_gpu == (distributed.device().type != "cpu")
             if can_measure and config.method != "adamw":

@@ -141,53 +141,66 @@ def test_the_program_in_the_card_of_an_export_is_that_of_its_run(root):
     assert program_of(card) == program_of(model_card(read_run(root / "run"), 4, ""))
 
 
-def test_a_killed_run_continues_and_another_input_is_refused(root, tmp_path):
+def test_a_killed_run_continues_and_another_input_uses_none_of_its_chunks(root, tmp_path):
     asked = ["--model", root / "model", "--out", tmp_path / "l.jsonl"]
     own = root / "new.jsonl"
-    part = kill_after_a_chunk(root, tmp_path, own)
-    written = (part / "chunk-0.json").stat().st_mtime_ns
+    chunk = kill_after_a_chunk(root, tmp_path, own)
+    mark_as_kept(chunk, 5)
     other = tmp_path / "other.jsonl"
     other.write_text("".join(reversed(own.read_text().splitlines(keepends=True))))
+    out = tmp_path / "l.jsonl"
     for command in ([*asked, other], [*asked, own, "data.system_prompt=Be kind."]):
-        refused = predict(*command, runner=run_forked)
-        assert_one_error(refused, 2, "is of another input, model or setting")
-    assert (part / "chunk-0.json").stat().st_mtime_ns == written
+        predict(*command)
+        assert "kept" not in out.read_text()
+        out.unlink()
+        chunk = kill_after_a_chunk(root, tmp_path, own)
+        mark_as_kept(chunk, 5)
     predict(*asked, own)
-    assert (tmp_path / "l.jsonl").read_bytes() == (root / "labels.jsonl").read_bytes()
-    assert not part.exists()
+    assert records_in(out) == with_kept(records_in(root / "labels.jsonl"), 5)
+    assert not chunk.parent.exists()
     assert_one_error(predict(*asked, own, runner=run_forked), 2, "l.jsonl exists")
 
 
+def mark_as_kept(chunk, index):
+    """Change a prediction of a finished chunk, which tells that the chunk was not made again."""
+    rows = json.loads(chunk.read_text())
+    rows[index]["predicted"] = "kept"
+    chunk.write_text(json.dumps(rows))
+
+
+def with_kept(records, index):
+    records[index] = {**records[index], "predicted": "kept"}
+    return records
+
+
 def kill_after_a_chunk(root, folder, source):
-    """Predict to l.jsonl, kill the process once it has a chunk, and return the folder of chunks."""
-    part = folder / "l.jsonl.part"
+    """Predict to l.jsonl, kill the process once it has a chunk, and return that chunk."""
+
+    def chunks():
+        return list((folder / "l.jsonl.part").glob("chunk-0-*.json"))
 
     def kill(ranks):
-        wait_until((part / "chunk-0.json").is_file, ranks[0])
+        wait_until(chunks, ranks[0])
         ranks[0].kill()
 
     asked = ["--model", root / "model", source, "--out", folder / "l.jsonl"]
     assert predict(*asked, runner=run_forked, meanwhile=kill).code == -9
-    return part
+    (chunk,) = chunks()
+    return chunk
 
 
 def test_a_record_that_is_corrected_costs_no_chunk_but_its_own(root, tmp_path):
     lines = (root / "new.jsonl").read_text().splitlines(keepends=True)
     source = tmp_path / "tickets.jsonl"
     source.write_text("".join(lines))
-    part = kill_after_a_chunk(root, tmp_path, source)
-    # The prediction of a kept chunk is not made again: this one tells that it was kept.
-    chunk = json.loads((part / "chunk-0.json").read_text())
-    chunk["rows"][5]["predicted"] = "kept"
-    (part / "chunk-0.json").write_text(json.dumps(chunk))
+    mark_as_kept(kill_after_a_chunk(root, tmp_path, source), 5)
     lines[70] = lines[3]
     source.write_text("".join([*lines, lines[8]]))
     predict("--model", root / "model", source, "--out", tmp_path / "l.jsonl")
     made, expected = records_in(tmp_path / "l.jsonl"), records_in(root / "labels.jsonl")
     expected[70] = expected[3]
     expected.append(expected[8])
-    expected[5] = {**expected[5], "predicted": "kept"}
-    assert made == expected
+    assert made == with_kept(expected, 5)
 
 
 def test_a_base_model_answers_a_question_and_a_conversation_alike(root, tmp_path):

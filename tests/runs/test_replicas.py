@@ -35,7 +35,7 @@ from lezo_ds.replicas import Replicas, StepLostError, quorum, whole_lines  # noq
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
 from lezo_ds.replicas.lighthouse import Lighthouse  # noqa: E402
 from lezo_ds.replicas.transport import JournalTransport  # noqa: E402
-from lezo_ds.runs.elastic import ReplicaMembership  # noqa: E402
+from lezo_ds.runs.elastic import ReplicaRun  # noqa: E402
 
 HEADER = Header(
     noise_version=1, model_fingerprint="f", parameter_table_hash="t", config={}, libraries={}
@@ -357,13 +357,15 @@ def lab(recipe, tmp_path):
 
 
 def test_all_ranks_of_a_replica_do_missing_evaluations_in_one_order():
-    engine = SimpleNamespace(global_steps=4, world_size=2, tensor_parallel=1, replicas=None)
-    method = SimpleNamespace(engine=engine, directory=None, evaluations=[])
-    replicas = SimpleNamespace(evaluations=[], num_workers=0)
-    membership = ReplicaMembership(replicas, method)
-    run = SimpleNamespace(num_steps=4, eval_every=2, has_lost_patience=lambda: False)
+    run = SimpleNamespace(
+        engine=SimpleNamespace(global_steps=4),
+        method=SimpleNamespace(evaluations=[]),
+        replicas=SimpleNamespace(evaluations=[]),
+        eval_every=2,
+        _is_over=lambda: True,
+    )
     # A set of strings has another order in each process.
-    assert membership._missing(run) == [("dev", 4), ("dev", 2), ("dev", 0), ("test", 0)]
+    assert ReplicaRun.missing(run) == [("dev", 4), ("dev", 2), ("dev", 0), ("test", 0)]
 
 
 LONG = ("train.steps=40", "train.eval_every=20", "zo.directions=3")
@@ -390,13 +392,13 @@ FLIPPED = """
 import runpy
 from lezo_ds.runs import elastic, run
 run.CHECK_EVERY = 5
-meet = elastic.ReplicaMembership.meet
+meet = elastic.ReplicaRun.meet
 def flip_then_meet(self):
-    if self._engine.global_steps == {step}:
-        tensor = self._engine.weights.shards[0].parameter.ds_tensor
+    if self.engine.global_steps == {step}:
+        tensor = self.engine.weights.shards[0].parameter.ds_tensor
         tensor.data[-1] += 1
     meet(self)
-elastic.ReplicaMembership.meet = flip_then_meet
+elastic.ReplicaRun.meet = flip_then_meet
 runpy.run_path({train!r}, run_name="__main__")
 """
 

@@ -9,19 +9,17 @@ import json
 import os
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lezo_ds.checkpoints.snapshots import snapshot_path
 from lezo_ds.config import config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.disk import check_disk, snapshot_sizes
+from lezo_ds.runs.disk import snapshot_sizes
 from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import run_summary
@@ -202,9 +200,7 @@ def test_replicas_take_the_first_free_number_and_none_where_no_lock_tells_which_
         assert run.lock(stack, is_replica=False).path == tmp_path / "run"
 
 
-def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_dropped(
-    directory, caplog
-):
+def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_dropped(directory):
     assert directory.cut_metrics(0) == 0.0
     for step in range(5):
         directory.log_metrics({"step": step, "loss": 0.1, "seconds": 1.5 * step})
@@ -212,12 +208,10 @@ def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_
     with (directory.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "sec')
     assert directory.cut_metrics(5) == 6.0
-    assert caplog.text == ""
     damaged += b'{"step": 2, "seconds": 1' + b"0" * 400 + b"}\n"
     with (directory.path / "metrics.jsonl").open("ab") as file:
         file.write(damaged + b'{"step": 3, "seconds": 4.5}\n')
     assert directory.cut_metrics(3) == 4.5
-    assert "metrics.jsonl: 6 damaged lines are left out" in caplog.text
     directory.log_metrics({"step": 4, "seconds": 9.0})
     assert [entry["step"] for entry in metrics(directory)] == [0, 1, 2, 3, 3, 4]
 
@@ -416,21 +410,3 @@ def test_snapshots_that_are_kept_and_the_one_that_is_written_take_disk():
     assert snapshot_sizes(config("train.snapshot_every=0"), **opt_30b) == [120 * 10**9]
     adamw = snapshot_sizes(config("method=adamw", "train.keep_snapshots=0"), **opt_30b)
     assert adamw == [60 * 10**9] * 3 + [360 * 10**9] * 2
-
-
-def test_a_run_whose_snapshots_do_not_fit_the_disk_is_refused_and_what_is_there_counts(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=900))
-    run = config(f"run_dir={tmp_path / 'run'}")
-    check_disk(run, 75, 75)
-    with pytest.raises(UserError, match=r"need 1\.2e-06 GB more, and its disk has 9e-07 GB left"):
-        check_disk(run, 100, 100)
-    directory = snapshot_path(tmp_path / "run" / "snapshots", 10)
-    directory.mkdir(parents=True)
-    (directory / "model.safetensors").write_bytes(bytes(400))
-    check_disk(run, 100, 100)
-    with pytest.raises(UserError, match=r"need 2e-06 GB more"):
-        check_disk(run, 200, 200)
-    directory.rename(snapshot_path(directory.parent, 100))  # the last one
-    check_disk(run, 200, 200)
