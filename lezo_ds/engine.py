@@ -20,7 +20,14 @@ from torch import Tensor
 from lezo_ds import agreement, distributed, step
 from lezo_ds.agreement import BATCH, Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.checkpoints.snapshots import Card, SnapshotOwner, newest_snapshot, snapshot_path
+from lezo_ds.checkpoints.snapshots import (
+    Card,
+    SnapshotOwner,
+    load_snapshot,
+    newest_snapshot,
+    snapshot_path,
+    write_snapshot,
+)
 from lezo_ds.config import (
     PeftConfig,
     ZoConfig,
@@ -159,17 +166,16 @@ class ModelEngine:
     def write_model(
         self, target: Path, *, card: Card | None = None, low_bits: bool = True, **claims: Any
     ) -> None:
-        """Write the model, or its adapter, to a directory (`ShardedModel.write`). A collective."""
-        self.sharded.write(
-            target, {"step": self.global_steps, **claims}, card=card, low_bits=low_bits
-        )
+        """Write the model, or its adapter, to a directory (`write_snapshot`). A collective."""
+        facts = {"step": self.global_steps, **claims}
+        write_snapshot(self.sharded, target, facts, card=card, low_bits=low_bits)
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
         """Load a snapshot's weights (None: the initial ones), after `step` steps. A collective."""
         if snapshot is None:
             self.sharded.load_initial()
         else:
-            self.sharded.load_snapshot(snapshot)
+            load_snapshot(self.sharded, snapshot)
         self.global_steps = step
 
     def share_of_rank(self, rank: int, num_passes: int) -> range:
@@ -464,7 +470,7 @@ class LezoEngine(ModelEngine):
         if self._witness is None:
             return
         self._witness.follow(self._updates(self._num_checked, self.global_steps), self.law)
-        wrong = self._witness.unlike(self.weights.low_bits)
+        wrong = self._witness.unlike()
         num_wrong = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
         (total_wrong,) = self._sum_agreed(num_wrong, self._last_result())
         unlike = self.weights.unlike_replicas()

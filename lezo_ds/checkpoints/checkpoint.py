@@ -173,25 +173,8 @@ def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
     """
     model = build_on_meta(load_model_config(directory), DTYPES[dtype])
     layout = find_blocks(model)
-    refuse_separate_experts(model, layout)
     check_files(model, directory)
     return model, layout
-
-
-def refuse_separate_experts(model: nn.Module, layout: BlockLayout) -> None:
-    """Refuse a block with a list of experts that run only if a token chooses them.
-
-    Ranks whose tokens chose different modules would wait forever for each other's weights.
-    Transformers 5 keeps the experts of a block in one module that always runs.
-    """
-    for name, module in model.get_submodule(layout.path).named_modules():
-        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if is_list and name.rpartition(".")[2] == "experts":
-            raise UserError(
-                f"each expert of {type(model).__name__} is a module of its own: "
-                f"{layout.path}.{name}",
-                fix="update transformers, or use another model, such as Mixtral",
-            )
 
 
 def check_files(model: nn.Module, directory: Path) -> None:

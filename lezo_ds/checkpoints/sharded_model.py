@@ -1,4 +1,4 @@
-"""Loads and writes a sharded model. No rank ever holds the whole model.
+"""Loads a sharded model. No rank ever holds the whole model.
 
 directory ──build_checked──► module on the meta device ──adapter──► + its parameters
                              │ zero3.shard_model, or tensor_parallel.shard_model
@@ -8,7 +8,7 @@ directory ──build_checked──► module on the meta device ──adapter�
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,11 @@ from lezo_ds.checkpoints.checkpoint import (
     parameter_names,
     resolve_model,
 )
-from lezo_ds.checkpoints.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
 from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import tensor_parallel_size
-from lezo_ds.errors import LezoError
 from lezo_ds.forward.adapters import Adapter, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gather_sizes, gathering_limits
 from lezo_ds.sharding import tensor_parallel, zero3
-from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, Split
 from lezo_ds.sharding.tensor_parallel import EMBEDDINGS
@@ -83,49 +80,10 @@ class ShardedModel:
         offload = self.ds_config["zero_optimization"].get("offload_param") or {}
         return bool(offload.get("device") == "nvme")
 
-    def write(self, target: Path, facts: Mapping[str, Any], **options: Any) -> None:
-        """Write the model, or its adapter, to the directory `target`. A collective.
-
-        Args:
-            target: see `write_snapshot`.
-            facts: for the manifest: `step`, the number of updates; on rank 0, `journal`, the
-                checksum of the run's records after this step (see `SnapshotOwner`); and of an
-                export, the `recipe` of its task. Those that are None are left out.
-            options: of `write_snapshot`.
-        """
-        known = {name: value for name, value in facts.items() if value is not None}
-        digests = {"digest": self.weights.digest(), "base": self.base.fingerprint}
-        write_snapshot(
-            self.weights,
-            target,
-            self.base.directory,
-            known | digests,
-            adapter=self.adapter,
-            base_model=self.base.name,
-            **options,
-        )
-
-    def load_snapshot(self, directory: Path) -> None:
-        """Set the weights to those that `write` wrote, bit for bit. A collective."""
-        if self.adapter is None:
-            load_weights(self.weights, self.module, directory)
-        else:
-            prefix = self.adapter.stored_prefix.removesuffix(".")
-            files = WeightFiles(directory, prefix=prefix, single=self.adapter.weights_file)
-            _load(self.weights, self.weights.adapter_shards, files, directory)
-        facts = distributed.on_rank_zero(lambda: read_facts(directory)) or {}
-        digest = self.weights.digest()
-        if digest != facts.get("digest"):
-            raise LezoError(
-                f"the weights in {directory} have digest {digest}, not that of the manifest, "
-                f"{facts.get('digest')}; fix: move this directory elsewhere, then run the same "
-                "command again"
-            )
-
     def load_initial(self) -> None:
         """Set the weights to those before the first update, bit for bit. A collective."""
         if self.adapter is None:
-            load_weights(self.weights, self.module, self.base.directory)
+            self.weights.load(self.weights.shards, open_weights(self.module, self.base.directory))
         else:
             self.weights.restore_initial()
 
@@ -170,13 +128,10 @@ def load_sharded_model(
     weights = ShardedWeights(
         shards, aliases=aliases, precision=precision, has_adapter=bool(adapter)
     )
-    load_weights(weights, module, directory)
-    base = BaseModel(
-        name=model,
-        directory=directory,
-        fingerprint=weights.digest(weights.base_shards),
-        table_hash=table_hash({shard.name: shard.shape for shard in shards}),
-    )
+    weights.load(weights.base_shards, open_weights(module, directory))
+    fingerprint = weights.digest(weights.base_shards)
+    hash_of_names = table_hash({shard.name: shard.shape for shard in shards})
+    base = BaseModel(model, directory, fingerprint, hash_of_names)
     if adapter is not None:
         adapter.fill(weights, module, seed)
         zero3.finish_updates()
@@ -217,18 +172,3 @@ def _shards_of(
         else:
             shards.append(RectangleShard(parameter, named, split))
     return shards
-
-
-def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
-    """Load the model's own shards from a directory, and low bits from a snapshot that has them."""
-    _load(weights, weights.base_shards, open_weights(model, directory), directory)
-
-
-def _load(
-    weights: ShardedWeights,
-    shards: Sequence[Shard],
-    files: WeightFiles,
-    directory: Path,
-) -> None:
-    low_bits = directory / LOW_BITS_DIRECTORY
-    weights.load(shards, files, WeightFiles(low_bits) if low_bits.is_dir() else None)

@@ -17,36 +17,33 @@ import json
 import logging
 import re
 import shutil
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import open_weights
+from lezo_ds.checkpoints.sharded_model import ShardedModel
 from lezo_ds.errors import LezoError
 from lezo_ds.files import DAMAGE, make_directory, sha256_file, sync, write_atomically
-from lezo_ds.forward.adapters import Adapter
-from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.sharding.files import WeightFiles
+from lezo_ds.sharding.weights import LOW_BITS_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "lezo_manifest.json"
 README = "README.md"
-LOW_BITS_DIRECTORY = "low_bits"
 MAX_FILE_BYTES = 1 << 30
 """Most bytes of a file of weights, unless a single parameter has more."""
 Card = Callable[[str], str]
 """Returns the README.md of a model, from the SHA-256 of its weight files (`_weights_sha256`)."""
-
-_CLOCK_TICK_NS = 2_000_000_000
-"""File systems note the time of a change with this precision or better."""
-_hashes: dict[tuple[int, ...], str] = {}
-"""SHA-256 of files that this process has hashed, by device, inode, size and times of change."""
 
 _NAME = re.compile(r"step-(\d{8})")
 _COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}  # none of weights or code
@@ -58,13 +55,10 @@ def snapshot_path(root: Path, step: int) -> Path:
 
 
 def write_snapshot(
-    weights: ShardedWeights,
+    sharded: ShardedModel,
     target: Path,
-    source: Path,
     facts: Mapping[str, Any],
     *,
-    adapter: Adapter | None = None,
-    base_model: str = "",
     card: Card | None = None,
     low_bits: bool = True,
 ) -> None:
@@ -74,48 +68,50 @@ def write_snapshot(
     at a time. If it cannot write, every rank raises, and an older `target` stays as it was.
 
     Args:
-        weights: this rank's shards.
+        sharded: with an adapter, only its parameters are written, in peft's format if peft has one.
         target: the directory, which an older snapshot or export may have.
-        source: directory of the base model, whose tokenizer and config are copied.
-        facts: for the manifest (see `ShardedModel.write`).
-        adapter: if it is not None, only its parameters are written, in peft's format if peft has
-            one.
-        base_model: name of the base model for the adapter's config.
+        facts: for the manifest: `step`, the number of updates; on rank 0, `journal`, the checksum
+            of the run's records after this step (see `SnapshotOwner`); and of an export, the
+            `recipe` of its task. Those that are None are left out.
         card: on rank 0, writes the README.md.
         low_bits: whether the low bits of trained weights are written, too.
 
     Raises:
         LezoError: the disk is full, or does not permit writing.
     """
-    temporary = target.with_name(f".{target.name}.tmp")
-    attempt = _Attempt(is_wanted=distributed.rank() == 0)
-
-    def prepare() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        make_directory(temporary)
-        if adapter is None:
-            dtype = str(weights.shards[0].dtype).removeprefix("torch.")
-            _copy_companions(source, temporary, dtype)
-        else:
-            adapter.write_config(temporary, base_model)
-
-    attempt.run(prepare)
-    main = _TensorWriter(temporary, adapter.weights_file if adapter else None)
+    weights = sharded.weights
+    adapter = sharded.adapter
+    known = {name: value for name, value in facts.items() if value is not None}
+    manifest = {**known, "digest": weights.digest(), "base": sharded.base.fingerprint}
     prefix = adapter.stored_prefix if adapter else ""
-    for shard in weights.snapshot_shards:
-        attempt.run(partial(main.add, prefix + shard.name, shard.gather()))
-    attempt.run(main.finish)
-    low = _TensorWriter(temporary / LOW_BITS_DIRECTORY)
-    if low_bits:
-        for shard in weights.snapshot_shards:
-            of_shard = weights.gather_low_bits(shard)
-            if of_shard is not None:
-                attempt.run(partial(low.add, shard.name, of_shard))
-    attempt.run(low.finish)
-    attempt.run(partial(_publish, temporary, target, facts, card))
-    if attempt.problem:
-        shutil.rmtree(temporary, ignore_errors=True)  # it may be what filled the disk
-    problem = distributed.broadcast_object(attempt.problem)
+    # Each parameter is gathered when the generator gets to it.
+    tensors = ((prefix + shard.name, shard.gather()) for shard in weights.snapshot_shards)
+    low_tensors = (
+        (shard.name, shard.gather_like(weights.low_bits[shard.name]))
+        for shard in weights.snapshot_shards
+        if low_bits and shard.name in weights.low_bits
+    )
+    temporary = target.with_name(f".{target.name}.tmp")
+    problem = ""
+    if distributed.rank() == 0:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            make_directory(temporary)
+            if adapter is None:
+                dtype = str(weights.shards[0].dtype).removeprefix("torch.")
+                _copy_companions(sharded.base.directory, temporary, dtype)
+                _write_tensors(temporary, tensors)
+            else:
+                adapter.write_config(temporary, sharded.base.name)
+                _write_tensors(temporary, tensors, adapter.weights_file)
+            _write_tensors(temporary / LOW_BITS_DIRECTORY, low_tensors)
+            _publish(temporary, target, manifest, card)
+        except (OSError, SafetensorError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            shutil.rmtree(temporary, ignore_errors=True)  # it may be what filled the disk
+    # The other ranks take part in each gather. So does rank 0 after an error: they would hang.
+    deque(chain(tensors, low_tensors), maxlen=0)
+    problem = distributed.broadcast_object(problem)
     if problem:
         raise LezoError(
             f"the model cannot be written to {target}: {problem}; fix: make room on its disk, or "
@@ -123,74 +119,61 @@ def write_snapshot(
         )
 
 
-class _Attempt:
-    """Runs actions until one fails.
+def _write_tensors(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], single: str | None = None
+) -> None:
+    """Write tensors to numbered safetensors files and an index, or to one file named `single`.
 
-    Nothing is raised, because the other ranks would then hang in the next gather.
-
-    Attributes:
-        problem: the error of the action that failed, or "".
+    This holds those of one file at a time; huggingface_hub.save_torch_state_dict needs all tensors
+    at once.
     """
+    pending: dict[str, Tensor] = {}
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
 
-    def __init__(self, *, is_wanted: bool) -> None:
-        self._goes_on = is_wanted
-        self.problem = ""
-
-    def run(self, action: Callable[[], object]) -> None:
-        if not self._goes_on:
-            return
-        try:
-            action()
-        except Exception as error:  # an OSError, or a SafetensorError if the disk is full
-            self._goes_on = False
-            self.problem = f"{type(error).__name__}: {error}"
-
-
-class _TensorWriter:
-    """Writes tensors to numbered safetensors files and an index, or to one file named `single`.
-
-    It holds those of one file at a time; huggingface_hub.save_torch_state_dict needs all tensors at
-    once.
-    """
-
-    def __init__(self, directory: Path, single: str | None = None) -> None:
-        self._directory = directory
-        self._single = single
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._weight_map: dict[str, str] = {}
-        self._total_bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor to the file that is filled, or to the next one if it does not fit."""
-        is_full = self._pending_bytes + tensor.nbytes > MAX_FILE_BYTES
-        if self._pending and is_full and self._single is None:
-            self._flush()
-        self._pending[name] = tensor.cpu().contiguous()
-        self._pending_bytes += tensor.nbytes
-
-    def finish(self) -> None:
-        """Write the last file, and the index of all files."""
-        if self._pending:
-            self._flush()
-        if self._weight_map and self._single is None:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
-            path = self._directory / "model.safetensors.index.json"
-            write_atomically(path, json.dumps(index, indent=1))
-
-    def _flush(self) -> None:
-        number = len(set(self._weight_map.values())) + 1
-        path = self._directory / (self._single or f"model-{number:05d}.safetensors")
+    def flush() -> None:
+        number = len(set(weight_map.values())) + 1
+        path = directory / (single or f"model-{number:05d}.safetensors")
         path.parent.mkdir(exist_ok=True)
         # safetensors 0.8 makes a file that only its owner can read, whatever the umask.
         path.touch()
         mode = path.stat().st_mode
-        save_file(self._pending, path, metadata={"format": "pt"})
+        save_file(pending, path, metadata={"format": "pt"})
         path.chmod(mode)
-        self._weight_map.update(dict.fromkeys(self._pending, path.name))
-        self._total_bytes += self._pending_bytes
-        self._pending = {}
-        self._pending_bytes = 0
+        weight_map.update(dict.fromkeys(pending, path.name))
+        pending.clear()
+
+    for name, tensor in tensors:
+        num_bytes = tensor.nbytes + sum(held.nbytes for held in pending.values())
+        if pending and single is None and num_bytes > MAX_FILE_BYTES:
+            flush()
+        pending[name] = tensor.cpu().contiguous()
+        total_bytes += tensor.nbytes
+        del tensor  # a GPU needs the memory for the next one
+    if pending:
+        flush()
+    if weight_map and single is None:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        write_atomically(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
+
+
+def load_snapshot(sharded: ShardedModel, directory: Path) -> None:
+    """Set the weights to those that `write_snapshot` wrote, bit for bit. A collective."""
+    adapter = sharded.adapter
+    if adapter is None:
+        files = open_weights(sharded.module, directory)
+    else:
+        prefix = adapter.stored_prefix.removesuffix(".")
+        files = WeightFiles(directory, prefix=prefix, single=adapter.weights_file)
+    sharded.weights.load(sharded.weights.snapshot_shards, files)
+    facts = distributed.on_rank_zero(lambda: read_facts(directory)) or {}
+    digest = sharded.weights.digest()
+    if digest != facts.get("digest"):
+        raise LezoError(
+            f"the weights in {directory} have digest {digest}, not that of the manifest, "
+            f"{facts.get('digest')}; fix: move this directory elsewhere, then run the same "
+            "command again"
+        )
 
 
 def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
@@ -208,16 +191,20 @@ def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
 
 def _publish(temporary: Path, target: Path, facts: Mapping[str, Any], card: Card | None) -> None:
     """Sync all files, write the manifest, and rename the directory."""
-    files = {}
-    for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
+    files: dict[str, dict[str, Any]] = {}
+
+    def note(path: Path) -> None:
         sync(path)
         files[str(path.relative_to(temporary))] = _file_facts(path)
+
+    for path in temporary.rglob("*"):
+        if path.is_file():
+            note(path)
     if card is not None:
         # It may replace the README.md of the base model.
         readme = temporary / README
         readme.write_text(card(_weights_sha256(files)), encoding="utf-8")
-        sync(readme)
-        files[README] = _file_facts(readme)
+        note(readme)
     manifest = json.dumps({**facts, "files": files}, indent=1, sort_keys=True)
     write_atomically(temporary / MANIFEST, manifest)
     if (temporary / LOW_BITS_DIRECTORY).is_dir():
@@ -242,27 +229,8 @@ def _replace_directory(temporary: Path, target: Path) -> None:
 
 
 def _file_facts(path: Path) -> dict[str, Any]:
-    """Return the size and the SHA-256 of a file, as a manifest has them.
-
-    A file that this process has hashed is not read again (OPT-30b's snapshots have 120 GB), unless
-    it has changed since, or could have changed without a new time of change.
-    """
-    status = path.stat()
-    # Unlike the modification time, no program can set the time of the last change (ctime). It tells
-    # a file from an older one whose inode number it got.
-    identity = (
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )
-    sha256 = _hashes.get(identity)
-    if sha256 is None:
-        sha256 = sha256_file(path)
-        if time.time_ns() - status.st_ctime_ns > _CLOCK_TICK_NS:
-            _hashes[identity] = sha256
-    return {"bytes": status.st_size, "sha256": sha256}
+    """Return the size and the SHA-256 of a file, as a manifest has them."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def _weights_sha256(files: Mapping[str, Mapping[str, Any]]) -> str:
@@ -356,33 +324,21 @@ def newest_snapshot(root: Path, step: int, owner: SnapshotOwner | None = None) -
 
     If `owner` is None, the snapshots of any run count.
     """
-    own, foreign = own_snapshots(root, owner)
-    for number in foreign:
-        logger.warning("snapshot %s belongs to another run", snapshot_path(root, number))
-    return _newest_valid(root, [number for number in own if number <= step])
-
-
-def _newest_valid(root: Path, steps: Iterable[int]) -> int | None:
-    for step in sorted(steps, reverse=True):
-        if read_manifest(snapshot_path(root, step)) is not None:
-            return step
+    own, _ = own_snapshots(root, owner)
+    for number in sorted(own, reverse=True):
+        if number <= step and read_manifest(snapshot_path(root, number)) is not None:
+            return number
     return None
 
 
 def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> None:
     """Remove all snapshots, and unfinished ones, except the newest `keep` and the protected steps.
 
-    If none of these is valid, the newest valid one of the others also stays.
+    At least one is kept.
     """
     for leftover in root.glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
-    steps = snapshot_steps(root)
-    staying = {*steps[-keep:], *protected} & set(steps)
-    if len(staying) < len(steps) and _newest_valid(root, staying) is None:
-        newest = _newest_valid(root, steps)
-        if newest is not None:
-            staying.add(newest)
-    remove_snapshots(root, staying)
+    remove_snapshots(root, [*snapshot_steps(root)[-keep:], *protected])
 
 
 def remove_snapshots(root: Path, protected: Iterable[int] = ()) -> None:

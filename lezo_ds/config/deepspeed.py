@@ -50,6 +50,7 @@ _LIMITS: Mapping[str, _Limit] = {
     "zero_optimization.zero_quantized_nontrainable_weights": _Limit(
         (False,), "the shards would be quantized"
     ),
+    "tensor_parallel.vocab_parallel_lm_head": _Limit((), "the vocabulary is split where it can be"),
     "gradient_accumulation_steps": _Limit((1,), "use train.batch_size and train.micro_batch_size"),
     "torch_autocast.enabled": _Limit((False,), "use model.dtype"),
 }

@@ -56,6 +56,9 @@ class WeightFiles:
         conversions: the mapping of transformers, from tensors of other names (`stored_parameters`).
         single: the name of the only file to read, instead of a model's.
 
+    Attributes:
+        directory: of the model.
+
     Raises:
         UserError: a file is missing or damaged.
     """
@@ -68,7 +71,7 @@ class WeightFiles:
         conversions: Sequence[WeightTransform] = (),
         single: str | None = None,
     ) -> None:
-        self._directory = directory
+        self.directory = directory
         self._prefix = prefix
         self._tensors: dict[str, _StoredTensor] = {}
         for file in _files_of(directory) if single is None else [directory / single]:
@@ -96,15 +99,17 @@ class WeightFiles:
         """
         found: dict[str, tuple[str, ...]] = {}
         for name, aliases in names.items():
-            spellings = [spelling for alias in aliases for spelling in self._spellings(alias)]
-            stored = [self._stored[spelling] for spelling in spellings if spelling in self._stored]
-            if stored:
-                found[name] = stored[0]
+            for alias in aliases:
+                # The name as it is, with the prefix of the base model, and without it.
+                bare = alias.removeprefix(f"{self._prefix}.")
+                for spelling in (alias, f"{self._prefix}.{alias}", bare):
+                    if spelling in self._stored:
+                        found.setdefault(name, self._stored[spelling])
         missing = sorted(names.keys() - found.keys())
         if missing:
             examples = ", ".join(sorted(self._tensors)[:3])
             raise UserError(
-                f"{self._directory} lacks {len(missing)} of the model's {len(names)} parameters, "
+                f"{self.directory} lacks {len(missing)} of the model's {len(names)} parameters, "
                 f"such as {missing[0]}; it has {examples}, ...",
                 fix="use a checkpoint that belongs to the config.json",
             )
@@ -112,14 +117,10 @@ class WeightFiles:
             self._check(name, tensors, shapes[name])
         return found
 
-    def _spellings(self, name: str) -> tuple[str, str, str]:
-        """Return a parameter's name as it is, with the prefix of the base model, and without it."""
-        return name, f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}.")
-
     def _check(self, name: str, tensors: Sequence[str], shape: tuple[int, ...]) -> None:
         if not tensors:
             raise UserError(
-                f"{self._directory} stores parameter {name} in a form that cannot be read in "
+                f"{self.directory} stores parameter {name} in a form that cannot be read in "
                 "slices",
                 fix="load it with transformers and save it with save_original_format=False",
             )
@@ -127,7 +128,7 @@ class WeightFiles:
             dtype = self._tensors[tensor].dtype
             if dtype not in _FLOATS:
                 raise UserError(
-                    f"{tensor} in {self._directory} has type {dtype}, not floats",
+                    f"{tensor} in {self.directory} has type {dtype}, not floats",
                     fix="set model.path to the checkpoint before it was quantized",
                 )
         shapes = [self._tensors[tensor].shape for tensor in tensors]
@@ -137,7 +138,7 @@ class WeightFiles:
             fits = sum(map(math.prod, shapes)) == math.prod(shape)
         if not fits:
             raise UserError(
-                f"{tensors[0]} in {self._directory} has shape {shapes[0]}, and the model needs "
+                f"{tensors[0]} in {self.directory} has shape {shapes[0]}, and the model needs "
                 f"{shape}",
                 fix="use a checkpoint that belongs to the config.json",
             )

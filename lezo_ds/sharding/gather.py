@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lezo_ds.distributed import device
-from lezo_ds.sharding.shards import OpenSlice, is_in_file, is_on_device
+from lezo_ds.sharding.shards import is_in_file, is_on_device, open_slice
 
 
 class Bundle:
@@ -41,7 +41,6 @@ class Bundle:
     """
 
     def __init__(self, parameters: Sequence[Any], stream: Any, *, is_shared: bool = False) -> None:
-        self.numel = sum(parameter.ds_numel for parameter in parameters)
         self.is_shared = is_shared
         self._parameters = parameters
         self._stream = stream
@@ -53,9 +52,13 @@ class Bundle:
         self._like = {"dtype": first.dtype, "device": device()}
         self._are_here = all(is_on_device(parameter) for parameter in parameters)
         self._released = torch.empty(0, **self._like)
+        self._message: tuple[Tensor, Any] | None = None  # on its way
+        self._is_gathered = False
 
-    def start(self) -> tuple[Tensor, Any]:
-        """Send the message without waiting for it. Return what `wait` needs."""
+    def start(self) -> None:
+        """Send the message without waiting for it, unless the weights are here or on their way."""
+        if self._is_gathered or self._message is not None:
+            return
         with get_accelerator().stream(self._stream):
             flat = torch.empty(self._num_ranks, sum(self._sizes), **self._like)
             mine = flat[self._rank]
@@ -66,15 +69,19 @@ class Bundle:
                 for parameter, own_slice in zip(self._parameters, slices, strict=True):
                     # The buffer of a slice that was read from a file is reused at once.
                     is_asynchronous = not is_in_file(parameter)
-                    with OpenSlice(parameter, own_slice.numel()) as stored:
+                    with open_slice(parameter, own_slice.numel()) as stored:
                         own_slice.copy_(stored, non_blocking=is_asynchronous)
             work = comm.all_gather_into_tensor(
                 flat.view(-1), mine, group=self._group, async_op=True
             )
-        return flat, work
+        self._message = flat, work
 
-    def wait(self, flat: Tensor, work: Any) -> None:
-        """Receive what `start` has sent."""
+    def wait(self) -> None:
+        """Receive what `start` has sent, if it is on its way."""
+        if self._message is None:
+            return
+        flat, work = self._message
+        self._message = None
         with get_accelerator().stream(self._stream):
             work.wait()
             padded = [torch.empty(self._num_ranks, size, **self._like) for size in self._sizes]
@@ -83,9 +90,13 @@ class Bundle:
             get_accelerator().current_stream().wait_stream(self._stream)
         for parameter, full in zip(self._parameters, padded, strict=True):
             parameter.data = full.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
+        self._is_gathered = True
 
     def release(self) -> None:
         """Free the gathered weights, as soon as the GPU is done with them."""
+        if not self._is_gathered:
+            return
+        self._is_gathered = False
         for parameter in self._parameters:
             if self._stream is not None:
                 parameter.data.record_stream(get_accelerator().current_stream())
@@ -100,19 +111,19 @@ class GatherAhead:
     Args:
         model: whose parameters are sharded by ZeRO-3.
         blocks: its transformer blocks. Other modules with parameters are gathered one by one.
-        max_numel: nothing is gathered ahead if more elements than this would then be gathered.
+        is_ahead: whether the bundles of the next module are gathered while one runs.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], max_numel: float = 0) -> None:
-        self._max_numel = max_numel
-        self._numel = 0  # of all bundles that are gathered or on their way
-        self._started: dict[Bundle, tuple[Tensor, Any]] = {}
-        self._gathered: list[Bundle] = []
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], *, is_ahead: bool = False
+    ) -> None:
+        self._is_ahead = is_ahead
         self._following: dict[int, Sequence[Bundle]] = {}
         self._last: Sequence[Bundle] = ()
+        self._bundles = _bundles_of(model, blocks)
         # Before a pass, too, because an error may have ended the pass before it.
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._reset)]
-        for module, bundles in _bundles_of(model, blocks).items():
+        for module, bundles in self._bundles.items():
             self._hooks.append(module.register_forward_pre_hook(partial(self.gather, bundles)))
             self._hooks.append(module.register_forward_hook(partial(self.release, bundles)))
         self._hooks.append(model.register_forward_hook(self._reset))
@@ -125,43 +136,27 @@ class GatherAhead:
     def gather(self, bundles: Sequence[Bundle], *_: object) -> None:
         """Have the bundles of a module here, and send for those of the next module."""
         for bundle in bundles:
-            if bundle not in self._gathered:
-                if bundle not in self._started:
-                    self._start(bundle)
-                self._wait(bundle)
+            bundle.start()
+            bundle.wait()
         self._following[id(self._last)] = bundles
         self._last = bundles
-        for bundle in self._following.get(id(bundles), ()):
-            is_here = bundle in self._gathered or bundle in self._started
-            if not is_here and self._numel + bundle.numel <= self._max_numel:
-                self._start(bundle)
+        if self._is_ahead:
+            for bundle in self._following.get(id(bundles), ()):
+                bundle.start()
 
     def release(self, bundles: Sequence[Bundle], *_: object) -> None:
         """Free the bundles of a module, except those that other modules use."""
         for bundle in bundles:
             if not bundle.is_shared:
-                self._release(bundle)
-
-    def _start(self, bundle: Bundle) -> None:
-        self._started[bundle] = bundle.start()
-        self._numel += bundle.numel
-
-    def _wait(self, bundle: Bundle) -> None:
-        bundle.wait(*self._started.pop(bundle))
-        self._gathered.append(bundle)
-
-    def _release(self, bundle: Bundle) -> None:
-        bundle.release()
-        self._gathered.remove(bundle)
-        self._numel -= bundle.numel
+                bundle.release()
 
     def _reset(self, *_: object) -> None:
         """Free all bundles, at the begin and the end of a pass."""
         self._last = ()
-        for bundle in list(self._started):
-            self._wait(bundle)
-        for bundle in list(self._gathered):
-            self._release(bundle)
+        for bundles in self._bundles.values():
+            for bundle in bundles:
+                bundle.wait()
+                bundle.release()
 
 
 def _bundles_of(

@@ -6,8 +6,7 @@ Witness     of a few elements  between snapshots: on each rank, against a replay
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,14 +51,6 @@ def shard_digest(shard: Tensor, region: Region, parameter_id: int) -> int:
     return int(total)
 
 
-class _Sample(NamedTuple):
-    """A copy of some neighboring elements of a shard, which follows the steps by itself."""
-
-    shard: Shard
-    elements: slice  # of the shard
-    copy: UpdateTarget  # of the elements and of their low bits
-
-
 class Witness:
     """Samples of a rank's shards, at positions that depend on the parameters' ids.
 
@@ -69,11 +60,14 @@ class Witness:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], low_bits: Mapping[str, Tensor], precision: UpdatePrecision
+        self, shards: Iterable[Shard], low_bits: Mapping[str, Tensor], precision: UpdatePrecision
     ) -> None:
         """Copy one sample of each shard; every shard has at least one element."""
+        self._low_bits = low_bits
         self._precision = precision
-        self._samples = []
+        # A shard, some neighboring elements of it, and a copy of them and of their low bits, which
+        # follows the steps by itself.
+        self._samples: list[tuple[Shard, slice, UpdateTarget]] = []
         for shard in shards:
             parameter_id = shard.named.parameter_id
             num_rows, width, stride = shard.region.rows(shard.count)
@@ -88,16 +82,15 @@ class Witness:
             with shard.open() as stored:
                 region = Region(shard.region.start + row * stride + begin)
                 copy = UpdateTarget(stored[elements].clone(), region, parameter_id, low)
-            self._samples.append(_Sample(shard, elements, copy))
+            self._samples.append((shard, elements, copy))
 
     def follow(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:
         """Apply the updates of steps to the samples."""
         for shard, _, copy in self._samples:
             changes = updates_of_parameter(updates, shard.named.block, decays=shard.decays)
-            noise = noise_backend(copy.values.device, law)
-            noise.update_([copy], changes, self._precision)
+            noise_backend(copy.values.device, law).update_([copy], changes, self._precision)
 
-    def unlike(self, low_bits: Mapping[str, Tensor]) -> list[str]:
+    def unlike(self) -> list[str]:
         """Return the names of the parameters whose shards or low bits differ from their samples."""
         names = []
         for shard, elements, copy in self._samples:
@@ -106,7 +99,7 @@ class Witness:
                 sampled = stored[elements].view(torch.uint8)
                 is_equal = torch.equal(copy.values.view(torch.uint8), sampled)
             if copy.low is not None:
-                is_equal &= torch.equal(copy.low, low_bits[shard.name][elements])
+                is_equal &= torch.equal(copy.low, self._low_bits[shard.name][elements])
             if not is_equal:
                 names.append(shard.name)
         return names

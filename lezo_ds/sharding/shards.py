@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from deepspeed import comm
+from deepspeed.checkpoint.affine import AffinePiece
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor
 
@@ -49,10 +50,11 @@ class Shard(ABC):
         count: number of these elements. It is 0 if the parameter is too small for all ranks to have
             some.
         group: the ranks that store the full parameter together.
-        compute_shape: of what modules compute with on this rank.
-        is_gathered: whether that is the full parameter, which is gathered before a module runs.
-            Otherwise modules compute with what is stored here.
+        is_gathered: whether modules compute with the full parameter, which is gathered before they
+            run. Otherwise they compute with what is stored here.
         is_replicated: whether each rank of the group stores the full parameter.
+        is_in_memory: whether the elements are in memory while the shard is not open. If so, the
+            tensor that `open` gives stays valid after the context, and later writes to it count.
         name: `named.name`.
         numel: number of elements of the full parameter.
         decays: whether weight decay applies: to matrices, but not to biases and norms, as in MeZO's
@@ -65,12 +67,9 @@ class Shard(ABC):
     region: Region
     count: int
     group: Any
-    compute_shape: tuple[int, ...]
-    is_gathered: bool
-    is_replicated: bool
-    name: str = field(init=False)
-    numel: int = field(init=False)
-    decays: bool = field(init=False)
+
+    is_gathered = True
+    is_replicated = False
 
     def __post_init__(self) -> None:
         self.name = self.named.name
@@ -93,13 +92,8 @@ class Shard(ABC):
         """Where the stored elements are; the CPU if they are in a file."""
 
     @property
-    @abstractmethod
     def is_in_memory(self) -> bool:
-        """Whether the elements are in memory while the shard is not open.
-
-        If so, the tensor that `open` gives stays valid after the context, and later writes to it
-        count.
-        """
+        return True
 
     @abstractmethod
     def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
@@ -116,7 +110,7 @@ class Shard(ABC):
 
     @abstractmethod
     def own_elements(self, values: Tensor) -> Tensor:
-        """Return the stored ones [count] of elements [*compute_shape]."""
+        """Return the stored ones [count] of the elements that modules compute with."""
 
     def gather(self) -> Tensor:
         """Return the full parameter [*shape] on this rank's device. A collective of `group`."""
@@ -140,20 +134,16 @@ class FlatShard(Shard):
     """
 
     def __init__(self, parameter: Any, named: NamedParameter) -> None:
-        rank = parameter.ds_zero_partition_rank
-        self._num_ranks = parameter.ds_zero_partition_world_size
-        start, count = shard_range(parameter.ds_numel, rank, self._num_ranks)
-        shape = tuple(parameter.ds_shape)
+        numel = parameter.ds_numel
+        self._size = -(-numel // parameter.ds_zero_partition_world_size)
+        start = min(parameter.ds_zero_partition_rank * self._size, numel)
         super().__init__(
             parameter,
             named,
-            shape=shape,
-            region=Region(start),
-            count=count,
-            group=parameter.ds_process_group,
-            compute_shape=shape,
-            is_gathered=True,
-            is_replicated=False,
+            tuple(parameter.ds_shape),
+            Region(start),
+            min(self._size, numel - start),
+            parameter.ds_process_group,
         )
 
     @property
@@ -165,48 +155,37 @@ class FlatShard(Shard):
         return not is_in_file(self.parameter)
 
     def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        return OpenSlice(self.parameter, self.count, write=write)
+        return open_slice(self.parameter, self.count, write=write)
 
     def own_elements(self, values: Tensor) -> Tensor:
         start = self.region.start
         return values.reshape(-1)[start : start + self.count]
 
     def gather_like(self, stored: Tensor) -> Tensor:
-        size = -(-self.numel // self._num_ranks)
-        by_rank = _gather_padded(stored, size, self._num_ranks, self.group)
+        by_rank = _gather_padded(stored, self._size, self.group)
         return by_rank.view(-1)[: self.numel].view(self.shape)
 
 
-class OpenSlice:
-    """The context of `FlatShard.open`. A generator would take twice the time."""
-
-    def __init__(self, parameter: Any, count: int, *, write: bool = False) -> None:
-        self._parameter = parameter
-        self._count = count
-        self._write = write
-        self._is_swapped = is_in_file(parameter)
-
-    def __enter__(self) -> Tensor:
-        if self._is_swapped:  # the swapper has no public methods for one parameter
-            self._parameter.nvme_swapper.swap_in([self._parameter], async_op=False)
-        flat: Tensor = self._parameter.ds_tensor.data
-        return flat[: self._count]
-
-    def __exit__(self, *_: object) -> None:
-        if not self._is_swapped:
-            return
-        if self._write:
-            self._parameter.nvme_swapper.swap_out_and_release([self._parameter])
-        else:
-            self._parameter.nvme_swapper.remove_partition_and_release_buffers([self._parameter])
+def open_slice(
+    parameter: Any, count: int, *, write: bool = False
+) -> AbstractContextManager[Tensor]:
+    """Open the first `count` elements of a slice that DeepSpeed made, like `Shard.open`."""
+    if is_in_file(parameter):
+        return _swapped_in(parameter, count, write)
+    # A generator would take much longer.
+    return nullcontext(parameter.ds_tensor.data[:count])
 
 
-@dataclass(frozen=True)
-class Rectangle:
-    """The elements of a parameter that one rank stores."""
-
-    region: Region
-    count: int
+@contextmanager
+def _swapped_in(parameter: Any, count: int, write: bool) -> Iterator[Tensor]:
+    # The swapper has no public methods for one parameter.
+    swapper = parameter.nvme_swapper
+    swapper.swap_in([parameter], async_op=False)
+    yield parameter.ds_tensor.data[:count]
+    if write:
+        swapper.swap_out_and_release([parameter])
+    else:
+        swapper.remove_partition_and_release_buffers([parameter])
 
 
 @dataclass(frozen=True)
@@ -215,12 +194,13 @@ class Split:
 
     Attributes:
         shape: of the full parameter.
-        rectangles: by rank of the group. Without any, each rank has the full parameter.
+        pieces: by rank of the group, a rectangle of the full parameter, in DeepSpeed's terms.
+            Without any, each rank has the full parameter.
         group: the ranks that split the weights.
     """
 
     shape: tuple[int, ...]
-    rectangles: Sequence[Rectangle]
+    pieces: Sequence[AffinePiece]
     group: Any
 
 
@@ -230,30 +210,21 @@ class RectangleShard(Shard):
     Modules compute with what is here, and nothing is gathered.
     """
 
+    is_gathered = False
+
     def __init__(self, parameter: Any, named: NamedParameter, split: Split) -> None:
+        self._pieces = split.pieces
+        self.is_replicated = not split.pieces
         region = ALL
-        if split.rectangles:
-            region = split.rectangles[comm.get_rank(split.group)].region
-        self._rectangles = split.rectangles
-        super().__init__(
-            parameter,
-            replace(named, region=region),
-            shape=split.shape,
-            region=region,
-            count=parameter.numel(),
-            group=split.group,
-            compute_shape=tuple(parameter.shape),
-            is_gathered=False,
-            is_replicated=not split.rectangles,
-        )
+        if split.pieces:
+            region = _region_of(split.pieces[comm.get_rank(split.group)])
+        named = replace(named, region=region)
+        count = parameter.numel()
+        super().__init__(parameter, named, split.shape, region, count, split.group)
 
     @property
     def device(self) -> torch.device:
         return self.parameter.device  # type: ignore[no-any-return]
-
-    @property
-    def is_in_memory(self) -> bool:
-        return True
 
     def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
         return nullcontext(self.parameter.data.view(-1))
@@ -264,21 +235,27 @@ class RectangleShard(Shard):
     def gather_like(self, stored: Tensor) -> Tensor:
         if self.is_replicated:
             return stored.view(self.shape)
-        size = max(rectangle.count for rectangle in self._rectangles)
-        by_rank = _gather_padded(stored, size, len(self._rectangles), self.group)
+        size = max(piece.numel for piece in self._pieces)
+        by_rank = _gather_padded(stored, size, self.group)
         full = torch.empty(self.numel, dtype=stored.dtype, device=by_rank.device)
-        for values, rectangle in zip(by_rank, self._rectangles, strict=True):
-            num_rows, width, stride = rectangle.region.rows(rectangle.count)
-            rows = full.as_strided((num_rows, width), (stride, 1), rectangle.region.start)
-            rows.copy_(values[: rectangle.count].view(rows.shape))
+        for values, piece in zip(by_rank, self._pieces, strict=True):
+            piece.source_view(full).copy_(values[: piece.numel].view(piece.shape))
         return full.view(self.shape)
 
 
-def _gather_padded(stored: Tensor, size: int, num_ranks: int, group: Any) -> Tensor:
-    """Return what each rank of a group stores, padded to `size` elements: [num_ranks, size]."""
+def _region_of(piece: AffinePiece) -> Region:
+    """Return where a piece lies, which is a view of the full parameter: an offset and strides."""
+    stride = piece.source_strides[0]
+    if len(piece.shape) == 1 or math.prod(piece.shape[1:]) == stride:
+        return Region(piece.source_offset)  # full rows: one run of elements
+    return Region(piece.source_offset, piece.shape[-1], stride)
+
+
+def _gather_padded(stored: Tensor, size: int, group: Any) -> Tensor:
+    """Return what each rank of a group stores, padded to `size` elements: [ranks, size]."""
     padded = torch.zeros(size, dtype=stored.dtype, device=distributed.device())
     padded[: stored.numel()] = stored
-    by_rank = torch.empty(num_ranks, size, dtype=stored.dtype, device=distributed.device())
+    by_rank = padded.new_empty(distributed.world_size(group), size)
     # The message is sent as bytes, because gloo does not support every dtype (for example, int16).
     comm.all_gather_into_tensor(
         by_rank.view(-1).view(torch.uint8), padded.view(torch.uint8), group=group
@@ -294,11 +271,3 @@ def is_in_file(parameter: Any) -> bool:
 def is_on_device(parameter: Any) -> bool:
     """Return whether a sharded parameter's slice is in the memory of this rank's device."""
     return not is_in_file(parameter) and bool(parameter.ds_tensor.device == distributed.device())
-
-
-def shard_range(numel: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return (start, count) of the elements of a parameter that one of `num_ranks` ranks stores."""
-    size = -(-numel // num_ranks)
-    start = min(rank * size, numel)
-    stop = min(start + size, numel)
-    return start, stop - start

@@ -14,7 +14,6 @@ docs/deepspeed.md lists the facts about DeepSpeed that this relies on.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
-from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap, contiguous_split_map
+from deepspeed.checkpoint.affine import ParamAffineMap, contiguous_split_map
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject.layers import (
     GatherFromTensorParallelRegion,
@@ -37,8 +36,7 @@ from torch import Tensor, nn
 
 from lezo_ds.distributed import device
 from lezo_ds.errors import UserError, cut
-from lezo_ds.noise import Region
-from lezo_ds.sharding.shards import Rectangle, Split
+from lezo_ds.sharding.shards import Split
 from lezo_ds.sharding.surgery import put_parameters, run_without_engine_hooks
 
 LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
@@ -49,7 +47,6 @@ LOOKUP_FORWARDS = (nn.Embedding.forward, VocabParallelEmbedding.forward)
 """Forward passes that read rows of a table and do nothing else."""
 
 _FIX = "remove tensor_parallel, which shards the weights by ZeRO-3 instead"
-_VOCABULARY_KEY = "vocab_parallel_lm_head"
 
 # What torch 2.13 says of a view or a product whose sizes do not fit.
 _SHAPE_ERROR = re.compile(
@@ -74,13 +71,17 @@ def shard_model(
         are on this rank's device, and their values are undefined until they are loaded.
 
     Raises:
-        UserError: AutoTP cannot split this model over so many ranks, or not as ds_config says.
+        UserError: AutoTP cannot split this model over so many ranks.
     """
     section = ds_config["tensor_parallel"]
     config: Any = model.config
     _refuse_uneven_heads(config.get_text_config(), int(section["autotp_size"]))
-    _refuse_other_vocabulary(model, section)
-    outside = _modules_outside(model, blocks_path)
+    inside = set(model.get_submodule(blocks_path).modules())
+    outside = {
+        name: module
+        for name, module in model.named_modules()
+        if module._parameters and module not in inside
+    }
     shapes = {parameter: parameter.shape for parameter in model.parameters()}
     splits: dict[nn.Parameter, Split] = {}
 
@@ -92,7 +93,7 @@ def shard_model(
         return model
 
     # DeepSpeed would split the vocabulary of models with a tied head only.
-    only_blocks = {**ds_config, "tensor_parallel": {**section, _VOCABULARY_KEY: False}}
+    only_blocks = {**ds_config, "tensor_parallel": {**section, "vocab_parallel_lm_head": False}}
     # DeepSpeed moves a model to its device when it has split it, and calls nothing in between.
     model.to = materialize  # type: ignore[method-assign]
     try:
@@ -105,7 +106,7 @@ def shard_model(
     finally:
         del model.to
         groups.mpu = None  # or later engines of this process would take their groups from this one
-    if not any(split.rectangles for split in splits.values()):
+    if not any(split.pieces for split in splits.values()):
         raise UserError(f"AutoTP splits no parameter of {type(model).__name__}", fix=_FIX)
     # It broadcasts the first batch to compare it. The ranks compare their batches at every step.
     engine.first_dataloader_check.remove()
@@ -144,29 +145,6 @@ def _refuse_uneven_heads(config: Any, size: int) -> None:
             "and values",
             fix=f"use a divisor of {math.gcd(num_heads, num_shared)}, or {_FIX}",
         )
-
-
-def _refuse_other_vocabulary(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Refuse a user's wish to split the vocabulary, or not to, if it is not what happens."""
-    wish = section.get(_VOCABULARY_KEY)
-    is_split = vocabulary_modules(model) is not None
-    if wish is not None and wish != is_split:
-        happens = "is always split" if is_split else "cannot be split"
-        raise UserError(
-            f"tensor_parallel.{_VOCABULARY_KEY}={json.dumps(wish)} in the DeepSpeed JSON, and the "
-            f"vocabulary of {type(model).__name__} {happens}",
-            fix=f"remove {_VOCABULARY_KEY}",
-        )
-
-
-def _modules_outside(model: nn.Module, blocks_path: str) -> dict[str, nn.Module]:
-    """Return the modules with parameters outside the blocks, by name."""
-    inside = set(model.get_submodule(blocks_path).modules())
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if module._parameters and module not in inside
-    }
 
 
 def _put_back(
@@ -211,23 +189,10 @@ def _split_of(name: str, parameter: nn.Parameter, group: Any) -> Split:
     if not stored_map:
         raise problem
     affine_map = ParamAffineMap.from_dict(stored_map)
-    rectangles = []
-    for pieces in affine_map.pieces_by_rank.values():
-        if len(pieces) != 1:
-            raise problem
-        rectangles.append(_rectangle_of(pieces[0]))
-    return Split(affine_map.logical_shape, rectangles, group)
-
-
-def _rectangle_of(piece: AffinePiece) -> Rectangle:
-    """Return the elements of one rank, a view of the full parameter with an offset and strides."""
-    width = piece.shape[-1]
-    stride = piece.source_strides[0]
-    if len(piece.shape) == 1 or math.prod(piece.shape[1:]) == stride:
-        region = Region(piece.source_offset)  # full rows: one run of elements
-    else:
-        region = Region(piece.source_offset, width, stride)
-    return Rectangle(region, piece.numel)
+    pieces = [piece for of_rank in affine_map.pieces_by_rank.values() for piece in of_rank]
+    if len(pieces) != len(affine_map.pieces_by_rank):
+        raise problem
+    return Split(affine_map.logical_shape, pieces, group)
 
 
 def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:

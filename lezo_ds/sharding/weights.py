@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,16 +19,11 @@ from lezo_ds.sharding.zero3 import finish_updates
 from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import StepUpdate, Update, UpdatePrecision, updates_of_parameter
 
+LOW_BITS_DIRECTORY = "low_bits"
+"""The folder of low bits in a directory of weights."""
+
 # Keeps the digest of the low bits apart from that of the shard that they belong to.
 _LOW_STREAM = 0x80000000
-
-
-class _Initial(NamedTuple):
-    """A copy of a shard before the first update."""
-
-    shard: Shard
-    values: Tensor
-    low: Tensor | None
 
 
 class ShardedWeights:
@@ -64,41 +59,38 @@ class ShardedWeights:
             has_adapter: whether the trained parameters are those of an adapter.
         """
         self.shards = shards
-        self.adapter_shards: list[Shard] = []
-        self.base_shards: list[Shard] = []
-        for shard in shards:
-            if has_adapter and shard.is_trained:
-                self.adapter_shards.append(shard)
-            else:
-                self.base_shards.append(shard)
+        self.adapter_shards = [shard for shard in shards if has_adapter and shard.is_trained]
+        self.base_shards = [shard for shard in shards if shard not in self.adapter_shards]
         self.snapshot_shards = self.adapter_shards or shards
         self.low_bits: dict[str, Tensor] = {}
-        self._initial: list[_Initial] = []
+        self._initial: list[tuple[Shard, Tensor, Tensor | None]] = []
         self._aliases = aliases
         self._precision = precision
-        self._trained_by_block: dict[int, list[Shard]] = {}
+        # By block, and by whether weight decay applies: all of a list have the same updates.
+        self._trained: dict[tuple[int, bool], list[Shard]] = {}
         for shard in shards:
             if shard.is_trained and shard.count:
-                self._trained_by_block.setdefault(shard.named.block, []).append(shard)
+                self._trained.setdefault((shard.named.block, shard.decays), []).append(shard)
 
-    def load(
-        self, shards: Sequence[Shard], files: WeightFiles, low_files: WeightFiles | None
-    ) -> None:
+    def load(self, shards: Sequence[Shard], files: WeightFiles) -> None:
         """Fill shards from files, of which each rank reads only its own elements.
+
+        Low bits come from the folder of low bits, if there is one. Without it, the bits of `files`
+        that 16-bit shards cannot store become low bits.
 
         Args:
             shards: some of `self.shards`.
             files: the weights of a checkpoint.
-            low_files: the low bits of a snapshot. Without them, the bits of `files` that 16-bit
-                shards cannot store become low bits.
         """
         aliases = {shard.name: self._aliases[shard.name] for shard in shards}
         shapes = {shard.name: shard.shape for shard in shards}
         tensors = files.find(aliases, shapes)
+        low_directory = files.directory / LOW_BITS_DIRECTORY
+        low_files = WeightFiles(low_directory) if low_directory.is_dir() else None
         for shard in shards:
             low = None
             if low_files is not None and self._has_low_bits(shard):
-                low = low_files.read((shard.name,), shard.region, shard.count)
+                low = low_files.read([shard.name], shard.region, shard.count)
             values = files.read(tensors[shard.name], shard.region, shard.count)
             self.fill(shard, values, low)
         finish_updates()
@@ -126,7 +118,7 @@ class ShardedWeights:
             if low is not None:
                 low = low.clone()
             with shard.open() as stored:
-                self._initial.append(_Initial(shard, stored.clone(), low))
+                self._initial.append((shard, stored.clone(), low))
 
     def restore_initial(self) -> None:
         """Set the adapter's shards to the values that `keep_initial` kept."""
@@ -143,47 +135,36 @@ class ShardedWeights:
 
         One step at a time gives the same bits as many at once.
         """
-        for block, shards in self._trained_by_block.items():
-            # The parameters of a block have the same updates, apart from the decay.
-            of_matrices = updates_of_parameter(updates, block, decays=True)
-            of_vectors = updates_of_parameter(updates, block, decays=False)
-            if of_matrices == of_vectors:
-                self._update(shards, of_matrices, law)
-            else:
-                matrices = [shard for shard in shards if shard.decays]
-                vectors = [shard for shard in shards if not shard.decays]
-                self._update(matrices, of_matrices, law)
-                self._update(vectors, of_vectors, law)
+        for (block, decays), shards in self._trained.items():
+            changes = updates_of_parameter(updates, block, decays=decays)
+            if changes:
+                self._update(shards, changes, law)
         finish_updates()
 
     def _update(
         self, shards: Sequence[Shard], updates: Sequence[Update], law: PerturbationLaw
     ) -> None:
-        """Apply the same updates to shards, with one call for all in the memory of a device."""
+        """Apply the same updates to shards, with one call for all that are in memory."""
         assert self._precision is not None
-        if not updates:
-            return
-        in_memory: dict[torch.device, list[UpdateTarget]] = {}
+        in_memory: list[UpdateTarget] = []
         for shard in shards:
             low = self.low_bits.get(shard.name)
             stays_in_memory = shard.is_in_memory  # in the context, every shard is in memory
             with shard.open(write=True) as stored:
                 target = UpdateTarget(stored, shard.region, shard.named.parameter_id, low)
                 if stays_in_memory:
-                    in_memory.setdefault(stored.device, []).append(target)
+                    in_memory.append(target)
                 else:
-                    noise = noise_backend(stored.device, law)
-                    noise.update_([target], updates, self._precision)
-        # The backend follows the shards: offloaded ones are updated on the CPU.
-        for device, targets in in_memory.items():
-            noise_backend(device, law).update_(targets, updates, self._precision)
+                    noise_backend(stored.device, law).update_([target], updates, self._precision)
+        if in_memory:
+            # The backend follows the shards: offloaded ones are updated on the CPU.
+            noise = noise_backend(in_memory[0].values.device, law)
+            noise.update_(in_memory, updates, self._precision)
 
     def witness(self) -> Witness:
         """Return samples of the trained shards as they are now."""
         assert self._precision is not None
-        trained: list[Shard] = []
-        for shards in self._trained_by_block.values():
-            trained += shards
+        trained = chain.from_iterable(self._trained.values())
         return Witness(trained, self.low_bits, self._precision)
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
@@ -206,10 +187,10 @@ class ShardedWeights:
                     unlike.append((rank, shard.name))
         return unlike
 
-    def digests(self, shards: Sequence[Shard] | None = None) -> dict[str, int]:
-        """Return a digest of each full parameter and its low bits, by name. A collective.
+    def digest(self, shards: Sequence[Shard] | None = None) -> str:
+        """Return one digest of full parameters and their low bits, 32 hex digits. A collective.
 
-        The digests are the same for any sharding (`shard_digest`).
+        It is the same for any sharding (`shard_digest`).
 
         Args:
             shards: of the parameters; None for all.
@@ -217,15 +198,16 @@ class ShardedWeights:
         if shards is None:
             shards = self.shards
         group = shards[0].group
-        counted = self._shard_digests(shards)
+        digests = self._shard_digests(shards)
         if distributed.rank() % distributed.world_size(group) != 0:
             # Of replicas, only that of the first rank of each group counts.
             for index, shard in enumerate(shards):
                 if shard.is_replicated:
-                    counted[index] = 0
-        sums = distributed.sum_integers(counted, group)
-        names = [shard.name for shard in shards]
-        return dict(zip(names, sums, strict=True))
+                    digests[index] = 0
+        sums = distributed.sum_integers(digests, group)
+        by_name = sorted(zip([shard.name for shard in shards], sums, strict=True))
+        text = ";".join(f"{name}:{total}" for name, total in by_name)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _shard_digests(self, shards: Sequence[Shard]) -> list[int]:
         """Return the digest of each shard and its low bits: signed 64-bit integers."""
@@ -239,15 +221,3 @@ class ShardedWeights:
                 total += shard_digest(low, shard.region, parameter_id ^ _LOW_STREAM)
             digests.append((total + 2**63) % 2**64 - 2**63)
         return digests
-
-    def digest(self, shards: Sequence[Shard] | None = None) -> str:
-        """Return one digest of full parameters (None: of all), 32 hex digits. A collective."""
-        digests = self.digests(shards)
-        lines = ";".join(f"{name}:{digests[name]}" for name in sorted(digests))
-        return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
-
-    def gather_low_bits(self, shard: Shard) -> Tensor | None:
-        """Return all low bits of a parameter, int16 [*shape], or None. A collective."""
-        if not self._has_low_bits(shard):
-            return None
-        return shard.gather_like(self.low_bits[shard.name])

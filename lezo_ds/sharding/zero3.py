@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
@@ -100,28 +100,17 @@ def start_forward_engine(
     for module in model.modules():
         # DeepSpeed has replaced it by a dict that gathers a parameter when it is read.
         module._parameters = module.__dict__.pop("_original_parameters")
-    if all(_is_here_in_full(parameter) for parameter in model.parameters()):
-        _use_shards_as_weights(model)
+    parameters: list[Any] = list(model.parameters())
+    if all(p.ds_zero_partition_world_size == 1 and is_on_device(p) for p in parameters):
+        for parameter in parameters:
+            parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
+            # With another status, DeepSpeed would gather a copy where it meets the parameter.
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
         return engine
     if not get_accelerator().is_synchronized_device():
         keep_in_step(blocks)
-    max_numel = 0
-    if engine.zero_prefetch_bucket_size() > 0:
-        max_numel = engine.zero_max_live_parameters()
-    GatherAhead(model, blocks, max_numel)
+    GatherAhead(model, blocks, is_ahead=engine.zero_prefetch_bucket_size() > 0)
     return engine
-
-
-def _is_here_in_full(parameter: Any) -> bool:
-    return parameter.ds_zero_partition_world_size == 1 and is_on_device(parameter)
-
-
-def _use_shards_as_weights(model: nn.Module) -> None:
-    parameters: Any = model.parameters()
-    for parameter in parameters:
-        parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
-        # With another status, DeepSpeed would gather a copy where it meets the parameter.
-        parameter.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def start_training_engine(
@@ -137,15 +126,6 @@ def start_training_engine(
     return engine
 
 
-class _GatheredView(NamedTuple):
-    """A gathered weight, or a view of it, as autograd saves it for the backward pass."""
-
-    owner: Any  # the nn.Parameter, whose data is released and gathered again
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # of the view in the owner's data, in elements
-
-
 @contextmanager
 def no_gathered_weights_saved() -> Iterator[None]:
     """Make autograd save a reference to a gathered weight, not the weight itself.
@@ -155,18 +135,21 @@ def no_gathered_weights_saved() -> Iterator[None]:
     """
 
     def pack(tensor: Tensor) -> Any:
-        owner = tensor if isinstance(tensor, nn.Parameter) else tensor._base
-        if owner is None or not hasattr(owner, "ds_tensor"):
+        owner: Any = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        if not hasattr(owner, "ds_tensor"):
             return tensor
-        offset = int(tensor.storage_offset() - owner.storage_offset())
-        return _GatheredView(owner, tensor.shape, tensor.stride(), offset)
+        shape = tensor.shape
+        stride = tensor.stride()
+        offset = tensor.storage_offset() - owner.storage_offset()
+
+        def view_again() -> Tensor:
+            data: Tensor = owner.data
+            return data.as_strided(shape, stride, data.storage_offset() + offset)
+
+        return view_again
 
     def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        data: Tensor = saved.owner.data
-        offset = data.storage_offset() + saved.offset
-        return data.as_strided(saved.shape, saved.stride, offset)
+        return saved if isinstance(saved, Tensor) else saved()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -96,13 +96,20 @@ def train(engine, num_steps, num_micro_batches=4, vocabulary=VOCABULARY):
     ]
 
 
+def gathered_low_bits(weights, shard):
+    """Return all low bits of a parameter, int16 of its shape, or None. A collective."""
+    if shard.name not in weights.low_bits:
+        return None
+    return shard.gather_like(weights.low_bits[shard.name])
+
+
 def full_weights(engine):
     """Return all parameters whole, by name, and the low bits beside them as `name.low`. A
     collective."""
     weights = {}
     for shard in engine.weights.shards:
         weights[shard.name] = shard.gather()
-        low = engine.weights.gather_low_bits(shard)
+        low = gathered_low_bits(engine.weights, shard)
         if low is not None:
             weights[shard.name + ".low"] = low
     return weights

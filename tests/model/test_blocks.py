@@ -7,7 +7,6 @@ from tiny_models import FAMILIES, NUM_BLOCKS, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.checkpoints.checkpoint import refuse_separate_experts
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_outside, gather_sizes
 
@@ -17,7 +16,6 @@ def test_each_parameter_of_every_family_belongs_to_the_block_whose_module_holds_
     model = tiny_model(family)
     layout = find_blocks(model)
     assert layout == BlockLayout(FAMILIES[family][1], NUM_BLOCKS)
-    refuse_separate_experts(model, layout)
     expected = {
         id(parameter): index
         for index, block in enumerate(model.get_submodule(layout.path))
@@ -45,8 +43,6 @@ def test_the_list_with_the_most_parameters_is_taken_and_experts_inside_a_block_a
     model.heads = nn.ModuleList(nn.Linear(3, 3) for _ in range(30))
     model.blocks = nn.ModuleList(Block() for _ in range(2))
     assert find_blocks(model) == BlockLayout("blocks", 2)
-    with pytest.raises(UserError, match=r"expert"):
-        refuse_separate_experts(model, find_blocks(model))
 
 
 def test_lists_of_unequal_or_empty_modules_and_those_inside_them_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tiny_runs import (
     NUM_BLOCKS,
     VOCABULARY,
     full_weights,
+    gathered_low_bits,
     start_engine,
     train,
     write_model,
@@ -27,14 +29,13 @@ from torch.utils.cpp_extension import get_default_build_root
 from transformers import OPTConfig
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, parameter_names
-from lezo_ds.checkpoints.sharded_model import load_weights
+from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, open_weights, parameter_names
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.reference import join_master
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import Bundle, GatherAhead
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
-from lezo_ds.sharding.shards import FlatShard, shard_range
+from lezo_ds.sharding.shards import FlatShard
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.records import StepRecord
@@ -77,8 +78,11 @@ def _describe_shards(num_ranks):
         with p.open(write=True) as shard:
             assert shard.shape == (p.count,)
             shard.copy_(p.own_elements(torch.arange(p.numel)))
-        assert (p.region.start, p.count) == shard_range(p.numel, distributed.rank(), num_ranks)
-        assert stored.shape == (-(-p.numel // num_ranks),)  # flat
+        size = math.ceil(p.numel / num_ranks)
+        assert stored.shape == (size,)  # flat
+        own = range(p.numel)[distributed.rank() * size :][:size]
+        assert p.count == len(own)
+        assert p.region.start == own.start
         assert stored.dtype == p.parameter.dtype
         assert p.parameter.data.numel() == 0  # nothing stays gathered
         assert torch.isnan(stored[p.count :]).all()
@@ -110,13 +114,19 @@ def _count_gathers(directory):
     started, waited, most = [], [], 0
     start, wait, gather = Bundle.start, Bundle.wait, GatherAhead.gather
 
-    def counted(self, *message):
+    def counted_start(self):
+        before = self._message
+        start(self)
+        if self._message is not before:
+            started.append(sum(p.ds_numel for p in self._parameters))
+
+    def counted_wait(self):
         nonlocal most
-        wait(self, *message)
+        wait(self)
         most = max(most, sum(p.parameter.numel() for p in engine.weights.shards))
 
-    Bundle.start = lambda self: (started.append(self.numel), start(self))[1]
-    Bundle.wait = counted
+    Bundle.start = counted_start
+    Bundle.wait = counted_wait
     GatherAhead.gather = lambda self, parts, *_: (gather(self, parts), waited.append(len(started)))[
         1
     ]
@@ -236,13 +246,15 @@ def shard(directory, dtype, precision):
         for name, parameter in model.named_parameters()
     ]
     weights = ShardedWeights(parameters, aliases=aliases, precision=precision)
-    load_weights(weights, model, Path(directory))
+    weights.load(weights.shards, open_weights(model, Path(directory)))
     return weights
 
 
 def gather(weights):
     """Return the full values in float32 as stored, by name. A collective."""
-    return {p.name: join_master(p.gather(), weights.gather_low_bits(p)) for p in weights.shards}
+    return {
+        p.name: join_master(p.gather(), gathered_low_bits(weights, p)) for p in weights.shards
+    }
 
 
 def _load(directory, dtype, precision):
@@ -326,7 +338,7 @@ def _update(directory, dtype):
         for step in range(len(records)):
             weights.apply(step_updates(records, step, step + 1, weight_decay=0.1), LAW)
         witness.follow(step_updates(records, 0, len(records), weight_decay=0.1), LAW)
-        assert witness.unlike(weights.low_bits) == []
+        assert witness.unlike() == []
         replayed = shard(directory, dtype, precision)
         replayed.apply(step_updates(records, 0, 25, weight_decay=0.1), LAW)
         replayed.apply(step_updates(records, 25, len(records), weight_decay=0.1), LAW)

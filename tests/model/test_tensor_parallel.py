@@ -250,20 +250,6 @@ def test_what_cannot_be_split_is_refused_and_zero_3_is_named(config, size, text,
         assert "ZeRO-3" in message
 
 
-@pytest.mark.parametrize(
-    ("family", "wish", "text"),
-    [
-        ("opt", False, "vocab_parallel_lm_head=false .* OPTForCausalLM is always split"),
-        ("phi", True, "vocab_parallel_lm_head=true .* PhiForCausalLM cannot be split"),
-    ],
-)
-def test_a_vocabulary_that_is_split_against_the_users_wish_is_refused(family, wish, text, tmp_path):
-    directory = str(write_model(FAMILIES[family][0], tmp_path))
-    options = {"vocab_parallel_lm_head": wish}
-    for message in run_ranks(_refusal, 2, directory, 2, 2, options):
-        assert re.search(text, message)
-
-
 class _Failing(nn.Module):
     """A model whose forward pass raises an error."""
 

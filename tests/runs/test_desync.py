@@ -155,8 +155,9 @@ def test_the_last_steps_result_is_compared_before_its_weights_are_used(opt_direc
         assert "last good step: 0" in message
 
 
-def sample_of(engine, name):
-    return next(sample for sample in engine._witness._samples if sample.shard.name == name)
+def start_of_sample(engine, name):
+    samples = engine._witness._samples
+    return next(elements.start for shard, elements, _ in samples if shard.name == name)
 
 
 def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
@@ -166,7 +167,7 @@ def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
     left_out = set(step.decide(engine).dropped_layers)
     name = FC1.format(min(left_out if dropped else set(range(4)) - left_out))
     if engine.global_rank == num_ranks - 1:
-        index = sample_of(engine, name).elements.start + 5
+        index = start_of_sample(engine, name) + 5
         flip(engine.weights.low_bits[name] if low else shard_of(engine, name), index, bit=3)
     train(engine, 1)
     return name, error_of(engine.check_weights)
@@ -194,7 +195,7 @@ def _flip_in_a_replica(directory, dtype, low):
     train(engine, 2)
     name = FC1.format(2)
     if engine.global_rank == 1:
-        index = sample_of(engine, name).elements.start - 1
+        index = start_of_sample(engine, name) - 1
         flip(engine.weights.low_bits[name] if low else shard_of(engine, name), index)
     return name, error_of(engine.check_weights)
 

@@ -58,6 +58,10 @@ def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
         ),
         ({"train_batch_size": 8}, "train_batch_size=8 .* contradicts the recipe"),
         (
+            {"tensor_parallel": {"autotp_size": 1, "vocab_parallel_lm_head": False}},
+            "vocab_parallel_lm_head=false .* the vocabulary is split where it can be",
+        ),
+        (
             {"zero_optimization": STAGE_3 | {"sub_group_size": "auto"}},
             'size="auto" .* cannot be used',
         ),

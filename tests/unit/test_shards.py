@@ -121,15 +121,11 @@ class _CodedShard(Shard):
             region=ALL,
             count=NUMEL,
             group=None,
-            compute_shape=(2, 5),
-            is_gathered=True,
-            is_replicated=False,
         )
         self.codes = torch.zeros(NUMEL, dtype=torch.int8)
         self.scale = 1.0
 
     device = torch.device("cpu")
-    is_in_memory = True
 
     @contextmanager
     def open(self, *, write=False):
@@ -151,7 +147,7 @@ def _use_codes(directory):
     distributed.init_distributed()
     shard = _CodedShard(NamedParameter("matrix", 3, block=0))
     weights = sharded(shard)
-    weights.load([shard], WeightFiles(directory), low_files=None)
+    weights.load([shard], WeightFiles(directory))
     before = weights.digest()
     weights.apply(step_updates(RECORDS, 0, 1), DenseLaw())
     return shard.gather(), before, weights.digest(), weights.unlike_replicas()

@@ -156,10 +156,11 @@ class PrefixAdapter:
 
     def _fill_from(self, weights: ShardedWeights, shard: Any, states: Tensor) -> None:
         """Fill this rank's shard of a prefix with keys or values [1, heads, vectors, width]."""
-        if states.shape[1:] != shard.compute_shape:
+        expected = shard.shape if shard.is_gathered else shard.parameter.shape
+        if states.shape[1:] != expected:
             raise UserError(
                 f"keys and values of {shard.name} have the shape {tuple(states.shape[1:])} "
-                f"(heads, vectors, width), not {shard.compute_shape}",
+                f"(heads, vectors, width), not {tuple(expected)}",
                 fix=f"{_FIX}, or reduce peft.prefix_length",
             )
         weights.fill(shard, shard.own_elements(states))
