@@ -120,8 +120,7 @@ class WeightFiles:
     def _check(self, name: str, tensors: Sequence[str], shape: tuple[int, ...]) -> None:
         if not tensors:
             raise UserError(
-                f"{self.directory} stores parameter {name} in a form that cannot be read in "
-                "slices",
+                f"{self.directory} stores parameter {name} in a form that cannot be read in slices",
                 fix="load it with transformers and save it with save_original_format=False",
             )
         for tensor in tensors:

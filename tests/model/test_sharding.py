@@ -252,9 +252,7 @@ def shard(directory, dtype, precision):
 
 def gather(weights):
     """Return the full values in float32 as stored, by name. A collective."""
-    return {
-        p.name: join_master(p.gather(), gathered_low_bits(weights, p)) for p in weights.shards
-    }
+    return {p.name: join_master(p.gather(), gathered_low_bits(weights, p)) for p in weights.shards}
 
 
 def _load(directory, dtype, precision):
