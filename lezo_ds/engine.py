@@ -583,6 +583,7 @@ def initialize(
             dropped.
     """
     distributed.init_distributed()
+    noise_backend(distributed.device(), make_law(config))  # refused before weights are loaded
     sharded = load_sharded_model(
         model,
         ds_config=ds_config,

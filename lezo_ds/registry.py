@@ -2,21 +2,20 @@
 
 A key of the recipe names a component, such as `zo.estimator=fzoo` or `data.metric=mine:score`. The
 first form is looked up in a `Registry`. The second one imports the user's module `mine`, which may
-be installed, on PYTHONPATH, or a file in the recipe's folder (see `_RecipeFolder`).
+be installed, on PYTHONPATH, or a file in the recipe's folder, where it is looked for first. What
+`mine` imports is looked for there last: a file datasets.py must not hide the library from others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.metadata
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from typing import Any, TypeVar
 
 from lezo_ds.errors import UserError, did_you_mean
@@ -65,7 +64,8 @@ class Registry(dict[str, T]):
 
     def _import(self, name: str) -> Any:
         try:
-            with _recipe_folder_first():
+            with _recipe_folder_last():
+                _import_from_recipe_folder(re.split("[.:]", name)[0])
                 component = pkgutil.resolve_name(name)
             self._check_kind(component)
         except Exception as error:  # the module may raise anything
@@ -100,72 +100,28 @@ def options_of(component: Any, kind: type) -> dict[str, Any]:
     return {field.name: field.default for field in own}
 
 
-class _RecipeFolder:
-    """Finds the modules in the recipe's folder before installed ones of the same name.
-
-    Python does the same for the folder of a script. But a file datasets.py or queue.py there must
-    not hide a library that lezo_ds, or a library below it, imports later. So the standard library
-    and the libraries that lezo_ds requires come first.
-    """
-
-    @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find a module as `importlib.abc.MetaPathFinder` does."""
-        if path is not None or name in sys.stdlib_module_names:
-            return None  # a module inside a package, which has been found already; or Python's own
-        spec = PathFinder.find_spec(name, FOLDERS)
-        if spec is None or spec.loader is None:
-            return None  # a folder without __init__.py may hold anything: installed packages win
-        if PathFinder.find_spec(name) is not None and _is_required(name):
-            return None
-        return spec
-
-
 @contextmanager
-def _recipe_folder_first() -> Iterator[None]:
-    """Let imports find the recipe's folder: its modules first, its bare folders last."""
+def _recipe_folder_last() -> Iterator[None]:
+    """Let imports find what is in the recipe's folder and nowhere else."""
     added = [folder for folder in FOLDERS if folder not in sys.path]
-    sys.meta_path.insert(0, _RecipeFolder)
     sys.path += added
     try:
         yield
     finally:
-        sys.meta_path.remove(_RecipeFolder)
         for folder in added:
             sys.path.remove(folder)
 
 
-def _is_required(module: str) -> bool:
-    """Return whether an installed top-level module belongs to a library that lezo_ds requires."""
-    # Reading the metadata of all libraries takes a while. Few modules come this far.
-    libraries = importlib.metadata.packages_distributions().get(module, ())
-    return any(_canonical(library) in _required_libraries() for library in libraries)
-
-
-@functools.cache
-def _required_libraries() -> frozenset[str]:
-    """Return the canonical names of the libraries that lezo_ds requires, directly or not."""
-    required: set[str] = set()
-    unread = ["lezo_ds"]
-    while unread:
-        library = unread.pop()
-        try:
-            requirements = importlib.metadata.requires(library) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue  # an extra, or a requirement on another platform
-        for requirement in requirements:
-            # lezo_ds uses what its own extras install. The extras of others are of no use to it.
-            if "extra ==" in requirement and library != "lezo_ds":
-                continue
-            name = _canonical(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
-            if name not in required:
-                required.add(name)
-                unread.append(name)
-    return frozenset(required)
-
-
-def _canonical(library: str) -> str:
-    """Return the name of a library in the form in which names are compared (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", library).lower()
+def _import_from_recipe_folder(module_name: str) -> None:
+    """Import a top-level module if the recipe's folder has it, before any installed one."""
+    spec = PathFinder.find_spec(module_name, FOLDERS)
+    # A folder without __init__.py may hold anything: installed packages win.
+    if module_name in sys.modules or spec is None or spec.loader is None:
+        return
+    module = module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.forward.batch import LossFunction, StepBatch, to_device
-from lezo_ds.forward.probes import KeyedProbe, Perturbation
+from lezo_ds.forward.probes import Perturbation
+from lezo_ds.noise import KeyedProbe
 from lezo_ds.zo.estimators import Estimate, Probe, mean_losses
 from lezo_ds.zo.keys import direction_key, step_key
 from lezo_ds.zo.passes import Pass

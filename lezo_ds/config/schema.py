@@ -210,8 +210,7 @@ class ZoConfig:
     layer_policy: Annotated[str, Named(LAYER_POLICIES)] = "uniform"
     """The layer policy chooses the transformer blocks that a step drops. uniform draws them at
     random, as the paper does. fixed keeps the last blocks, or those of its option, in every step.
-    adalezo learns which blocks change the loss most. package.module:NAME is a LayerPolicy of your
-    own."""
+    package.module:NAME is a LayerPolicy of your own."""
     layer_policy_options: Options = field(default_factory=dict)
     """The layer policy gets these options, each of which may be set as
     layer_policy_options.NAME."""

@@ -20,11 +20,12 @@ from lezo_ds.forward.module_calls import (
     cast_floats,
     dtype_of_copies,
     is_16_bit_norm,
-    runner_at_probes,
+    is_product,
+    product_at_probes,
 )
 from lezo_ds.forward.perturber import PassState, Perturber
-from lezo_ds.forward.probes import KeyedProbe, TrainedParameter
-from lezo_ds.noise import NoiseBackend, Weight
+from lezo_ds.forward.probes import TrainedParameter
+from lezo_ds.noise import KeyedProbe, NoiseBackend, Weight
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
 
 PROBES_AT_ONCE = 2
@@ -65,9 +66,8 @@ class DensePerturber(Perturber):
         num_probes = len(state.current.probes)
         # With one probe, no input has to be cut, so that any number of rows will do.
         rows = num_probes * state.current.rows if num_probes > 1 else 1
-        run_all = runner_at_probes(module, own_forward, args, kwargs, rows)
-        if run_all is not None:
-            return run_all(module, copies, args[0], num_probes)
+        if is_product(own_forward, args, kwargs, rows):
+            return product_at_probes(module, copies, args[0], num_probes)
 
         def run_probe(probe: int, *args: Any, **kwargs: Any) -> Any:
             weights = {name: of_probes[probe] for name, of_probes in copies.items()}
@@ -87,8 +87,7 @@ class DensePerturber(Perturber):
         kwargs: Mapping[str, Any],
     ) -> Tensor:
         """Run an embedding: perturb only the rows that its tokens read."""
-        inputs = [*args, *kwargs.values()]  # nn.Embedding calls its argument `input`
-        (ids,) = inputs
+        (all_ids,) = [*args, *kwargs.values()]  # nn.Embedding calls its argument `input`
 
         def read(ids: Tensor) -> Tensor:
             rows: Tensor = self.state.run_in_parts(
@@ -96,18 +95,11 @@ class DensePerturber(Perturber):
             )
             return rows
 
-        return look_up(module, ids, read)
+        return look_up(module, all_ids, read)
 
     def rows_of(self, table: TrainedParameter, rows: Tensor) -> Tensor:
-        theta = table.parameter.data
-        weight = Weight(
-            theta=theta,
-            parameter_id=table.named.parameter_id,
-            out_dtype=theta.dtype,
-            rows=rows.reshape(-1),
-            region=table.named.region,
-        )
-        ((copy,),) = self._perturbed([weight])
+        weight = _weight(table)._replace(rows=rows.reshape(-1))
+        ((copy,),) = self.noise.perturb([weight], self.state.current.probes)
         return copy.view(*rows.shape, -1)
 
     def vector_of(self, entry: TrainedParameter) -> Tensor:
@@ -126,7 +118,7 @@ class DensePerturber(Perturber):
         probes = self.state.current.probes
         if self._kept and all((entry.parameter, probes[0]) in self._kept for entry in active):
             return [[self._kept[entry.parameter, probe] for probe in probes] for entry in active]
-        copies = self._perturbed([_weight(entry) for entry in active])
+        copies = self.noise.perturb([_weight(entry) for entry in active], probes)
         if self.state.current.writes_answers:
             self._keep(active, copies)
         return copies
@@ -135,20 +127,6 @@ class DensePerturber(Perturber):
         for entry, of_probes in zip(active, copies, strict=True):
             for probe, copy in zip(self.state.current.probes, of_probes, strict=True):
                 self._kept[entry.parameter, probe] = copy
-
-    def _perturbed(self, weights: Sequence[Weight]) -> list[list[Tensor]]:
-        """Return theta + scale * z of each weight, for each probe that runs."""
-        probes = self.state.current.probes
-        key = probes[0].key
-        if all(probe.key == key for probe in probes):
-            # theta + mu z and theta - mu z come from one draw of z.
-            return self.noise.perturb(weights, key, [probe.scale for probe in probes])
-        copies: list[list[Tensor]] = [[] for _ in weights]
-        for probe in probes:
-            of_probe = self.noise.perturb(weights, probe.key, [probe.scale])
-            for of_weight, (copy,) in zip(copies, of_probe, strict=True):
-                of_weight.append(copy)
-        return copies
 
 
 def _weight(entry: TrainedParameter) -> Weight:

@@ -1,7 +1,6 @@
 """How one module computes its output with perturbed copies of its parameters.
 
     linear modules            a product for each probe, written next to each other in one output
-    LayerNorms of 16 bits     on a GPU, one kernel for all probes (norm_kernel.py)
     all others                a call for each probe, with the copies in the place of the parameters
 
 Matrices are perturbed in the dtype of the model, vectors in float32 (`dtype_of_copies`).
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.forward.probes import PerturbedWeights
-from lezo_ds.noise import stacked
 from lezo_ds.sharding.tensor_parallel import (
     LINEAR_FORWARDS,
     LOOKUP_FORWARDS,
@@ -27,20 +25,7 @@ from lezo_ds.sharding.tensor_parallel import (
     sums_outputs,
 )
 
-RunAtProbes = Callable[[nn.Module, PerturbedWeights, Tensor, int], Tensor]
-"""(module, weights of k probes, batch [k * n, ...], k) -> output [k * n, ...]."""
-
 _PRODUCTS = (nn.Linear.forward, Conv1D.forward, *LINEAR_FORWARDS)
-
-NORM_VERSION = 1
-"""Version of the arithmetic of perturbed 16-bit norms on GPUs. Journals record it."""
-
-
-def norm_arithmetic(device: torch.device) -> dict[str, str]:
-    """Return what decides the last bits of a perturbed norm, besides versions of libraries."""
-    if device.type != "cuda":
-        return {}
-    return {"16-bit perturbed LayerNorm": f"version {NORM_VERSION}"}
 
 
 def dtype_of_copies(parameter: nn.Parameter) -> torch.dtype:
@@ -96,37 +81,21 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, values)
 
 
-def runner_at_probes(
-    module: nn.Module,
-    own_forward: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    rows: int,
-) -> RunAtProbes | None:
-    """Return the function that runs this call for all probes at once, or None if there is none.
+def is_product(
+    own_forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], rows: int
+) -> bool:
+    """Return whether `product_at_probes` can run this call of a module.
 
     The first dimension of the batch must be a multiple of `rows`, the number of rows of all copies.
     """
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-        return None
+        return False
     (batch,) = args
-    if not batch.is_contiguous() or batch.dim() < 2 or batch.shape[0] % rows:
-        return None
-    function = getattr(own_forward, "__func__", None)
     # For inputs of more dimensions, torch may choose another kernel than that of a product of two
     # matrices, with other bits.
-    if function in _PRODUCTS and batch.dim() <= 3:
-        return product_at_probes
-    if function is nn.LayerNorm.forward and is_on_gpu(batch) and is_16_bit_norm(module):
-        from lezo_ds.forward.norm_kernel import norm_at_probes  # CPUs often do not have Triton
-
-        return norm_at_probes if batch.dtype == module.weight.dtype else None
-    return None
-
-
-def is_on_gpu(batch: Tensor) -> bool:
-    """Return whether a batch is on a GPU. Tests of Triton's interpreter replace this function."""
-    return batch.is_cuda
+    has_rows = batch.dim() in (2, 3) and batch.shape[0] % rows == 0
+    function = getattr(own_forward, "__func__", None)
+    return has_rows and batch.is_contiguous() and function in _PRODUCTS
 
 
 def product_at_probes(
@@ -151,38 +120,38 @@ def product_at_probes(
     """
     stored = module._parameters["weight"]
     assert stored is not None, "a linear module has a weight"
-    bias = module._parameters.get("bias")
-    weights: Sequence[Tensor] = perturbed.get("weight") or [stored] * num_probes
+    weights = perturbed.get("weight") or [stored] * num_probes
     if not isinstance(module, Conv1D):  # whose weight is stored as [inputs, outputs]
         weights = [weight.t() for weight in weights]
+    bias = module._parameters.get("bias")
     biases: Sequence[Tensor] = ()
     if bias is not None:
-        biases = perturbed.get("bias", [bias] * num_probes)
-    is_term_of_sum = sums_outputs(module)
-    is_bias_float32 = "bias" in perturbed and stored.dtype != torch.float32
-    adds_later = len(biases) > 0 and (is_term_of_sum or is_bias_float32)
+        biases = perturbed.get("bias") or [bias] * num_probes
 
     num_outputs = weights[0].shape[1]
-    output = batch.new_empty(*batch.shape[:-1], num_outputs)
-    inputs_of_probes = batch.view(num_probes, -1, batch.shape[-1])
-    outputs_of_probes = output.view(num_probes, -1, num_outputs)
-    added = biases
+    is_term_of_sum = sums_outputs(module)
+    in_product = biases
+    added_later: Sequence[Tensor] = ()
     if is_term_of_sum:
-        added = ()
-    elif is_bias_float32:
+        in_product = ()
+        added_later = biases
+    elif "bias" in perturbed and stored.dtype != torch.float32:
         # A product without a bias may be another kernel, with other bits.
-        added = [_zero_bias(num_outputs, stored.dtype, batch.device)] * num_probes
+        in_product = [_zero_bias(num_outputs, stored.dtype, batch.device)] * num_probes
+        added_later = biases
+
+    output = batch.new_empty(*batch.shape[:-1], num_outputs)
+    outputs = output.view(num_probes, -1, num_outputs)
+    inputs = batch.view(num_probes, -1, batch.shape[-1])
     for probe, weight in enumerate(weights):
-        inputs = inputs_of_probes[probe]
-        if added:
-            torch.addmm(added[probe], inputs, weight, out=outputs_of_probes[probe])
+        if in_product:
+            torch.addmm(in_product[probe], inputs[probe], weight, out=outputs[probe])
         else:
-            torch.mm(inputs, weight, out=outputs_of_probes[probe])
+            torch.mm(inputs[probe], weight, out=outputs[probe])
     if is_term_of_sum:
         sum_outputs(module, output)
-    if adds_later:
-        # A sum of 16 and 32 bits is rounded once, to 16.
-        outputs_of_probes.add_(stacked(biases)[:, None])
+    for probe, added in enumerate(added_later):
+        outputs[probe] += added  # a sum of 16 and 32 bits is rounded once, to 16
     return output
 
 

@@ -18,23 +18,11 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lezo_ds.noise import NoiseBackend
+from lezo_ds.noise import KeyedProbe, NoiseBackend
 from lezo_ds.sharding.parameters import NamedParameter
 
 PerturbedWeights = Mapping[str, Sequence[Tensor]]
 """The perturbed copies of a module's parameters, one for each probe, by the parameter's name."""
-
-
-class KeyedProbe(NamedTuple):
-    """The weights theta + scale * z(key).
-
-    Attributes:
-        key: key of the direction, unsigned 64-bit (`lezo_ds.zo.keys.direction_key`).
-        scale: mu, -mu, or 0 for theta itself.
-    """
-
-    key: int
-    scale: float
 
 
 @dataclass(frozen=True)

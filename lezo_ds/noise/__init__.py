@@ -7,19 +7,23 @@ An element's number depends on nothing but the key, the parameter's id and the e
 the full parameter. A rank with a slice or a rectangle of a parameter draws the numbers of its own
 elements, and z is never stored, sent or drawn as a whole.
 
-The generator gives numbers in blocks of consecutive elements (see `reference`):
+The generator gives numbers in blocks of consecutive elements (see `philox`):
 
     element        0  1  2  3 | 4  5  6  7 | ...      normal: a block of 4 elements
     block               0     |      1     | ...      rademacher: a block of 128
 
-Three programs compute the same bits: `reference` in PyTorch, `cpu` in C++ and `gpu` in Triton. They
-round every fp32 operation on its own, as IEEE 754 says, so journals may be replayed on any of them.
+Two programs compute the same bits: `cpu` in C++ and `gpu` in Triton. They round every fp32
+operation on its own, as IEEE 754 says, so journals may be replayed on either. docs/file-formats.md
+has the formulas. Tests compare both programs with the formulas in plain PyTorch.
+
+An update is far below half a unit in the last place of most 16-bit weights, so rounding to nearest
+would lose it. Two exact methods keep it: stochastic rounding with a dither that can be replayed,
+and 16 low bits in addition to the 16-bit value (`low_bits`).
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -32,8 +36,6 @@ from torch import Tensor
 from lezo_ds.errors import UserError
 from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
-
-_CPU = torch.device("cpu")
 
 NOISE_VERSION = 1
 """Version of z(key, parameter, element) and of its use. It changes when any bit of either does."""
@@ -64,6 +66,14 @@ class Region(NamedTuple):
         if self.width == 0:
             return 1, count, count
         return count // self.width, self.width, self.stride
+
+    def elements(self, first: int, last: int, device: torch.device) -> Tensor:
+        """Return where its elements `first` to `last` - 1 lie in the full parameter: int64 [n]."""
+        positions = torch.arange(first, last, device=device)
+        if self.width:
+            rows = positions // self.width
+            positions = rows * self.stride + positions % self.width
+        return positions + self.start
 
 
 ALL = Region()
@@ -96,7 +106,7 @@ class UpdateTarget(NamedTuple):
         values: contiguous [n].
         region: where they lie in the full parameter.
         parameter_id: unsigned 32-bit.
-        low: contiguous int16 [n], the low bits of `reference.split_master`. Only 16-bit values
+        low: contiguous int16 [n], the low bits of `low_bits.split_master`. Only 16-bit values
             that are stored as "fp32_master" have them.
     """
 
@@ -106,66 +116,62 @@ class UpdateTarget(NamedTuple):
     low: Tensor | None = None
 
 
+class KeyedProbe(NamedTuple):
+    """The weights theta + scale * z(key).
+
+    Attributes:
+        key: key of the direction, unsigned 64-bit (`lezo_ds.zo.keys.direction_key`).
+        scale: mu, -mu, or 0 for theta itself; rounded to fp32.
+    """
+
+    key: int
+    scale: float
+
+
 class NoiseBackend(ABC):
     """The operations of one perturbation law on the tensors of one device.
 
-    All backends of a law compute the same bits. Keys are unsigned 64-bit, element indices 0 to
-    2**40, and scales are rounded to fp32.
+    All backends of a law compute the same bits. Element indices are 0 to 2**40.
 
     Attributes:
-        law: what z is.
-        device: where the tensors are.
         takes_blocks: whether one call for all weights of a transformer block is worth the memory
             for all their copies.
     """
 
     takes_blocks = False
 
-    def __init__(self, law: PerturbationLaw, device: torch.device = _CPU) -> None:
-        self.law = law
-        self.device = device
-
-    def draw(self, key: int, parameter_id: int, start: int, count: int) -> Tensor:
-        """Return z of the elements [start, start + count): fp32 [count]."""
-        values = torch.zeros(count, device=self.device)
-        target = UpdateTarget(values, Region(start), parameter_id)
-        # fp32 values are stored as they are under either precision.
-        self.update_([target], [Update(key, -1.0)], precision="stochastic")
-        return values
-
     def perturb(
-        self, weights: Sequence[Weight], key: int, scales: Sequence[float]
+        self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]
     ) -> list[list[Tensor]]:
-        """Return theta + scale * z of each weight at each scale.
+        """Return theta + scale * z of each weight at each probe.
 
-        Product and sum are rounded to fp32, each on its own, and then to the copy's dtype. A scale
-        followed by its opposite shares one draw with it.
+        Product and sum are rounded to fp32, each on its own, and then to the copy's dtype. A probe
+        followed by the opposite one shares one draw of z with it.
 
         Source: MeZO (Malladi et al. 2023), Algorithm 1.
 
         Args:
             weights: on the backend's device.
-            key: key of the direction z.
-            scales: one for each copy.
+            probes: one for each copy.
 
         Returns:
-            For each weight, a copy for each scale, of theta's shape, or [len(rows), width]. A copy
+            For each weight, a copy for each probe, of theta's shape, or [len(rows), width]. A copy
             for scale 0 may be theta itself: do not write to it.
         """
         copies: list[list[Tensor]] = [[] for _ in weights]
-        num_done = 0
-        while weights and num_done < len(scales):
-            scale = scales[num_done]
+        place = 0
+        while weights and place < len(probes):
+            key, scale = probes[place]
             num_signs = 1
             if scale == 0:
                 new_copies = [[_unperturbed(weight)] for weight in weights]
             else:
-                if num_done + 1 < len(scales) and scales[num_done + 1] == -scale:
+                if tuple(probes[place + 1 : place + 2]) == ((key, -scale),):
                     num_signs = 2
                 new_copies = self._perturb(weights, key, scale, num_signs)
             for of_weight, new in zip(copies, new_copies, strict=True):
                 of_weight += new
-            num_done += num_signs
+            place += num_signs
         return copies
 
     @abstractmethod
@@ -200,26 +206,16 @@ def _unperturbed(weight: Weight) -> Tensor:
 
 @functools.cache
 def noise_backend(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
-    """Return the fastest backend of a law for a device, the same one at each call.
+    """Return the backend of a law for a device, the same one at each call.
 
     Raises:
-        UserError: the kernels for GPUs cannot be built here. Those for CPUs have a substitute in
-            PyTorch, and a warning says so.
+        UserError: its kernels cannot be built here.
     """
     if device.type == "cuda":
         return _triton_noise(device, law)
     from lezo_ds.noise.cpu import CpuNoise
-    from lezo_ds.noise.reference import EagerNoise
 
-    try:
-        return CpuNoise(law)
-    except (OSError, RuntimeError) as error:
-        logging.getLogger(__name__).warning(
-            "the noise kernels for CPUs cannot be built, so slower PyTorch code gives the same "
-            "results; install a C++ compiler (apt-get install g++, or conda install gxx): %s",
-            error,
-        )
-    return EagerNoise(law, device)
+    return CpuNoise(law)
 
 
 def _triton_noise(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
@@ -236,7 +232,8 @@ def _triton_noise(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
         noise = TritonNoise(law, device)
         # The first launch builds Triton's launcher: a missing compiler must show now, not in a
         # training step.
-        noise.draw(key=0, parameter_id=0, start=0, count=1)
+        target = UpdateTarget(torch.zeros(1, device=device), ALL, parameter_id=0)
+        noise.update_([target], [Update(key=0, coefficient=1.0)], "stochastic")
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise UserError(
             f"Triton needs a C compiler and Python's headers; {type(error).__name__}: {error}",
@@ -254,18 +251,3 @@ def pack_updates(updates: Sequence[Update]) -> np.ndarray:
     Bytes 0 to 7 are the key (uint64), 8 to 11 the coefficient and 12 to 15 the factor (fp32).
     """
     return np.array(list(updates), dtype=_PACKED_UPDATE)
-
-
-def stacked(copies: Sequence[Tensor]) -> Tensor:
-    """Return the perturbed copies of a parameter as one tensor [n, *shape].
-
-    Two copies that one kernel wrote lie in one piece of memory, and the result is a view of them.
-    """
-    first = copies[0]
-    if len(copies) == 1:
-        return first[None]
-    distance = copies[1].storage_offset() - first.storage_offset()
-    is_shared = first.untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr()
-    if len(copies) == 2 and is_shared and distance > 0:
-        return first.as_strided((2, *first.shape), (distance, *first.stride()))
-    return torch.stack(list(copies))

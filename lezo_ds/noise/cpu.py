@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import NoiseBackend, UpdateTarget, Weight, pack_updates
+from lezo_ds.errors import UserError
+from lezo_ds.noise import NoiseBackend, Region, UpdateTarget, Weight, pack_updates
 from lezo_ds.zo.laws import Distribution, PerturbationLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
@@ -94,52 +95,45 @@ class CpuNoise(NoiseBackend):
     """Works on `torch.get_num_threads()` threads; their number changes no bit.
 
     Raises:
-        OSError, RuntimeError: the kernels cannot be built or loaded here.
+        UserError: the kernels cannot be built or loaded here.
     """
 
     def __init__(self, law: PerturbationLaw) -> None:
-        super().__init__(law)
-        self._kernels = ctypes.CDLL(str(_built_library()))
         self._distribution = DISTRIBUTIONS[law.entries]
+        try:
+            self._kernels = ctypes.CDLL(str(_built_library()))
+        except OSError as error:
+            raise UserError(
+                f"the noise kernels for CPUs cannot be written or loaded: {error}",
+                fix="set XDG_CACHE_HOME to a folder for programs that you may write to",
+            ) from error
 
     def _perturb(
         self, weights: Sequence[Weight], key: int, scale: float, num_signs: int
     ) -> list[list[Tensor]]:
-        return [self._perturb_weight(weight, key, scale, num_signs) for weight in weights]
-
-    def _perturb_weight(
-        self, weight: Weight, key: int, scale: float, num_signs: int
-    ) -> list[Tensor]:
-        theta = weight.theta.contiguous()
-        num_rows, width, stride = weight.region.rows(theta.numel())
-        shape = theta.shape
-        rows = weight.rows
-        if rows is not None:
-            rows = rows.contiguous()
-            num_rows = len(rows)
-            width = stride = theta.shape[1]
-            shape = torch.Size((num_rows, width))
-            if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
-                raise ValueError(f"rows must lie in [0, {len(theta)})")
-        copies = [torch.empty(shape, dtype=weight.out_dtype) for _ in range(num_signs)]
-        call = PerturbCall(
-            num_rows=num_rows,
-            width=width,
-            stride=stride,
-            start=weight.region.start,
-            parameter_id=weight.parameter_id,
-            format=FORMATS[theta.dtype],
-            distribution=self._distribution,
-            num_threads=torch.get_num_threads(),
-            theta=theta.data_ptr(),
-            rows=None if rows is None else rows.data_ptr(),
-            plus=copies[0].data_ptr(),
-            minus=copies[1].data_ptr() if num_signs == 2 else None,
-            key=key,
-            scale=scale,
-            out_format=FORMATS[weight.out_dtype],
-        )
-        self._kernels.lezo_perturb(ctypes.byref(call))
+        copies = []
+        for theta, parameter_id, out_dtype, rows, region in weights:
+            theta = theta.contiguous()
+            shape = theta.shape
+            if rows is not None:
+                rows = rows.contiguous()
+                if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
+                    raise ValueError(f"rows must lie in [0, {len(theta)})")
+                shape = torch.Size((len(rows), theta.shape[1]))
+                region = Region(region.start, width=shape[1], stride=shape[1])
+            of_weight = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
+            call = PerturbCall(
+                *self._elements(region, shape.numel(), parameter_id, theta.dtype),
+                theta=theta.data_ptr(),
+                rows=None if rows is None else rows.data_ptr(),
+                plus=of_weight[0].data_ptr(),
+                minus=of_weight[1].data_ptr() if num_signs == 2 else None,
+                key=key,
+                scale=scale,
+                out_format=FORMATS[out_dtype],
+            )
+            self._kernels.lezo_perturb(ctypes.byref(call))
+            copies.append(of_weight)
         return copies
 
     def update_(
@@ -149,31 +143,40 @@ class CpuNoise(NoiseBackend):
         precision: UpdatePrecision,
     ) -> None:
         packed = pack_updates(updates)
-        for target in targets:
-            num_rows, width, stride = target.region.rows(target.values.numel())
+        for values, region, parameter_id, low in targets:
             call = UpdateCall(
-                num_rows=num_rows,
-                width=width,
-                stride=stride,
-                start=target.region.start,
-                parameter_id=target.parameter_id,
-                format=FORMATS[target.values.dtype],
-                distribution=self._distribution,
-                num_threads=torch.get_num_threads(),
-                theta=target.values.data_ptr(),
-                low=None if target.low is None else target.low.data_ptr(),
+                *self._elements(region, values.numel(), parameter_id, values.dtype),
+                theta=values.data_ptr(),
+                low=None if low is None else low.data_ptr(),
                 updates=packed.ctypes.data,
                 num_updates=len(packed),
                 precision=PRECISIONS[precision],
             )
             self._kernels.lezo_update(ctypes.byref(call))
 
+    def _elements(
+        self, region: Region, count: int, parameter_id: int, dtype: torch.dtype
+    ) -> tuple[int, ...]:
+        """Return the fields of `Call`."""
+        return (
+            *region.rows(count),
+            region.start,
+            parameter_id,
+            FORMATS[dtype],
+            self._distribution,
+            torch.get_num_threads(),
+        )
+
 
 def _built_library() -> Path:
     """Return the path of the shared library in the user's cache; build it if it is missing."""
+    install = "install a C++ compiler: apt-get install g++, or conda install gxx"
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        raise RuntimeError("no C++ compiler (g++ or c++) on the PATH")
+        raise UserError(
+            "the noise kernels for CPUs cannot be built without g++ or c++ on the PATH",
+            fix=install,
+        )
     # With -v, the compiler names its version, and the processor that -march=native stands for.
     command = [compiler, *FLAGS, "-E", "-v", "-x", "c++", os.devnull]
     target = subprocess.run(command, capture_output=True, text=True, check=False).stderr
@@ -193,6 +196,10 @@ def _built_library() -> Path:
         command = [compiler, *FLAGS, str(SOURCE), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
+            raise UserError(
+                f"the noise kernels for CPUs cannot be built: {compiler} says "
+                f"{result.stderr.strip()[-500:]}",
+                fix=install,
+            )
         output.replace(library)
     return library

@@ -1,4 +1,4 @@
-// The noise operations for CPUs: the same bits as reference.py, vectorized by the compiler.
+// The noise operations for CPUs: the formulas of docs/file-formats.md, vectorized by the compiler.
 //
 // Build with -ffp-contract=off and never with -ffast-math: the bits equal those of the other
 // backends only if every fp32 operation is rounded on its own. Except for Philox, all hot loops run
@@ -117,8 +117,8 @@ struct alignas(64) TileWords {
     }
 };
 
-// The formulas of reference.py with fewer operations. The constants are those of the logarithm
-// times -2: a power of two changes no other bit of a result.
+// The formulas of docs/file-formats.md with fewer operations. The constants are those of the
+// logarithm times -2: a power of two changes no other bit of a result.
 inline float minus_two_log_uniform(uint32_t word) {
     // 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
     const float uniform = bit_cast<float>((word >> 9) | 0x3F800000u) - 0.999999940395355224609375f;
@@ -217,7 +217,7 @@ const uint32_t *draw_dither(uint32_t *__restrict__ buffer, Noise noise, int64_t 
 }
 
 // Storage formats. `Stored` is how an element lies in memory. Conversions are those of PyTorch:
-// `nearest` rounds ties to even. `stochastic`, `split` and `join` are described in reference.py.
+// `nearest` rounds ties to even. docs/file-formats.md describes `stochastic`, `split` and `join`.
 
 constexpr uint32_t FP16_EXPONENT_OFFSET = 112u << 23;  // fp32's exponent bias minus fp16's
 constexpr uint32_t SMALLEST_NORMAL_FP16 = 0x38800000;  // 2**-14 in fp32

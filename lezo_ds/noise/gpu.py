@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lezo_ds.noise import NoiseBackend, Region, UpdateTarget, Weight, pack_updates
 from lezo_ds.noise import triton_kernels as kernels
-from lezo_ds.noise.reference import PER_BLOCK
-from lezo_ds.zo.laws import Distribution
+from lezo_ds.noise.philox import PER_BLOCK
+from lezo_ds.zo.laws import Distribution, PerturbationLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
 # Blocks of a tile, which one program handles.
@@ -32,7 +32,7 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 
 
 class Launch:
-    """A kernel with the number of its programs and its last arguments, the same in all runs.
+    """A kernel with its table, the number of its programs and its last arguments.
 
     Only in the first run does Triton choose the compiled kernel, which takes longer than the
     launch. It goes by types, and by which addresses and integers are multiples of 16 unless
@@ -40,35 +40,34 @@ class Launch:
 
     Attributes:
         kernel: a function of `triton.jit`.
-        num_programs: 0 launches nothing.
+        table: its first argument, on the device.
         constants: its last arguments, all constexpr, by name.
+        num_programs: 0 launches nothing.
     """
 
     def __init__(
-        self, kernel: Any, num_programs: int, constants: Mapping[str, Any], num_warps: int = 4
+        self, kernel: Any, table: Tensor, constants: Mapping[str, Any], num_programs: int
     ) -> None:
         self.kernel = kernel
-        self.num_programs = num_programs
+        self.table = table
         self.constants = constants
+        self.num_programs = num_programs
         names = kernel.arg_names[-len(constants) :]
         self._ordered = [constants[name] for name in names]
-        self._num_warps = num_warps
         self._compiled = None  # stays None in Triton's interpreter
 
-    def run(self, first: Tensor, *others: object) -> None:
-        """Run the kernel on its arguments before the constants, on the device of the first."""
+    def run(self, *others: object) -> None:
+        """Run the kernel on its arguments between the table and the constants."""
         if self.num_programs == 0:
             return
         grid = (self.num_programs, 1, 1)
-        arguments = (first, *others, *self._ordered)
-        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+        arguments = (self.table, *others, *self._ordered)
+        with torch.cuda.device_of(self.table):  # type: ignore[no-untyped-call]
             if self._compiled is not None:
                 self._compiled[grid](*arguments)
                 return
             # A fused multiply-add rounds once where the other backends round twice.
-            self._compiled = self.kernel[grid](
-                *arguments, num_warps=self._num_warps, enable_fp_fusion=False
-            )
+            self._compiled = self.kernel[grid](*arguments, num_warps=4, enable_fp_fusion=False)
 
 
 class TritonNoise(NoiseBackend):
@@ -79,27 +78,51 @@ class TritonNoise(NoiseBackend):
 
     takes_blocks = True
 
+    def __init__(self, law: PerturbationLaw, device: torch.device) -> None:
+        self._entries = law.entries
+        self._device = device
+
     def _perturb(
         self, weights: Sequence[Weight], key: int, scale: float, num_signs: int
     ) -> list[list[Tensor]]:
+        """Return the copies, which lie in one piece of memory.
+
+        plus of weight 0 | plus of weight 1 | ... | minus of weight 0 | minus of weight 1 | ...
+        <---------------- num_bytes ------------> <---------------- num_bytes ------------->
+        """
         if weights[0].rows is not None:
             return [self._perturb_rows(weight, key, scale, num_signs) for weight in weights]
         thetas = [weight.theta.contiguous() for weight in weights]
-        stored = []
-        for theta, (_, parameter_id, out_dtype, _, region) in zip(thetas, weights, strict=True):
-            address = theta.data_ptr()
-            stored.append(
-                _StoredWeight(address, theta.shape, theta.dtype, parameter_id, out_dtype, region)
+        parts = []
+        num_bytes = 0
+        for theta, weight in zip(thetas, weights, strict=True):
+            is_fp32 = weight.out_dtype == torch.float32
+            # One kernel writes copies in fp32 and in one other dtype.
+            kernel_dtype = theta.dtype if is_fp32 else weight.out_dtype
+            parts.append(
+                _Part(
+                    constants=_perturb_constants(theta.dtype, kernel_dtype, num_signs),
+                    parameter_id=weight.parameter_id,
+                    numel=theta.numel(),
+                    address=theta.data_ptr(),
+                    region=weight.region,
+                    copy_offset=num_bytes,
+                    copy_is_fp32=is_fp32,
+                )
             )
-        plan = _perturbation(tuple(stored), num_signs, self.law.entries, self.device)
-        memory = torch.empty(num_signs * plan.num_bytes, dtype=torch.uint8, device=self.device)
-        for table, launch in plan.launches:
-            launch.run(table, None, memory, key, scale, plan.num_bytes)
-        memory_as = {dtype: memory.view(dtype) for dtype in plan.dtypes}
-        return [
-            [memory_as[dtype].as_strided(*geometry) for geometry in geometries]
-            for dtype, geometries in plan.copies
-        ]
+            num_bytes += _aligned(theta.numel() * weight.out_dtype.itemsize)
+        memory = torch.empty(num_signs * num_bytes, dtype=torch.uint8, device=self._device)
+        for launch in self._launches(kernels.perturb_kernel, parts):
+            launch.run(None, memory, key, scale, num_bytes)
+        copies = []
+        for theta, weight, part in zip(thetas, weights, parts, strict=True):
+            typed = memory.view(weight.out_dtype)
+            of_weight = []
+            for sign in range(num_signs):
+                offset = (sign * num_bytes + part.copy_offset) // weight.out_dtype.itemsize
+                of_weight.append(typed.as_strided(theta.shape, theta.stride(), offset))
+            copies.append(of_weight)
+        return copies
 
     def _perturb_rows(self, weight: Weight, key: int, scale: float, num_signs: int) -> list[Tensor]:
         theta, parameter_id, out_dtype, rows, region = weight
@@ -114,9 +137,9 @@ class TritonNoise(NoiseBackend):
             rows = rows + region.start // width
             address -= region.start * theta.itemsize
         # A row that starts within a block can touch one more tile.
-        per_block = PER_BLOCK[self.law.entries]
+        per_block = PER_BLOCK[self._entries]
         first_row = Region(0 if width % per_block == 0 else per_block - 1)
-        tiles_of_row = _num_tiles(self.law.entries, first_row, width)
+        tiles_of_row = _num_tiles(self._entries, first_row, width)
         part = _Part(
             constants=_perturb_constants(theta.dtype, out_dtype, num_signs),
             parameter_id=parameter_id,
@@ -125,13 +148,12 @@ class TritonNoise(NoiseBackend):
             region=first_row,
             tiles_of_row=tiles_of_row,
         )
-        launches = _launches(kernels.perturb_kernel, (part,), self.law.entries, self.device)
-        ((table, of_one_row),) = launches
-        num_programs = len(rows) * tiles_of_row
-        launch = Launch(of_one_row.kernel, num_programs, of_one_row.constants)
+        (of_one_row,) = self._launches(kernels.perturb_kernel, [part])
         num_bytes = _aligned(len(rows) * width * out_dtype.itemsize)
-        memory = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=self.device)
-        launch.run(table, rows, memory, key, scale, num_bytes)
+        memory = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=self._device)
+        num_programs = len(rows) * tiles_of_row
+        launch = Launch(of_one_row.kernel, of_one_row.table, of_one_row.constants, num_programs)
+        launch.run(rows, memory, key, scale, num_bytes)
         copies = memory.view(out_dtype)[:, : len(rows) * width]
         return [copy.view(len(rows), width) for copy in copies]
 
@@ -143,66 +165,25 @@ class TritonNoise(NoiseBackend):
     ) -> None:
         if not targets or not updates:
             return
-        stored = []
+        parts = []
         for values, region, parameter_id, low in targets:
-            low_address = 0 if low is None else low.data_ptr()
-            stored.append(
-                _StoredTarget(
-                    values.data_ptr(),
-                    low_address,
-                    values.numel(),
-                    values.dtype,
-                    parameter_id,
-                    region,
+            storage = "fp32" if values.dtype == torch.float32 else precision
+            parts.append(
+                _Part(
+                    constants=(("dtype", values.dtype), ("storage", storage)),
+                    parameter_id=parameter_id,
+                    numel=values.numel(),
+                    address=values.data_ptr(),
+                    region=region,
+                    low_address=0 if low is None else low.data_ptr(),
                 )
             )
-        packed = _updates_on_device(pack_updates(updates).tobytes(), self.device)
-        for table, launch in _update(tuple(stored), precision, self.law.entries, self.device):
-            launch.run(table, packed, len(updates))
+        packed = _updates_on_device(pack_updates(updates).tobytes(), self._device)
+        for launch in self._launches(kernels.update_kernel, parts):
+            launch.run(packed, len(updates))
 
-
-class _StoredWeight(NamedTuple):
-    """All that the plan for a `Weight` depends on, so that it can be cached."""
-
-    address: int
-    shape: torch.Size
-    dtype: torch.dtype
-    parameter_id: int
-    out_dtype: torch.dtype
-    region: Region
-
-
-class _StoredTarget(NamedTuple):
-    """All that the launches for an `UpdateTarget` depend on."""
-
-    address: int
-    low_address: int  # 0 without low bits
-    numel: int
-    dtype: torch.dtype
-    parameter_id: int
-    region: Region
-
-
-class _Perturbation(NamedTuple):
-    """How some weights are perturbed.
-
-    All copies lie in one piece of memory:
-
-        plus of weight 0 | plus of weight 1 | ... | minus of weight 0 | minus of weight 1 | ...
-        <---------------- num_bytes ------------> <---------------- num_bytes ------------->
-
-    Attributes:
-        num_bytes: of the copies of one sign.
-        dtypes: of all copies.
-        copies: for each weight, the dtype of its copies, and (shape, strides, offset in elements)
-            of each.
-        launches: what writes them, with their tables.
-    """
-
-    num_bytes: int
-    dtypes: set[torch.dtype]
-    copies: list[tuple[torch.dtype, list[tuple[Any, ...]]]]
-    launches: list[tuple[Tensor, Launch]]
+    def _launches(self, kernel: Any, parts: Sequence[_Part]) -> list[Launch]:
+        return _launches(kernel, tuple(parts), self._entries, self._device)
 
 
 class _Part(NamedTuple):
@@ -222,75 +203,6 @@ class _Part(NamedTuple):
     low_address: int = 0
 
 
-@functools.lru_cache(maxsize=1024)
-def _perturbation(
-    weights: Sequence[_StoredWeight],
-    num_signs: int,
-    distribution: Distribution,
-    device: torch.device,
-) -> _Perturbation:
-    """Return how weights are perturbed. It is the same at each step for weights that stay in place.
-
-    Args:
-        weights: none has rows.
-        num_signs: 1 for plus, 2 for plus and minus.
-        distribution: of the entries of z.
-        device: where the table of each launch is put.
-    """
-    parts = []
-    num_bytes = 0
-    for weight in weights:
-        is_fp32 = weight.out_dtype == torch.float32
-        # One kernel writes copies in fp32 and in one other dtype.
-        kernel_dtype = weight.dtype if is_fp32 else weight.out_dtype
-        parts.append(
-            _Part(
-                constants=_perturb_constants(weight.dtype, kernel_dtype, num_signs),
-                parameter_id=weight.parameter_id,
-                numel=weight.shape.numel(),
-                address=weight.address,
-                region=weight.region,
-                copy_offset=num_bytes,
-                copy_is_fp32=is_fp32,
-            )
-        )
-        num_bytes += _aligned(weight.shape.numel() * weight.out_dtype.itemsize)
-    copies = []
-    for weight, part in zip(weights, parts, strict=True):
-        strides = torch.empty(weight.shape, device="meta").stride()
-        geometries = []
-        for sign in range(num_signs):
-            offset = (sign * num_bytes + part.copy_offset) // weight.out_dtype.itemsize
-            geometries.append((weight.shape, strides, offset))
-        copies.append((weight.out_dtype, geometries))
-    launches = _launches(kernels.perturb_kernel, tuple(parts), distribution, device)
-    return _Perturbation(num_bytes, {dtype for dtype, _ in copies}, copies, launches)
-
-
-@functools.lru_cache(maxsize=1024)
-def _update(
-    targets: Sequence[_StoredTarget],
-    precision: UpdatePrecision,
-    distribution: Distribution,
-    device: torch.device,
-) -> list[tuple[Tensor, Launch]]:
-    """Return the launches of an update, with their tables."""
-    parts = []
-    for target in targets:
-        storage = "fp32" if target.dtype == torch.float32 else precision
-        parts.append(
-            _Part(
-                constants=(("dtype", target.dtype), ("storage", storage)),
-                parameter_id=target.parameter_id,
-                numel=target.numel,
-                address=target.address,
-                region=target.region,
-                low_address=target.low_address,
-            )
-        )
-    return _launches(kernels.update_kernel, tuple(parts), distribution, device)
-
-
 def _perturb_constants(
     dtype: torch.dtype, out_dtype: torch.dtype, num_signs: int
 ) -> tuple[tuple[str, Any], ...]:
@@ -300,17 +212,22 @@ def _perturb_constants(
 @functools.lru_cache(maxsize=1024)
 def _launches(
     kernel: Any, parts: Sequence[_Part], distribution: Distribution, device: torch.device
-) -> list[tuple[Tensor, Launch]]:
-    """Return a table and a launch for each kind of parts: those that one compiled kernel serves.
+) -> list[Launch]:
+    """Return a launch for each kind of parts: those that one compiled kernel serves.
 
-    Parts are of one kind if they need the same constants, layout and alignment. A parameter whose
-    numbers are no multiples of 16 has a launch of its own, so that it slows down no other.
+    The launches are the same at each step for tensors that stay in place. Parts are of one kind if
+    they need the same constants, layout and alignment. A parameter whose numbers are no multiples
+    of 16 has a launch of its own, so that it slows down no other.
     """
     alike: dict[tuple[tuple[str, Any], ...], list[_Part]] = {}
     for part in parts:
         in_units = (part.numel, part.address, part.copy_offset, part.low_address)
         unit = 16 if all(number % 16 == 0 for number in in_units) else 1
-        layout = _layout(part.region, distribution)
+        layout = "any"
+        if part.region.width:
+            layout = "rows"
+        elif part.region.start % PER_BLOCK[distribution] == 0:
+            layout = "aligned"
         kind = (*part.constants, ("layout", layout), ("unit", unit))
         alike.setdefault(kind, []).append(part)
     launches = []
@@ -323,17 +240,9 @@ def _launches(
         constants["per_block"] = PER_BLOCK[distribution]
         constants["num_blocks"] = BLOCKS_OF_TILE[distribution]
         table, num_programs = _table(same, num_columns, distribution)
-        launch = Launch(kernel, num_programs, constants)
-        launches.append((_on_device(torch.from_numpy(table), device), launch))
+        on_device = _on_device(torch.from_numpy(table), device)
+        launches.append(Launch(kernel, on_device, constants, num_programs))
     return launches
-
-
-def _layout(region: Region, distribution: Distribution) -> str:
-    if region.width:
-        return "rows"
-    if region.start % PER_BLOCK[distribution] == 0:
-        return "aligned"
-    return "any"
 
 
 def _table(
@@ -343,17 +252,18 @@ def _table(
     table = np.full((kernels.NUM_ROWS.value, num_columns), _NO_PROGRAM, dtype=np.int64)
     num_programs = 0
     for column, part in zip(table.T, parts, strict=False):
-        column[kernels.FIRST_PROGRAM.value] = num_programs
-        column[kernels.PARAMETER_ID.value] = part.parameter_id
-        column[kernels.COUNT.value] = part.numel
-        column[kernels.ADDRESS.value] = part.address
-        column[kernels.START.value] = part.region.start
-        column[kernels.WIDTH.value] = part.region.width
-        column[kernels.STRIDE.value] = part.region.stride
-        column[kernels.COPY_OFFSET.value] = part.copy_offset
-        column[kernels.COPY_IS_FP32.value] = part.copy_is_fp32
-        column[kernels.TILES_OF_ROW.value] = part.tiles_of_row
-        column[kernels.LOW_ADDRESS.value] = part.low_address
+        # In the order of the table's rows (see `triton_kernels`).
+        column[:] = (
+            num_programs,
+            part.parameter_id,
+            part.numel,
+            part.address,
+            *part.region,
+            part.copy_offset,
+            part.copy_is_fp32,
+            part.tiles_of_row,
+            part.low_address,
+        )
         num_programs += _num_tiles(distribution, part.region, part.numel)
     return table, num_programs
 

@@ -1,4 +1,4 @@
-"""The noise operations as Triton kernels: the formulas of reference.py in fewer instructions.
+"""The noise operations as Triton kernels: the formulas of docs/file-formats.md, rearranged.
 
 One launch works on many tensors. A table on the GPU says where they are and which programs (thread
 blocks) work on which. It is int64 [11, num_columns], with a column for each tensor:
@@ -231,7 +231,7 @@ def _dither(key, parameter_id, block, per_block: tl.constexpr):
 
 
 @triton.jit
-def round_nearest(value, dtype: tl.constexpr):
+def _round_nearest(value, dtype: tl.constexpr):
     """Return fp32 values in `dtype`, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = _bits(value)
@@ -245,7 +245,7 @@ def round_nearest(value, dtype: tl.constexpr):
 
 @triton.jit
 def _round_stochastic(value, dither, dtype: tl.constexpr):
-    """Do as `reference.round_stochastic`."""
+    """Return fp32 values in bf16 or fp16, rounded at random (docs/file-formats.md, Updates)."""
     bits = _bits(value)
     if dtype == tl.bfloat16:
         rounded = (bits + (dither & 0xFFFF)) >> 16
@@ -265,14 +265,14 @@ def _round_stochastic(value, dither, dtype: tl.constexpr):
 
 @triton.jit
 def _low_unit(high):
-    """Return the fp32 bits of one unit of `low`; see `reference._low_unit_exponent`."""
+    """Return the fp32 bits of one unit of `low`; 2**-15 of the last place of `high`."""
     power = _bits(high.to(tl.float32)) & 0x7F800000
     return tl.maximum(power, (127 - 14) << 23) - ((10 + 15) << 23)
 
 
 @triton.jit
 def _split_master(value, dtype: tl.constexpr):
-    """Do as `reference.split_master`."""
+    """Do as `low_bits.split_master`."""
     if dtype == tl.bfloat16:
         bits = _bits(value)
         high_bits = (bits + 0x8000) >> 16
@@ -291,7 +291,7 @@ def _split_master(value, dtype: tl.constexpr):
 
 @triton.jit
 def _join_master(high, low):
-    """Do as `reference.join_master`."""
+    """Return the fp32 values that `_split_master` split."""
     if high.dtype == tl.bfloat16:
         high_bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
         value = _from_bits(high_bits + low.to(tl.int32))
@@ -382,7 +382,7 @@ def _store_copy(out_ptr, position, value, inside, is_fp32, out_dtype: tl.constex
     if is_fp32 != 0:
         tl.store(out_ptr.to(tl.pointer_type(tl.float32)) + position, value, mask=inside)
     else:
-        rounded = round_nearest(value, out_dtype)
+        rounded = _round_nearest(value, out_dtype)
         tl.store(out_ptr.to(tl.pointer_type(out_dtype)) + position, rounded, mask=inside)
 
 

@@ -34,7 +34,6 @@ from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
-from lezo_ds.forward.module_calls import norm_arithmetic
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, header_checksum, read_journal
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory, library_versions
@@ -70,7 +69,6 @@ def make_header(
         parameter_table: hash of the parameters' names, ids and shapes.
     """
     model = resolve_model(config.model.path)
-    device = distributed.device()
     inputs = config_to_dict(config)
     del inputs["run_dir"]
     inputs["tokenizer"] = _tokenizer_hash(model)
@@ -80,7 +78,7 @@ def make_header(
         "dev": data.dev.fingerprint(),
         "test": data.test.fingerprint(),
     }
-    arithmetic = {**distributed.describe_arithmetic(device), **norm_arithmetic(device)}
+    arithmetic = distributed.describe_arithmetic(distributed.device())
     size = tensor_parallel_of(config)
     if size > 1:  # a sum over ranks has other last bits than one rank's
         arithmetic["tensor_parallel"] = str(size)

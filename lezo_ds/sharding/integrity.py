@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lezo_ds.noise import Region, UpdateTarget, noise_backend
-from lezo_ds.noise.reference import elements_of
 from lezo_ds.sharding.shards import Shard
 from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
@@ -43,7 +42,7 @@ def shard_digest(shard: Tensor, region: Region, parameter_id: int) -> int:
     for begin in range(0, shard.numel(), chunk):
         values = shard[begin : begin + chunk]
         bits = values.view(bits_dtype).to(torch.int64)
-        index = elements_of(region, begin, begin + values.numel(), shard.device)
+        index = region.elements(begin, begin + values.numel(), shard.device)
         # A finalizer like SplitMix64's: neighboring indices get unrelated numbers. Products wrap.
         number = (index + 1) * _INDEX_FACTOR + parameter_id * _STREAM_FACTOR % (1 << 63)
         number = (number ^ (number >> 31)) * _MIX_FACTOR | 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.noise import UpdateTarget, noise_backend
-from lezo_ds.noise.reference import split_master
+from lezo_ds.noise.low_bits import split_master
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.integrity import Witness, shard_digest
 from lezo_ds.sharding.shards import Shard
@@ -30,7 +30,7 @@ class ShardedWeights:
     """The shards of one rank, and their low bits.
 
     With `fp32_master`, a trained weight is stored as 16 bits, which modules compute with, and 16
-    low bits, which only updates read (`noise.reference.split_master`).
+    low bits, which only updates read (`noise.low_bits.split_master`).
 
     Attributes:
         shards: of all parameters, in the order of the module tree, the same on all ranks.
@@ -107,7 +107,6 @@ class ShardedWeights:
         if self._has_low_bits(shard):
             if low is None:
                 values, low = split_master(values.float(), shard.dtype)
-            assert low is not None, "a 16-bit shard has low bits"
             self.low_bits[shard.name] = low.to(shard.device, copy=True)
         shard.fill(values)
 

@@ -16,5 +16,5 @@ evolution strategies):
 the step records, so a resumed run and a replay need nothing else.
 """
 
-# Importing them registers their components.
-from lezo_ds.zo import adalezo, one_sided  # noqa: F401
+# Importing it registers its estimators.
+from lezo_ds.zo import one_sided  # noqa: F401

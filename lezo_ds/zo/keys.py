@@ -34,13 +34,6 @@ def layer_order(seed: int, step: int, num_layers: int) -> list[int]:
     return sorted(range(num_layers), key=rank)
 
 
-def layer_draw(seed: int, step: int, draw: int) -> float:
-    """Return a uniform number in [0, 1) that selects one group of parameters of a step."""
-    key = _key(f"lezo_ds layer draw 1|{seed}|{step}|{draw}")
-    # float64 holds 53 bits.
-    return (key >> 11) / 2**53
-
-
 def dropout_key(seed: int, step: int, micro_batch: int) -> int:
     """Return the key of the dropout masks of a micro-batch (first-order training only)."""
     return step_key(step_key(seed, step), micro_batch)

@@ -11,6 +11,9 @@ import pytest
 from assets import REPOSITORY, write_data, write_reader
 from commands import run_forked_well, run_well
 from own_data import PLAIN, write_tickets
+from run_ends import records_of, results_of
+
+from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
 
@@ -128,6 +131,20 @@ def test_the_program_of_the_pages_trains(root):
     losses = [float(line.split()[1]) for line in out.splitlines() if re.match(r"\d+ ", line)]
     assert losses
     assert all(map(math.isfinite, losses))
+
+
+def test_the_components_of_the_pages_train_from_the_recipes_folder(root):
+    arguments = ["--config", root / "tickets.yaml", "run_dir=runs/components", "train.steps=4"]
+    arguments += ["train.eval_every=2", "zo.estimator_options.size=0.5"]
+    for key, module, name in re.findall(r"`(zo\.\w+)=(\w+):(\w+)`", SHOWN):
+        (code,) = [text for text in blocks("python") if f"class {name}(" in text]
+        (root / f"{module}.py").write_text(code)
+        arguments.append(f"{key}={module}:{name}")
+    assert len(arguments) == 8
+    run_forked_well(arguments, directory=root)
+    assert results_of(root / "runs" / "components")["finished"]
+    dropped = [record.dropped_layers for record in records_of(root / "runs/components", StepRecord)]
+    assert len(dropped) == 4 and len(set(dropped)) > 1
 
 
 @pytest.mark.parametrize("page", PAGES)

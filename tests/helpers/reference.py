@@ -11,14 +11,13 @@ import re
 import statistics
 
 import torch
+from eager_noise import draw, round_stochastic
 from torch import nn
 from torch.nn import functional as F
 
-from lezo_ds.noise.reference import DITHER_STREAM, draw, round_stochastic, words_at
+from lezo_ds.noise.philox import DITHER_STREAM, words_at
 from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.zo.keys import direction_key
-
-CPU = torch.device("cpu")
 
 
 class Reference:
@@ -84,7 +83,7 @@ class Reference:
 
     def _noise(self, name, key):
         shape = self.values[name].shape
-        return draw(self.distribution, key, self.ids[name], 0, shape.numel(), CPU).view(shape)
+        return draw(self.distribution, key, self.ids[name], 0, shape.numel()).view(shape)
 
     def _stored(self, name):
         return _nearest(self.values[name], self.dtype, self.precision)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from lezo_ds.noise import Region, UpdateTarget, Weight
-from lezo_ds.noise.reference import split_master
+from lezo_ds.noise import KeyedProbe, Region, UpdateTarget, Weight
+from lezo_ds.noise.low_bits import split_master
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
@@ -68,6 +68,19 @@ def stored(values, dtype, precision, device="cpu"):
     return high.to(device), low.to(device)
 
 
+def at(*scales):
+    """The probes at these scales of one direction."""
+    return [KeyedProbe(KEY, scale) for scale in scales]
+
+
+def drawn(noise, key, parameter_id, start, count, device="cpu"):
+    """z of the elements [start, start + count), as an update of zeros shows it."""
+    values = torch.zeros(count, device=device)
+    target = UpdateTarget(values, Region(start), parameter_id)
+    noise.update_([target], [Update(key, -1.0)], "stochastic")
+    return values
+
+
 def result(backend_of, case, device="cpu"):
     """All tensors that an operation returns or writes.
 
@@ -94,8 +107,8 @@ def perturbed(noise, dtype, out_dtype, device):
     ]
     copies = []
     for scales in SCALES:
-        copies += noise.perturb(weights, KEY, scales)
-        copies += [noise.perturb([weight], KEY, scales)[0] for weight in of_rows]
+        copies += noise.perturb(weights, at(*scales))
+        copies += [noise.perturb([weight], at(*scales))[0] for weight in of_rows]
     return list(itertools.chain(*copies))
 
 

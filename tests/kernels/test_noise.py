@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from eager_noise import EagerNoise, draw, draw_at, join_master, round_stochastic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise_cases import (
@@ -19,27 +20,20 @@ from noise_cases import (
     GOLDEN,
     KEY,
     PRECISIONS,
+    at,
     bits,
     digest,
+    drawn,
     hashed,
     result,
     stored,
     values_of_every_size,
 )
 
-from lezo_ds.noise import ALL, Region, UpdateTarget, Weight, noise_backend, reference, stacked
+from lezo_ds.noise import ALL, Region, UpdateTarget, Weight, noise_backend
 from lezo_ds.noise.cpu import CpuNoise
-from lezo_ds.noise.reference import (
-    DITHER_STREAM,
-    EagerNoise,
-    draw,
-    draw_at,
-    join_master,
-    philox4x32_10,
-    round_stochastic,
-    split_master,
-    words_at,
-)
+from lezo_ds.noise.low_bits import split_master
+from lezo_ds.noise.philox import DITHER_STREAM, words_at, words_of_blocks
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
@@ -85,15 +79,15 @@ def test_an_operation_has_the_bits_of_the_reference_and_its_golden_digest(backen
 
 @pytest.mark.parametrize("golden", GOLDEN["draws"], ids=lambda golden: golden["what"])
 def test_draws_have_their_golden_bits(backend, golden):
-    backend_of, _ = backend
+    backend_of, device = backend
     where = golden["key"], golden["parameter_id"], golden["start"]
 
     def words(tensor):
         return " ".join(f"{int(word) & 0xFFFFFFFF:08x}" for word in tensor)
 
-    z = backend_of(DenseLaw()).draw(*where, len(golden["normal"].split()))
+    z = drawn(backend_of(DenseLaw()), *where, len(golden["normal"].split()), device)
     assert words(z.cpu().view(torch.int32)) == golden["normal"]
-    signs = backend_of(DenseLaw("rademacher")).draw(*where, len(golden["rademacher"]))
+    signs = drawn(backend_of(DenseLaw("rademacher")), *where, len(golden["rademacher"]), device)
     assert "".join({1.0: "+", -1.0: "-"}[sign] for sign in signs.tolist()) == golden["rademacher"]
     assert (
         words(
@@ -109,10 +103,10 @@ def test_draws_have_their_golden_bits(backend, golden):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
     theta = values_of_every_size(1071).to(dtype).view(7, 9, 17)
-    z = draw(distribution, KEY, 6, 0, theta.numel(), CPU).view_as(theta)
+    z = draw(distribution, KEY, 6, 0, theta.numel()).view_as(theta)
     scales = [1e-3, -1e-3, 0.0, 0.25, 0.5, -0.25]
     noise = EagerNoise(DenseLaw(distribution))
-    (copies,) = noise.perturb([Weight(theta, 6, dtype)], KEY, scales)
+    (copies,) = noise.perturb([Weight(theta, 6, dtype)], at(*scales))
     for scale, copy in zip(scales, copies, strict=True):
         # The sum would turn -0.0 + 0.0 into 0.0.
         assert_same_bits(copy, (theta.float() + z * scale).to(dtype) if scale else theta)
@@ -129,12 +123,9 @@ def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
         ("stochastic", "rademacher"),
     ],
 )
-def test_slices_and_single_updates_give_the_bits_of_one_call(
-    backend, precision, distribution, monkeypatch
-):
+def test_slices_and_single_updates_give_the_bits_of_one_call(backend, precision, distribution):
     backend_of, device = backend
     noise = backend_of(DenseLaw(distribution))
-    monkeypatch.setattr(reference, "CHUNK", 64)
     updates = [Update(KEY, 0.01, 0.999), Update(7, -0.3)]
     values = values_of_every_size(1101)
     full, full_low = stored(values, torch.bfloat16, precision, device)
@@ -161,14 +152,14 @@ def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, col
     for distribution in DISTRIBUTIONS:
         law = DenseLaw(distribution)
         noise, plain = backend_of(law), EagerNoise(law)
-        values, low = stored(values_of_every_size(11 * 133), torch.bfloat16, precision, CPU)
+        values, low = stored(values_of_every_size(11 * 133), torch.bfloat16, precision)
         theta = values.view(11, 133)
         region = Region(rows[0] * 133 + columns[0], columns[1] - columns[0], 133)
         mine = theta[part].contiguous().to(device)
         ((plus, minus),) = noise.perturb(
-            [Weight(mine, 6, torch.float32, region=region)], KEY, [0.1, -0.1]
+            [Weight(mine, 6, torch.float32, region=region)], at(0.1, -0.1)
         )
-        (full,) = plain.perturb([Weight(theta, 6, torch.float32)], KEY, [0.1, -0.1])
+        (full,) = plain.perturb([Weight(theta, 6, torch.float32)], at(0.1, -0.1))
         for copy, expected in zip((plus, minus), full, strict=True):
             assert_same_bits(copy, expected[part])
         mine_low = None if low is None else low.view(11, 133)[part].flatten().to(device)
@@ -180,32 +171,26 @@ def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, col
             assert_same_bits(mine_low, low.view(11, 133)[part].flatten())
 
 
-def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_can_be_stacked(
-    backend,
-):
+def test_a_transposed_parameter_is_perturbed_by_its_row_major_index(backend):
     backend_of, device = backend
     noise = backend_of(DenseLaw())
     theta = values_of_every_size(35).view(5, 7)
     weights = [Weight(theta.t().contiguous().to(device).t(), 6, theta.dtype)]
-    (copies,) = noise.perturb(weights, KEY, [0.1, -0.1])
-    assert_same_bits(
-        stacked(copies),
-        torch.stack(
-            EagerNoise(DenseLaw()).perturb([Weight(theta, 6, theta.dtype)], KEY, [0.1, -0.1])[0]
-        ),
-    )
-    assert_same_bits(stacked(copies[:1]), copies[0][None])
+    (copies,) = noise.perturb(weights, at(0.1, -0.1))
+    (expected,) = EagerNoise(DenseLaw()).perturb([Weight(theta, 6, theta.dtype)], at(0.1, -0.1))
+    for copy, plain in zip(copies, expected, strict=True):
+        assert_same_bits(copy, plain)
     strided = torch.tensor([3, 9, 0, 9], device=device)[::2]
-    ((rows,),) = noise.perturb([weights[0]._replace(rows=strided)], KEY, [0.1])
+    ((rows,),) = noise.perturb([weights[0]._replace(rows=strided)], at(0.1))
     assert_same_bits(rows, copies[0][strided])
     later = weights[0]._replace(
         theta=theta[3:].to(device), rows=strided[:1] - 3, region=Region(3 * 7)
     )
-    ((row,),) = noise.perturb([later], KEY, [0.1])
+    ((row,),) = noise.perturb([later], at(0.1))
     assert_same_bits(row, copies[0][3:4])
     noise.update_([], [Update(KEY, 0.1)], "stochastic")
     noise.update_([UpdateTarget(theta.flatten().to(device), ALL, 6)], [], "stochastic")
-    assert noise.perturb([], KEY, [0.1]) == []
+    assert noise.perturb([], at(0.1)) == []
 
 
 # The known answers that come with Random123 (Salmon et al. 2011): counter, key, result.
@@ -230,9 +215,11 @@ KNOWN_ANSWERS = [
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
-    words = tuple(torch.tensor([int(word, 16)]) for word in counter.split())
-    key0, key1 = (int(word, 16) for word in key.split())
-    assert " ".join(f"{int(word):08x}" for word in philox4x32_10(words, (key0, key1))) == expected
+    c0, c1, parameter_id, stream = (int(word, 16) for word in counter.split())
+    k0, k1 = (int(word, 16) for word in key.split())
+    block = torch.tensor([c1 << 32 | c0], dtype=torch.uint64).view(torch.int64)
+    (words,) = words_of_blocks(k1 << 32 | k0, parameter_id, block, stream)
+    assert " ".join(f"{int(word):08x}" for word in words) == expected
 
 
 @settings(max_examples=40)
@@ -244,15 +231,15 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
 )
 def test_any_slice_of_the_noise_holds_its_values(key, parameter_id, start, skip):
     for distribution in DISTRIBUTIONS:
-        part = draw(distribution, key, parameter_id, start + skip, 300 - skip, CPU)
-        assert torch.equal(part, draw(distribution, key, parameter_id, start, 300, CPU)[skip:])
+        part = draw(distribution, key, parameter_id, start + skip, 300 - skip)
+        assert torch.equal(part, draw(distribution, key, parameter_id, start, 300)[skip:])
         elements = torch.arange(start + skip, start + 300)
         assert torch.equal(part, draw_at(distribution, key, parameter_id, elements))
 
 
 def test_a_million_draws_have_their_distribution_and_no_correlations():
     normal, signs = (
-        draw(distribution, 2024, 5, 0, 1_000_000, CPU).double() for distribution in DISTRIBUTIONS
+        draw(distribution, 2024, 5, 0, 1_000_000).double() for distribution in DISTRIBUTIONS
     )
     ordered = normal.sort().values
     above = (torch.arange(1, 1_000_001) / 1e6 - torch.special.ndtr(ordered)).abs().max()
@@ -267,7 +254,7 @@ def test_a_million_draws_have_their_distribution_and_no_correlations():
     assert all(abs(part.var() - 1 / 12) < 1e-3 for part in uniform)
     others = [signs, *(part * math.sqrt(12) for part in uniform)]
     for key, parameter_id in ((2025, 5), (2024 + 2**32, 5), (2024, 6), (2024, 5 + 2**31)):
-        others.append(draw("normal", key, parameter_id, 0, 1_000_000, CPU).double())
+        others.append(draw("normal", key, parameter_id, 0, 1_000_000).double())
     assert all(abs((normal * other).mean()) < 4e-3 for other in others)
     for z in (normal, signs):
         assert all(

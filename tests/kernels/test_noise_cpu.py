@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from noise_cases import CASES, GOLDEN, KEY, digest, result
+from eager_noise import EagerNoise
+from noise_cases import CASES, GOLDEN, at, digest, drawn, result
 
+from lezo_ds.errors import UserError
 from lezo_ds.noise import ALL, Region, UpdateTarget, Weight, cpu, noise_backend
 from lezo_ds.noise.cpu import CpuNoise
-from lezo_ds.noise.reference import EagerNoise, split_master
+from lezo_ds.noise.low_bits import split_master
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
@@ -29,9 +31,16 @@ def first_use(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("first_use")
-@pytest.mark.parametrize("reason", ["no C++ compiler", "cannot compile this", "Not a directory"])
-def test_where_the_kernels_cannot_be_built_plain_pytorch_runs_with_one_warning(
-    reason, tmp_path, monkeypatch, caplog
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        ("cannot be built without g++", "apt-get install g++, or conda install gxx"),
+        ("cannot compile this", "apt-get install g++, or conda install gxx"),
+        ("Not a directory", "set XDG_CACHE_HOME to "),
+    ],
+)
+def test_where_the_kernels_cannot_be_built_one_line_says_what_to_install(
+    reason, fix, tmp_path, monkeypatch
 ):
     if reason == "Not a directory":
         (tmp_path / "cache").write_text("a file")
@@ -40,11 +49,10 @@ def test_where_the_kernels_cannot_be_built_plain_pytorch_runs_with_one_warning(
     if reason == "cannot compile this":
         (tmp_path / "g++").write_text("#!/bin/sh\necho cannot compile this >&2\nexit 1\n")
         (tmp_path / "g++").chmod(0o755)
-    backends = [noise_backend(CPU, DenseLaw()) for _ in range(2)]
-    assert [type(backend) for backend in backends] == [EagerNoise] * 2
-    (warning,) = caplog.messages[-1:]
-    assert "install a C++ compiler" in warning and reason in warning
-    assert caplog.text.count("install a C++ compiler") == 1
+    with pytest.raises(UserError) as refusal:
+        noise_backend(CPU, DenseLaw())
+    problem, _, advice = str(refusal.value).partition("; fix: ")
+    assert reason in problem and fix in advice
 
 
 @pytest.mark.usefixtures("first_use")
@@ -60,7 +68,7 @@ def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
     assert caplog.text.count("compiling") == 2
     assert list((tmp_path / "cache" / "lezo_ds").iterdir()) == [libraries[0]]
     built, plain = CpuNoise(DenseLaw()), EagerNoise(DenseLaw())
-    assert torch.equal(built.draw(1, 2, 3, 999), plain.draw(1, 2, 3, 999))
+    assert torch.equal(drawn(built, 1, 2, 3, 999), drawn(plain, 1, 2, 3, 999))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
@@ -132,8 +140,8 @@ def test_the_number_of_threads_changes_no_bit(distribution):
         torch.set_num_threads(num_threads)
         shard = theta.clone()
         noise.update_([UpdateTarget(shard, Region(5), 2)], [Update(1, 0.1)], "stochastic")
-        ((full,),) = noise.perturb([Weight(theta, 2, theta.dtype)], KEY, [0.1])
-        ((some,),) = noise.perturb([Weight(table, 2, theta.dtype, rows)], KEY, [0.1])
+        ((full,),) = noise.perturb([Weight(theta, 2, theta.dtype)], at(0.1))
+        ((some,),) = noise.perturb([Weight(table, 2, theta.dtype, rows)], at(0.1))
         digests.add(digest([shard, full, some]))
     assert len(digests) == 1
 
@@ -147,7 +155,7 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
         high, low = split_master(theta, torch.bfloat16)
         torch.set_flush_denormal(flush)
         noise = CpuNoise(DenseLaw())
-        ((copy,),) = noise.perturb([Weight(theta, 2, theta.dtype)], KEY, [tiny])
+        ((copy,),) = noise.perturb([Weight(theta, 2, theta.dtype)], at(tiny))
         noise.update_([UpdateTarget(high, ALL, 2, low)], [Update(1, tiny)], "fp32_master")
         torch.set_flush_denormal(False)
         assert len(copy.unique()) > 90
@@ -177,4 +185,4 @@ def test_a_row_out_of_range_is_refused():
     for row in (-1, 3):
         weight = Weight(torch.zeros(3, 4), 2, torch.float32, torch.tensor([0, row]))
         with pytest.raises(ValueError, match="rows must lie in"):
-            CpuNoise(DenseLaw()).perturb([weight], KEY, [0.1])
+            CpuNoise(DenseLaw()).perturb([weight], at(0.1))

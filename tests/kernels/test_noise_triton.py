@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from eager_noise import box_muller
+from noise_cases import at
 
 from lezo_ds.errors import UserError
 from lezo_ds.noise import ALL, UpdateTarget, Weight, noise_backend
@@ -23,7 +25,7 @@ from triton.compiler import ASTSource
 
 from lezo_ds.noise import gpu
 from lezo_ds.noise import triton_kernels as kernels
-from lezo_ds.noise.reference import PER_BLOCK, box_muller
+from lezo_ds.noise.philox import PER_BLOCK
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiles = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not compile")
@@ -52,7 +54,7 @@ def test_the_triton_backend_passes_its_tests_in_the_interpreter():
         check=False,
     )
     assert result.returncode == 0, result.stdout[-5000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 45
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 30
 
 
 @triton.jit
@@ -183,11 +185,11 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
     matrix, vector, odd = (torch.zeros(shape).bfloat16() for shape in ((16, 16), (16,), (3,)))
     alike = [Weight(matrix, 1, torch.bfloat16), Weight(vector, 2, torch.float32)]
     others = [Weight(odd, 3, torch.float32), Weight(torch.zeros(16), 4, torch.float32)]
-    noise = gpu.TritonNoise(DenseLaw())
+    noise = gpu.TritonNoise(DenseLaw(), torch.device("cpu"))
     for num_others in (0, 1, 2):
         weights = alike + others[:num_others]
         for _ in range(2):
-            noise.perturb(weights, 5, [0.1, -0.1])
+            noise.perturb(weights, at(0.1, -0.1))
             targets = [
                 UpdateTarget(weight.theta.view(-1), ALL, weight.parameter_id) for weight in weights
             ]
@@ -204,7 +206,7 @@ def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monke
     def fails(*_, **__):
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(gpu.TritonNoise, "draw", fails)
+    monkeypatch.setattr(gpu, "TritonNoise", fails)
     with pytest.raises(UserError, match=r"Triton needs .* RuntimeError: Failed to find C compiler"):
         noise_backend(torch.device("cuda"), DenseLaw())
 

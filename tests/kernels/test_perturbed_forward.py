@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from eager_noise import draw
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model, tunable
 from torch import nn
@@ -18,8 +19,8 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.perturbed_forward import PerturbedForward
-from lezo_ds.forward.probes import KeyedProbe, Perturbation
-from lezo_ds.noise import noise_backend
+from lezo_ds.forward.probes import Perturbation
+from lezo_ds.noise import KeyedProbe, noise_backend
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.zo.laws import DenseLaw
 
@@ -78,7 +79,7 @@ def reference(model, trainable, change, dtype=torch.float32):
             if name not in names or names[name].block in change.dropped_layers:
                 continue
             theta = originals[name]
-            z = NOISE.draw(probe.key, names[name].parameter_id, 0, theta.numel())
+            z = draw("normal", probe.key, names[name].parameter_id, 0, theta.numel())
             value = theta.float() + probe.scale * z.view_as(theta)
             parameter.copy_(value if theta.dim() == 1 else value.to(theta.dtype))
     return perturbed
@@ -189,9 +190,9 @@ def noise_that_counts():
     noise = copy.copy(NOISE)
     noise.calls = []
 
-    def perturb(weights, *arguments):
+    def perturb(weights, probes):
         noise.calls.append(weights)
-        return NOISE.perturb(weights, *arguments)
+        return NOISE.perturb(weights, probes)
 
     noise.perturb = perturb
     return noise
@@ -422,7 +423,7 @@ def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
     (plus, _) = run(PerturbedForward(model, trainable), model, batch, change)
     exact = {}
     for parameter, named in trainable.items():
-        z = NOISE.draw(SEED, named.parameter_id, 0, parameter.numel()).view_as(parameter)
+        z = draw("normal", SEED, named.parameter_id, 0, parameter.numel()).view_as(parameter)
         exact[named.name] = parameter.detach().float() + scale * z
     return plus, exact
 

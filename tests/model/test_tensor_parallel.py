@@ -11,6 +11,7 @@ import pytest
 import torch
 from assets import recipe_values, write_data, write_reader
 from commands import run_forked_well
+from eager_noise import draw
 from ranks import run_ranks
 from run_ends import num_steps, results_of
 from tiny_adapters import peft_config
@@ -23,9 +24,9 @@ from lezo_ds import distributed
 from lezo_ds.config import config_from_dict
 from lezo_ds.config.deepspeed import ds_config_of
 from lezo_ds.errors import DesyncError, UserError
-from lezo_ds.forward.probes import KeyedProbe, Perturbation
+from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import read_journal
-from lezo_ds.noise.reference import draw
+from lezo_ds.noise import KeyedProbe
 from lezo_ds.sharding.tensor_parallel import check_that_it_runs
 
 pytestmark = pytest.mark.distributed
@@ -47,7 +48,6 @@ WHOLE_VOCABULARY = ("phi", "gemma", "gemma2")
 have."""
 PROBES = (KeyedProbe(7, 1e-2), KeyedProbe(9, -2e-2))
 DROPPED = 1
-CPU = torch.device("cpu")
 
 
 def start(directory, size, dtype="fp32", num_ranks=2, options=(), **changes):
@@ -94,7 +94,7 @@ def test_split_families_have_the_logits_of_plain_transformers(tmp_path):
             model = AutoModelForCausalLM.from_pretrained(directory).eval()
             parameters = dict(model.named_parameters())
             for name, parameter_id, block in own:
-                z = draw("normal", probe.key, parameter_id, 0, parameters[name].numel(), CPU)
+                z = draw("normal", probe.key, parameter_id, 0, parameters[name].numel())
                 parameters[name] += (block != DROPPED) * probe.scale * z.view_as(parameters[name])
             logits = model(**batch.inputs).logits
             assert float((full - logits).abs().max()) < 1e-5 * float(logits.abs().max()), directory

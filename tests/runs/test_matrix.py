@@ -82,14 +82,15 @@ class Case:
 
 MASTER, STOCHASTIC = "fp32_master", "stochastic"
 ES = "evolution-strategies"
+WEIGHTED = "weighted_groups:Weighted"
 BLOCKS = ("zo.only_blocks=true",)
 FALLING = ("zo.lr_schedule=linear", "zo.warmup_steps=2")
 CASES = [
     Case("none", "fp32", MASTER, ES, "uniform", "rademacher", "replicas", True, 4),
     Case("lora", "fp32", STOCHASTIC, "spsa", "fixed", "rademacher", "shared", False, 2),
     Case("prefix", "bf16", STOCHASTIC, "spsa", "uniform", "normal", "replicas", False, 1),
-    Case("lora", "bf16", STOCHASTIC, ES, "adalezo", "normal", "shared", False, 1, "llama"),
-    Case("none", "fp32", STOCHASTIC, "one-sided", "adalezo", "rademacher", "replicas", False, 1),
+    Case("lora", "bf16", STOCHASTIC, ES, WEIGHTED, "normal", "shared", False, 1, "llama"),
+    Case("none", "fp32", STOCHASTIC, "one-sided", WEIGHTED, "rademacher", "replicas", False, 1),
     Case("prefix", "fp16", STOCHASTIC, ES, "fixed", "rademacher", "shared", False, 1),
     Case("lora", "bf16", MASTER, "one-sided", "fixed", "normal", "shared", True, 6),
     Case("prefix", "fp16", MASTER, "one-sided", "uniform", "normal", "shared", True, 1, "llama"),
@@ -106,8 +107,8 @@ CASES = [
         "opt",
         FALLING,
     ),
-    Case("none", "fp16", MASTER, "spsa", "adalezo", "normal", "shared", True, 1),
-    Case("prefix", "fp32", MASTER, "fzoo", "adalezo", "normal", "shared", False, 2, "opt", FALLING),
+    Case("none", "fp16", MASTER, "spsa", WEIGHTED, "normal", "shared", True, 1),
+    Case("prefix", "fp32", MASTER, "fzoo", WEIGHTED, "normal", "shared", False, 2, "opt", FALLING),
     Case(
         "none",
         "bf16",

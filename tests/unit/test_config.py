@@ -165,10 +165,6 @@ def test_a_wrong_override_is_refused(override, expected):
             ["zo.layer_policy=fixed", "zo.layer_policy_options.blocks=3"],
             "blocks=3 is no option of Fixed",
         ),
-        (
-            ["zo.layer_policy=adalezo", f"zo.layer_policy_options.interval={2**62}"],
-            "is no option of AdaLezo",
-        ),
         (["zo.estimator=fzoo", "zo.directions=2"], "set zo.directions=8"),
         (["data.prompt={a}", "data.task=sst2"], "data.prompt cannot change data.task=sst2"),
         (["data.train=a.csv", "data.path=b"], "both say where the data is"),

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.zo.adalezo import AdaLezo
 from lezo_ds.zo.estimators import ESTIMATORS, Spsa, mean_losses
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
 from lezo_ds.zo.layers import Fixed, Uniform
@@ -241,51 +240,3 @@ def test_every_subset_is_equally_likely_and_neighboring_steps_and_seeds_are_inde
 def test_a_fixed_policy_keeps_the_named_blocks_or_the_last_ones(blocks, kept):
     sample = Fixed(num_layers=5, num_dropped=2, blocks=blocks).sample(1, make_records(2))
     assert set(range(5)) - set(sample.dropped) == kept
-
-
-def adalezo_records(gradients):
-    """Records of steps of four groups that keep one each: pairs of the group and its gradients."""
-    return [
-        StepRecord(step, 0, tuple(set(range(4)) - {kept}), values, 0.1, 1e-3, 1.0, True)
-        for step, (kept, values) in enumerate(gradients)
-    ]
-
-
-def test_adalezo_is_the_bandit_of_its_authors():
-    policy = AdaLezo(num_layers=2, num_dropped=1, alpha=0.5, clip=3.0)
-    records = adalezo_records([(0, (8.0,)), (1, (-1.0, 3.0)), (0, (2.0,))])
-    quality = [(8 / 2) / 2 + 2 / 2, 2 / 2, 0.0, 0.0]
-    shares = [math.exp(value / 3 / 0.6) for value in quality]
-    expected = [0.9 * share / sum(shares) + 0.1 / 4 for share in shares]
-    counts = Counter()
-    for seed in range(4000):
-        sample = policy.sample(seed, records)
-        for layer, weight in enumerate(sample.weights):
-            count = weight / min(1 / (2 * expected[layer]), 3.0)
-            assert count == pytest.approx(round(count))
-            assert (count == 0) == (layer in sample.dropped)
-            counts[layer] += round(count)
-    assert sum(counts.values()) == 8000
-    # 3 degrees of freedom: above 16.3 once in a thousand times.
-    assert sum((counts[i] - 8000 * p) ** 2 / (8000 * p) for i, p in enumerate(expected)) < 16.3
-    skipped = StepRecord(3, 0, (1, 2, 3), (1e9,), 0.1, 1e-3, 1.0, False)
-    assert policy.sample(0, [*records, skipped]).weights != ()
-
-
-def test_adalezo_keeps_a_draw_for_an_interval_and_continues_its_averages_from_any_step():
-    records = make_records(30)
-    policy = AdaLezo(NUM_LAYERS, 2, interval=4)
-    samples = [policy.sample(5, records[:step]) for step in range(30)]
-    assert all(sample == samples[step - step % 4] for step, sample in enumerate(samples))
-    assert len(set(samples)) > 4
-    for step in (29, 3, 17):  # as after a resumption, and backwards
-        assert policy.sample(5, records[:step]) == samples[step]
-
-
-def test_adalezo_does_not_mix_the_averages_of_histories_of_equal_length():
-    own, other = make_records(12, seed=1), make_records(12, seed=2)
-    rewritten = [*own[:3], other[3], *own[4:]]  # an elastic run may replace a step of its past
-    policy = AdaLezo(NUM_LAYERS, 2)
-    for records in (own, other, rewritten, own[:6], other):
-        fresh = AdaLezo(NUM_LAYERS, 2)
-        assert policy.sample(5, records).weights == fresh.sample(5, records).weights

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout
-from lezo_ds.noise.reference import NORMAL_STREAM, elements_of, words_at
+from lezo_ds.noise.philox import NORMAL_STREAM, words_at
 from lezo_ds.sharding.tensor_parallel import split_pair
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import adapter_key
@@ -90,8 +90,7 @@ class LoraAdapter:
             if shard.name.endswith(".lora_B.weight"):
                 weights.fill(shard, torch.zeros(shard.count))
                 continue
-            cpu = torch.device("cpu")
-            elements = elements_of(shard.region, 0, shard.count, cpu)
+            elements = shard.region.elements(0, shard.count, torch.device("cpu"))
             values = uniform(key, shard.named.parameter_id, elements)
             bound = shard.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
             weights.fill(shard, values * bound)
