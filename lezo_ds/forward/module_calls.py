@@ -150,8 +150,8 @@ def product_at_probes(
             torch.mm(inputs[probe], weight, out=outputs[probe])
     if is_term_of_sum:
         sum_outputs(module, output)
-    for probe, added in enumerate(added_later):
-        outputs[probe] += added  # a sum of 16 and 32 bits is rounded once, to 16
+    if added_later:
+        outputs += torch.stack(list(added_later))[:, None]  # rounded once, to the output's dtype
     return output
 
 
