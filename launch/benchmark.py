@@ -424,7 +424,7 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     prompts = to_device(batch[forward_pass.micro_batch], engine.device)
     if prompts.generation is None:
         raise UserError("generate needs a recipe that trains on answers", fix="set train.objective")
-    settings = replace(prompts.generation, stop_ids=(), has_ended=None, sampling=None)
+    settings = replace(prompts.generation, stop_ids=(), has_ended=None)
     inputs = {name: rows for name, rows in prompts.inputs.items() if name != SAMPLE_KEYS}
     prompts = replace(prompts, inputs=inputs, generation=settings)
     num_probes = len(forward_pass.probes)

@@ -36,7 +36,6 @@ Span = tuple[int, int]
 """(start, stop) of a turn of the assistant, in characters or tokens."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers (5.23) looks for it
-_MOST_ROLES = 8  # that an error lists
 
 
 def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str | None) -> Example:
@@ -59,8 +58,7 @@ def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
     if asked[-1].role == ASSISTANT:
         asked = asked[:-1]
     question = _Template(tokenizer.backend, example).write(asked, opened=True)
-    encoded = tokenizer.backend(question, add_special_tokens=False, verbose=False)
-    return tuple(encoded["input_ids"])
+    return tuple(tokenizer.backend.encode(question, add_special_tokens=False, verbose=False))
 
 
 def encode_conversation(
@@ -82,13 +80,8 @@ def encode_conversation(
         UserError: the template cannot write the conversation, or leaves out a turn; or no turn of
             the assistant is within `max_length` tokens.
     """
-    backend = tokenizer.backend
-    if not backend.is_fast:
-        message = f"the tokenizer of {backend.name_or_path} does not map tokens to text"
-        fix = "save it with a fast tokenizer (tokenizer.json), or do not use its chat template"
-        raise UserError(message, fix=fix)
-    template = _Template(backend, example)
-    if _MARKED.search(str(backend.chat_template)):
+    template = _Template(tokenizer.backend, example)
+    if _MARKED.search(str(tokenizer.backend.chat_template)):
         ids, spans = template.marked_turns()
     else:
         ids, spans = template.measured_turns()
@@ -110,16 +103,15 @@ def encode_conversation(
         if start < stop:
             learned.append((start, stop))
     if not learned:
-        message = f"{example.where} leaves no turn of the assistant in data.max_length={max_length}"
-        fix = "raise data.max_length, or correct what the chat template marks"
-        raise UserError(message, fix=fix)
+        raise UserError(
+            f"{example.where} leaves no turn of the assistant in data.max_length={max_length}",
+            fix="raise data.max_length, or correct what the chat template marks",
+        )
     _, end = learned[-1]
+    num_learned = sum(stop - start for start, stop in learned)
+    sequence = tuple(ids[:end])
     return EncodedExample(
-        sequences=(tuple(ids[:end]),),
-        option_lengths=(sum(stop - start for start, stop in learned),),
-        label=example.label,
-        truncated=num_cut > 0,
-        spans=tuple(learned),
+        (sequence,), (num_learned,), example.label, truncated=num_cut > 0, spans=tuple(learned)
     )
 
 
@@ -139,18 +131,19 @@ class _Template:
         written = self._apply(
             self.example.messages, return_dict=True, return_assistant_tokens_mask=True
         )
-        spans = _runs(written["assistant_masks"])
+        # The mask [0, 1, 1, 0, 1] has the runs (1, 3) and (4, 5).
+        marks = "".join(map(str, written["assistant_masks"]))
+        spans = [run.span() for run in re.finditer("1+", marks)]
         turns = [turn for turn in self.example.messages if turn.role == ASSISTANT]
         if all(turn.is_trained for turn in turns):
             return written["input_ids"], spans
         # Spans and turns must correspond, or there is no telling which spans are context.
         if len(spans) != len(turns):
-            message = (
+            raise UserError(
                 f"the chat template marks {len(spans)} of {len(turns)} turns "
-                f"in {self.example.where}"
+                f"in {self.example.where}",
+                fix="remove the turns of weight 0, or correct the template",
             )
-            fix = "remove the turns of weight 0, or correct the template"
-            raise UserError(message, fix=fix)
         trained = [span for span, turn in zip(spans, turns, strict=True) if turn.is_trained]
         return written["input_ids"], trained
 
@@ -172,17 +165,17 @@ class _Template:
             content = turn.content.rstrip()
             if not content or not written.rstrip().endswith(content):
                 stop = start + len(written.rstrip())
-            inside = []
-            for token, (begin, end) in enumerate(encoded["offset_mapping"]):
-                if begin < stop and start < end:
-                    inside.append(token)
+            inside = [
+                token
+                for token, (begin, end) in enumerate(encoded["offset_mapping"])
+                if begin < stop and start < end
+            ]
             if not inside:
-                message = f"the chat template omits turn {number + 1} of {self.example.where}"
-                fix = (
-                    "correct the record: some templates drop what stands between "
-                    "<think> and </think>"
+                raise UserError(
+                    f"the chat template omits turn {number + 1} of {self.example.where}",
+                    fix="correct the record: some templates drop what stands between "
+                    "<think> and </think>",
                 )
-                raise UserError(message, fix=fix)
             spans.append((inside[0], inside[-1] + 1))
         return encoded["input_ids"], spans
 
@@ -206,33 +199,37 @@ class _Template:
             except UserError:  # the template needs what was changed, so it does not omit the turn
                 continue
             if written == conversation:
-                where = f"turn {number + 1} of {self.example.where}"
-                fix = f"remove its calls, or use another role than {turn.role}"
-                raise UserError(f"the chat template does not write {where}", fix=fix)
+                raise UserError(
+                    f"the chat template does not write turn {number + 1} of {self.example.where}",
+                    fix=f"remove its calls, or use another role than {turn.role}",
+                )
 
     def _prefix_length(self, conversation: str, num_turns: int, *, opened: bool = False) -> int:
         """Return the length of the first turns as they are written, which begin `conversation`."""
         where = self.example.where
         marks = "mark the assistant's turns in the template with {% generation %}"
         if num_turns == 0:
-            message = f"the assistant speaks first in {where}, so its start is unknown"
-            raise UserError(message, fix=f"set data.system_prompt, or {marks}")
+            raise UserError(
+                f"the assistant speaks first in {where}, so its start is unknown",
+                fix=f"set data.system_prompt, or {marks}",
+            )
         prefix = self.write(self.example.messages[:num_turns], opened=opened)
         if not conversation.startswith(prefix):
-            message = f"the chat template changes the first turns of {where} if more turns follow"
-            raise UserError(message, fix=f"{marks}, or split the record")
+            raise UserError(
+                f"the chat template changes the first turns of {where} if more turns follow",
+                fix=f"{marks}, or split the record",
+            )
         return len(prefix)
 
     def _apply(self, turns: Sequence[Message], **options: bool) -> Any:
         """Return what apply_chat_template of the tokenizer returns for turns."""
         backend = self.backend
         if not backend.chat_template:
-            message = f"the tokenizer of {backend.name_or_path} has no chat template"
-            fix = (
-                "use a model that was trained for conversations, "
-                "or add its template as chat_template.jinja"
+            raise UserError(
+                f"the tokenizer of {backend.name_or_path} has no chat template",
+                fix="use a model that was trained for conversations, "
+                "or add its template as chat_template.jinja",
             )
-            raise UserError(message, fix=fix)
         messages = [_as_dict(turn) for turn in turns]
         tools = self.example.record.get("tools")
         if not isinstance(tools, list):
@@ -241,19 +238,11 @@ class _Template:
             return backend.apply_chat_template(messages, tools, **options)
         except Exception as error:  # a template raises errors of its own and of Jinja
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            roles = ", ".join(message["role"] for message in messages[:_MOST_ROLES])
-            problem = (
+            raise UserError(
                 f"the chat template of {backend.name_or_path} cannot write "
-                f"{self.example.where} ({roles}): {reason}"
-            )
-            fix = "correct or remove the record, or remove data.system_prompt"
-            raise UserError(problem, fix=fix) from error
-
-
-def _runs(mask: Sequence[int]) -> list[Span]:
-    """Return the (start, stop) of each run of ones: [0, 1, 1, 0, 1] gives [(1, 3), (4, 5)]."""
-    written = "".join(map(str, mask))
-    return [run.span() for run in re.finditer("1+", written)]
+                f"{self.example.where}: {reason}",
+                fix="correct or remove the record, or remove data.system_prompt",
+            ) from error
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

@@ -63,26 +63,24 @@ class PromptTokenizer:
         )
         return str(decoded)
 
-    def stop_ids(self, stops: Sequence[str] = (NEWLINE,)) -> tuple[int, ...]:
+    def stop_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
         """Return the ids that end an answer: EOS, and all tokens with one of `stops` in their text.
 
         Raises:
-            UserError: there is no EOS, or no token has the newline that `stops` asks for.
+            UserError: there is no EOS.
         """
         if self.eos_id is None:
-            message = "the tokenizer has no end-of-sequence token, which ends answers"
-            fix = "set eos_token in the model's tokenizer_config.json"
-            raise UserError(message, fix=fix)
-        ids = set()
+            raise UserError(
+                "the tokenizer has no end-of-sequence token, which ends answers",
+                fix="set eos_token in the model's tokenizer_config.json",
+            )
+        ids = {self.eos_id}
         if stops:
             for token in range(len(self.backend)):
                 decoded = self.backend.decode([token])
                 if any(stop in decoded for stop in stops):
                     ids.add(token)
-        if not ids and NEWLINE in stops:
-            message = "the tokenizer has no token with a newline, which ends answers"
-            raise UserError(message, fix="choose another model, or set generation.stop")
-        return tuple(sorted(ids | {self.eos_id}))
+        return tuple(sorted(ids))
 
 
 @dataclass(frozen=True)
@@ -141,38 +139,28 @@ def load_tokenizer(path: str) -> PromptTokenizer:
     try:
         backend = AutoTokenizer.from_pretrained(path, use_fast=True, trust_remote_code=False)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        # Tokens that were added to a tokenizer may be missing from the model's embedding.
+        vocabulary = range(config.get_text_config().vocab_size)
     except Exception as error:  # transformers raises many unrelated types here
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "correct model.path, or save config.json and the tokenizer's files there"
         if (Path(path) / "tokenizer.model").is_file() and not is_sentencepiece_available():
             fix = "pip install sentencepiece protobuf"  # transformers asks for another package
         raise UserError(f"cannot load the tokenizer of {path}: {reason}", fix=fix) from error
-    vocabulary_size = getattr(config.get_text_config(), "vocab_size", None)
-    if vocabulary_size is None:
-        message = f"{path} is not a language model: {type(config).__name__}"
-        raise UserError(message, fix="correct model.path")
-    # Tokens that were added to a tokenizer may be missing from the model's embedding.
-    vocabulary = range(vocabulary_size)
+    # The token with which the model's training texts began.
+    bos_id = None
+    if config.model_type == "opt":
+        # OPT was trained on inputs that begin with <s> (id 0), but its published tokenizer begins
+        # them with </s> (id 2). Like MeZO, we use the token of the training.
+        bos_id = 0
+    elif backend("")["input_ids"][:1] == [backend.bos_token_id]:
+        bos_id = backend.bos_token_id
     return PromptTokenizer(
-        backend=backend,
-        bos_id=_bos_id(path, backend, config.model_type),
+        backend,
+        bos_id,
         pad_id=backend.pad_token_id if backend.pad_token_id in vocabulary else 0,
         eos_id=backend.eos_token_id if backend.eos_token_id in vocabulary else None,
     )
-
-
-def _bos_id(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int | None:
-    """Return the token with which the model's training texts began, or None."""
-    if model_type != "opt":
-        adds_bos = backend("")["input_ids"][:1] == [backend.bos_token_id]
-        return backend.bos_token_id if adds_bos else None
-    # OPT was trained on inputs that begin with <s> (id 0), but its published tokenizer begins them
-    # with </s> (id 2). Like MeZO, we use the token of the training.
-    token = backend.convert_ids_to_tokens(0)
-    if token != "<s>":
-        message = f"the tokenizer of the OPT model {path} has {token!r} at id 0, not <s>"
-        raise UserError(message, fix="use the tokenizer that the model was trained with")
-    return 0
 
 
 def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
@@ -198,19 +186,18 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     sequences = tuple(cut_left(tokenizer, ids, max_length) for ids in full)
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
-            message = f"the candidate {candidate!r} of {example.where} adds no token"
-            fix = (
-                "fill in or remove the record "
-                "(records without an answer do not count in its number)"
+            raise UserError(
+                f"the candidate {candidate!r} of {example.where} adds no token",
+                fix="fill in or remove the record "
+                "(records without an answer do not count in its number)",
             )
-            raise UserError(message, fix=fix)
         if length >= len(ids):
-            message = f"a candidate of {example.where} leaves no token before it"
-            was_cut = len(ids) == max_length
-            fix = f"raise data.max_length={max_length}" if was_cut else "give it a prompt"
-            raise UserError(message, fix=fix)
+            raise UserError(
+                f"a candidate of {example.where} leaves no token before it",
+                fix=f"raise data.max_length={max_length}, or give it a longer prompt",
+            )
     truncated = sequences != tuple(full)
-    return EncodedExample(sequences, option_lengths, example.label, truncated=truncated)
+    return EncodedExample(sequences, option_lengths, example.label, truncated)
 
 
 def encode_prompt(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
@@ -227,8 +214,7 @@ def cut_prompts(
 ) -> tuple[TokenIds, ...]:
     """Cut prompts on the left, after the BOS, so that `max_new_tokens` fit in `max_length`, too."""
     room = prompt_room(max_length, max_new_tokens)
-    num_cut = sum(1 for ids in prompts if len(ids) > room)
-    warn_of_cuts(num_cut, len(prompts), room)
+    warn_of_cuts([len(ids) > room for ids in prompts], room)
     return tuple(cut_left(tokenizer, ids, room) for ids in prompts)
 
 
@@ -240,24 +226,19 @@ def prompt_room(max_length: int, max_new_tokens: int) -> int:
     """
     room = max_length - max_new_tokens
     if room < 2:
-        message = (
+        raise UserError(
             f"data.max_length={max_length} leaves no room for a prompt "
-            f"before {max_new_tokens} new tokens"
+            f"before {max_new_tokens} new tokens",
+            fix=f"set data.max_length to at least {max_new_tokens + 2}",
         )
-        raise UserError(message, fix=f"set data.max_length to at least {max_new_tokens + 2}")
     return room
 
 
-def warn_of_cuts(
-    num_cut: int,
-    num_examples: int,
-    max_length: int,
-    where: str = "on the left",
-) -> None:
+def warn_of_cuts(were_cut: Sequence[bool], max_length: int, where: str = "on the left") -> None:
     """Log a warning if examples were cut, which says where."""
-    if num_cut:
+    if any(were_cut):
         message = "%d of %d examples are longer than max_length %d tokens and were cut %s"
-        logger.warning(message, num_cut, num_examples, max_length, where)
+        logger.warning(message, sum(were_cut), len(were_cut), max_length, where)
 
 
 def cut_left(tokenizer: PromptTokenizer, ids: Sequence[int], max_length: int) -> TokenIds:

@@ -24,14 +24,14 @@ and of the position of the token, so a drawn answer depends on nothing else in i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessorList,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -39,8 +39,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer, TokenIds
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch
 
 SAMPLE_KEYS = "sample_keys"
 """Input of a batch: the key of each row's random numbers, int64 [rows], if answers are drawn."""
@@ -51,46 +52,31 @@ any."""
 _HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
-def generation_settings(
-    tokenizer: PromptTokenizer,
-    max_new_tokens: int,
-    stops: Sequence[str] = (NEWLINE,),
-) -> GenerationSettings:
-    """Return how answers are written that end at EOS or at one of `stops`."""
-    # One ASCII character is always part of one token. Any other stop may spread over several.
-    spread = [stop for stop in stops if len(stop) > 1 or not stop.isascii()]
-    return GenerationSettings(
-        max_new_tokens=max_new_tokens,
-        stop_ids=tokenizer.stop_ids(stops),
-        pad_id=tokenizer.pad_id,
-        stops=tuple(stops),
-        has_ended=_stop_finder(tokenizer, spread) if spread else None,
-    )
-
-
-def _stop_finder(
-    tokenizer: PromptTokenizer,
-    stops: Sequence[str],
-) -> Callable[[Sequence[int]], bool]:
-    """Return the function (new tokens of a row) -> whether the last one completes one of `stops`.
-
-    It decodes only as many tokens as a stop can have, one for each of its bytes, and one before
-    them, because some decoders strip a space at the start.
-    """
-    num_last = 1 + max(len(stop.encode()) for stop in stops)
-
-    def has_stop(ids: Sequence[int]) -> bool:
-        written = tokenizer.decode(ids)
-        return any(stop in written for stop in stops)
+def generation_settings(tokenizer: PromptTokenizer, config: GenerationConfig) -> GenerationSettings:
+    """Return how answers are written that end at EOS or at one of the texts that a recipe names."""
+    stops = (NEWLINE,) if config.stop is None else tuple(config.stop)
+    # A stop has at most one token for each of its bytes. One more token is decoded before them,
+    # because some decoders strip a space at the start.
+    num_last = 1 + max((len(stop.encode()) for stop in stops), default=0)
 
     def has_ended(ids: Sequence[int]) -> bool:
-        last = tokenizer.decode(ids[-num_last:])
+        written = tokenizer.decode(ids[-num_last:])
         # Tokens of single bytes may be cut within a character, which can hide a stop.
-        if _HALF_CHARACTER in last or any(stop in last for stop in stops):
-            return has_stop(ids)
-        return False
+        if _HALF_CHARACTER in written:
+            written = tokenizer.decode(ids)
+        return any(stop in written for stop in stops)
 
-    return has_ended
+    # One ASCII character is always part of one token. Any other stop may spread over several.
+    may_spread = any(len(stop) > 1 or not stop.isascii() for stop in stops)
+    return GenerationSettings(
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=tokenizer.stop_ids(stops),
+        pad_id=tokenizer.pad_id,
+        stops=stops,
+        has_ended=has_ended if may_spread else None,
+        temperature=config.temperature,
+        top_p=config.top_p,
+    )
 
 
 def prompt_batch(
@@ -111,16 +97,12 @@ def prompt_batch(
         "attention_mask", int64 [prompts, width], and COMMON_IDS, if `num_common` is not 0.
     """
     width = max(len(ids) for ids in prompts)
-    input_ids = []
-    attention_mask = []
-    for ids in prompts:
-        num_padding = width - len(ids)
-        input_ids.append([settings.pad_id] * num_padding + list(ids))
-        attention_mask.append([0] * num_padding + [1] * len(ids))
-    inputs = {
-        "input_ids": torch.tensor(input_ids),
-        "attention_mask": torch.tensor(attention_mask),
-    }
+    input_ids = torch.full((len(prompts), width), settings.pad_id)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, ids in enumerate(prompts):
+        input_ids[row, width - len(ids) :] = torch.tensor(ids)
+        attention_mask[row, width - len(ids) :] = 1
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     if num_common:
         inputs[COMMON_IDS] = torch.tensor([prompts[0][:num_common]])
     return MicroBatch(inputs, len(prompts), generation=settings)
@@ -148,7 +130,7 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
     width = inputs["input_ids"].shape[1]
     # The model's generation_config is replaced, because transformers (5.23) fills every option that
     # an argument of generate() leaves open (penalties, sampling) from the model's own.
-    model.generation_config = GenerationConfig(
+    model.generation_config = transformers.GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         eos_token_id=list(settings.stop_ids),
         pad_token_id=settings.pad_id,
@@ -158,11 +140,21 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
     )
     if common_ids is not None and _may_pad_after_common(model):
         inputs = _after_common(model, common_ids, inputs)
+    criteria = StoppingCriteriaList()
+    has_ended = settings.has_ended
+    if has_ended is not None:
+
+        def rows_ended(ids: Tensor, *_: object, **__: object) -> Tensor:
+            ended = [has_ended(new) for new in ids[:, width:].tolist()]
+            return torch.tensor(ended, device=ids.device)
+
+        # The stop strings of transformers would also be found in the prompt.
+        criteria.append(rows_ended)
     tokens: Tensor = model.generate(
         **inputs,
         synced_gpus=_runs_in_step(model),
-        logits_processor=_logits_processors(settings.sampling, sample_keys, width),
-        stopping_criteria=_stopping_criteria(settings.has_ended, width),
+        logits_processor=_logits_processors(settings, sample_keys, width),
+        stopping_criteria=criteria,
     )
     return tokens[:, width:]
 
@@ -215,61 +207,34 @@ def _after_common(model: Any, common_ids: Tensor, inputs: dict[str, Any]) -> dic
     }
 
 
-def _stopping_criteria(
-    has_ended: Callable[[Sequence[int]], bool] | None,
-    width: int,
-) -> StoppingCriteriaList:
-    """Return what ends rows besides the stop tokens. New tokens begin in column `width`."""
-    criteria = StoppingCriteriaList()
-    if has_ended is not None:
-
-        def rows_ended(ids: Tensor, *_: object, **__: object) -> Tensor:
-            ended = [has_ended(new) for new in ids[:, width:].tolist()]
-            return torch.tensor(ended, device=ids.device)
-
-        # The stop strings of transformers would also be found in the prompt.
-        criteria.append(rows_ended)
-    return criteria
-
-
 def _logits_processors(
-    sampling: Sampling | None,
-    keys: Tensor | None,
-    width: int,
+    settings: GenerationSettings, keys: Tensor | None, width: int
 ) -> LogitsProcessorList:
-    """Return what changes logits [rows, vocabulary], so that the largest is the token to write."""
-    processors = LogitsProcessorList()
-    if sampling is None:
-        return processors
-    assert keys is not None, "a batch whose answers are drawn has keys"
-    processors.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_p is not None:
-        processors.append(TopPLogitsWarper(sampling.top_p))
-    processors.append(_gumbel_noise(keys, width))
-    return processors
+    """Return what changes logits [rows, vocabulary], so that the largest is the token to write.
 
-
-def _gumbel_noise(keys: Tensor, width: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function that adds Gumbel noise to logits.
-
-    The index of the largest sum is a sample of the softmax (Maddison et al. 2014, "A* sampling").
-    Probes share the keys and so the noise, so that their losses differ less by chance.
+    Tokens are drawn if rows have keys: Gumbel noise is added to the logits, and the index of the
+    largest sum is a sample of the softmax (Maddison et al. 2014, "A* sampling"). Probes share the
+    keys and so the noise, so that their losses differ less by chance.
     """
-    noise_of: dict[int, int] = {}  # key -> row of the noise
-    row_of_noise = [noise_of.setdefault(key, len(noise_of)) for key in keys.tolist()]
-    rows = torch.tensor(row_of_noise, device=keys.device)
+    processors = LogitsProcessorList()
+    if keys is None:
+        return processors
+    unique_keys, rows = torch.unique(keys, return_inverse=True)
 
     def add_noise(input_ids: Tensor, scores: Tensor) -> Tensor:
         position = input_ids.shape[1] - width
-        vocabulary_size = scores.shape[1]
         # The words of the whole vocabulary take 0.15 ms a key, and a jump to one word 2
         # microseconds. So drawing only the tokens that top_p leaves would seldom be faster.
-        drawn = [uniforms(key, position, vocabulary_size) for key in noise_of]
+        drawn = [uniforms(key, position, scores.shape[1]) for key in unique_keys.tolist()]
         uniform = torch.from_numpy(np.stack(drawn)).to(scores.device)
         noise = torch.log(-torch.log(uniform))  # minus Gumbel noise, [keys, vocabulary]
         return scores - noise[rows]
 
-    return add_noise
+    processors.append(TemperatureLogitsWarper(settings.temperature))
+    if settings.top_p is not None:
+        processors.append(TopPLogitsWarper(settings.top_p))
+    processors.append(add_noise)
+    return processors
 
 
 def uniforms(key: int, position: int, count: int) -> np.ndarray:
@@ -284,8 +249,7 @@ def uniforms(key: int, position: int, count: int) -> np.ndarray:
     """
     # NumPy guarantees the raw words of Philox4x64 across versions (see lezo_ds/data/batches.py).
     num_words = -(-count // 2)
-    generator = np.random.Philox(key=key + (position << 64))
-    words = generator.random_raw(num_words)
+    words = np.random.Philox(key=key + (position << 64)).random_raw(num_words)
     halves = words.astype("<u8").view("<u4")[:count]
     integers = (halves >> 9).astype(np.float32)  # below 2**23
     return (integers + np.float32(0.5)) * np.float32(2.0**-23)
@@ -299,16 +263,9 @@ def read_answers(
     """Return the answers in new tokens [rows, n]: their text up to the first stop, stripped."""
     answers = []
     for ids in tokens.tolist():
-        num_written = 0
-        for token in ids:
-            num_written += 1
-            if token in settings.stop_ids:  # it counts, because it may hold text before a newline
-                break
-        written = tokenizer.decode(ids[:num_written])
-        end = len(written)
-        for stop in settings.stops:
-            position = written.find(stop)
-            if 0 <= position < end:
-                end = position
-        answers.append(written[:end].strip())
+        ends = [place for place, token in enumerate(ids, start=1) if token in settings.stop_ids]
+        # The stop token itself counts, because it may hold text before a newline.
+        written = tokenizer.decode(ids[: min(ends, default=None)])
+        found = [written.find(stop) for stop in settings.stops if stop in written]
+        answers.append(written[: min(found, default=None)].strip())
     return answers

@@ -134,19 +134,17 @@ def reward(function: RewardFunction) -> RewardFunction:
     return function
 
 
-def _task_objective(task: Task) -> Objective:
-    return training_objective(task.kind)
-
-
 def _f1_objective(task: Task) -> Objective:
     if task.kind != "generation":
-        message = f"train.objective=f1 needs a task that generates answers, not {task.name}"
-        raise UserError(message, fix="set train.objective=task")
+        raise UserError(
+            f"train.objective=f1 needs a task that generates answers, not {task.name}",
+            fix="set train.objective=task",
+        )
     return Objective(build_batch=None, loss=f1_loss)
 
 
 OBJECTIVES: Registry[Callable[[Task], Objective]] = Registry("objective", "train.objective")
-OBJECTIVES.add("task", _task_objective)
+OBJECTIVES.add("task", lambda task: training_objective(task.kind))
 OBJECTIVES.add("f1", _f1_objective)
 
 
@@ -161,9 +159,9 @@ def load_objective(name: str, task: Task) -> Objective:
     Raises:
         UserError: there is no such objective, or it does not fit the task.
     """
-    if not names_code(name):
-        return OBJECTIVES.find(name)(task)
     function: Any = OBJECTIVES.find(name)
+    if not names_code(name):
+        return function(task)  # type: ignore[no-any-return]
     if getattr(function, "is_reward", False):
         return Objective(build_batch=None, loss=_reward_loss(name, function), is_reward=True)
     own = training_objective(task.kind)
@@ -213,14 +211,9 @@ def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
 
 def try_reward(objective: Objective, examples: Sequence[Example]) -> None:
     """Let a reward judge answers to a few examples, so that it fails before weights are loaded."""
-    asked = []
-    answers = []
-    for example in examples[:2]:
-        for answer in TRIED_ANSWERS:
-            asked.append(example)
-            answers.append(answer)
-    batch = MicroBatch({}, len(asked), examples=tuple(asked))
-    objective.loss(answers, batch)
+    asked = [example for example in examples[:2] for _ in TRIED_ANSWERS]
+    answers = list(TRIED_ANSWERS) * len(examples[:2])
+    objective.loss(answers, MicroBatch({}, len(asked), examples=tuple(asked)))
 
 
 def call_of_user(name: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from lezo_ds.config import RunConfig
 from lezo_ds.data.task_data import TaskData
-from lezo_ds.forward.batch import MicroBatch, StepBatch
+from lezo_ds.forward.batch import StepBatch
 
 
 class StepBatches:
@@ -28,43 +28,27 @@ class StepBatches:
         self._data = data
         self._config = config
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lezo_ds batches")
-        self._current: _RecordedBatch | None = None
-        self._next: Future[_RecordedBatch] | None = None
-        self._next_step = 0
+        self._current: StepBatch | None = None
+        self._ahead: dict[int, Future[StepBatch]] = {}  # the next step, and its batch
 
     def at(self, step: int) -> StepBatch:
         """Return the batch of a step, and start to lay out the next one.
 
         An error of the thread is raised here, at the step whose batch it was laying out.
         """
-        indices: frozenset[int] = frozenset()
-        if self._current is not None:
-            indices = frozenset(self._current.read)
-        if self._next is not None and self._next_step == step:
-            self._current = self._next.result()
+        last_read = [] if self._current is None else list(self._current.read)
+        if step in self._ahead:
+            self._current = self._ahead[step].result()
         else:  # the first step here, or one that is repeated
-            self._current = self._laid_out(step, ())
-        self._next_step = step + 1
-        self._next = self._thread.submit(self._laid_out, step + 1, indices)
-        return self._current.batch
+            self._current = self._data.step_batch(self._config, step)
+        self._ahead = {step + 1: self._thread.submit(self._laid_out, step + 1, last_read)}
+        return self._current
 
-    def _laid_out(self, step: int, indices: Iterable[int]) -> _RecordedBatch:
+    def _laid_out(self, step: int, indices: Iterable[int]) -> StepBatch:
         """Return the batch of a step, with the micro-batches at `indices` laid out."""
         batch = self._data.step_batch(self._config, step)
         for index in indices:
             if index < len(batch):
                 batch[index]
-        return _RecordedBatch(batch)
-
-
-class _RecordedBatch:
-    """A batch, and the indices of its micro-batches that have been read."""
-
-    def __init__(self, batch: StepBatch) -> None:
-        self.read: set[int] = set()
-        self._source = batch
-        self.batch = StepBatch(batch.weights, self._read, batch.content)
-
-    def _read(self, index: int) -> MicroBatch:
-        self.read.add(index)
-        return self._source[index]
+        batch.read.clear()  # what the step itself reads is added again
+        return batch

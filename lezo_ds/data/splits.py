@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -39,11 +39,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-MAX_CHARACTERS = 1_000_000
-"""Of a field. A tokenizer takes minutes and gigabytes for much longer texts."""
+_type_adapter = cache(TypeAdapter)
+"""Checks a field's type. When strict, it does not take True for an int."""
 
-_MOST_DRAWN_TEST = 1000
-_MOST_DRAWN_DEV = 500
+_MOST_DRAWN = {"test": 1000, "validation": 500}
 """A split without a file takes a fifth of data.train, at most this number of records."""
 
 _NUM_SHOWN = 3
@@ -114,22 +113,40 @@ def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tup
     number = "1 record" if len(problems) == 1 else f"{len(problems)} records"
     message = f"{number} cannot be used: {listed}"
     if not skip or not used:
-        hint = "leave out such records: data.skip_unusable=true (init: --skip-unusable)"
-        raise UserError(message, fix=f"{fixes[0]}, or {hint}")
+        raise UserError(
+            message,
+            fix=f"{fixes[0]}, or leave out such records: data.skip_unusable=true "
+            "(init: --skip-unusable)",
+        )
     logger.warning("left out: %s", message)
     return used
 
 
 def _task_splits(task: Task, data: DataConfig) -> Splits:
     """Draw train, then dev, from the training records, and test from the validation records."""
-    train_rows, test_rows = _task_rows(task, data)
-    train = _answerable(task, data, "train", train_rows)
-    test = _answerable(task, data, "validation", test_rows)
+    names = ("train", "validation")
+    if data.path is not None:
+        stored = [_read_split(Path(data.path), name) for name in names]
+    elif task.hub_id is None:
+        raise UserError(
+            f"task {task.name} has no data set on the hub", fix="set data.path or data.train"
+        )
+    else:
+        fix = "set data.path to a directory with train.jsonl and validation.jsonl"
+        stored = read_hub(task.hub_id, task.hub_config, names, fix=fix)
+    train, test = (
+        _answerable(task, data, name, rows) for name, rows in zip(names, stored, strict=True)
+    )
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
     num_dev = data.num_dev or sizes.num_dev
     num_test = data.num_test or sizes.num_test
     wanted = data.num_train or sizes.num_train
-    num_train = _num_train(task, data, wanted, num_dev, len(train))
+    num_train = min(wanted, len(train) - num_dev)  # the dev examples come first
+    if num_train < wanted:
+        problem = f"{task.name} has {len(train)} training records, too few for {wanted} + {num_dev}"
+        if data.protocol == "clean" or num_train < 1:
+            raise UserError(problem, fix="set a smaller data.num_train or data.num_dev")
+        logger.warning("%s: MeZO's protocol trains on %d", problem, num_train)
     order = _permutation(data.seed, len(train))
     test_order = _permutation(data.seed, len(test))
     return Splits(
@@ -140,91 +157,35 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     )
 
 
-def _task_rows(task: Task, data: DataConfig) -> tuple[list[Row], list[Row]]:
-    """Return the training and the validation records of a task's data set, as they are stored."""
-    if data.path is not None:
-        directory = Path(data.path)
-        return _read_split(directory, "train"), _read_split(directory, "validation")
-    if task.hub_id is None:
-        message = f"task {task.name} has no data set on the hub"
-        raise UserError(message, fix="set data.path or data.train")
-    fix = "set data.path to a directory with train.jsonl and validation.jsonl"
-    train, validation = read_hub(task.hub_id, task.hub_config, ("train", "validation"), fix=fix)
-    return train, validation
-
-
-def _num_train(task: Task, data: DataConfig, wanted: int, num_dev: int, num_records: int) -> int:
-    """Return how many of the training records to train on, if `num_dev` are for dev."""
-    num_left = num_records - num_dev
-    if wanted <= num_left:
-        return wanted
-    if data.protocol == "clean" or num_left < 1:
-        message = (
-            f"{task.name} has {num_records} training records, too few for {wanted} + {num_dev}"
-        )
-        raise UserError(message, fix="set a smaller data.num_train or data.num_dev")
-    logger.warning(
-        "%s: %d training examples instead of %d: MeZO's protocol takes %d of %d records for dev",
-        task.name,
-        num_left,
-        wanted,
-        num_dev,
-        num_records,
-    )
-    return num_left
-
-
 def _own_splits(task: Task, data: DataConfig) -> Splits:
     """Read a user's own files; draw a split that has none from the training records.
 
     Test is drawn first, so that it does not depend on the other sizes.
     """
     assert data.train is not None
-    rows = _answerable(task, data, "train", read_source("data.train", data.train))
-    left = _permutation(data.seed, len(rows))
-    test, left = _own_split(task, data, "test", data.test, rows, left)
-    dev, left = _own_split(task, data, "validation", data.validation, rows, left)
-    num_train = data.num_train or 1
-    num_dev = data.num_dev or 0
-    if len(left) < num_train or len(dev) < num_dev:
-        message = f"{data.train} leaves {len(left)} records to train on and {len(dev)} for dev"
-        fix = "set a smaller data.num_train, data.num_dev or data.num_test, or add records"
-        raise UserError(message, fix=fix)
-    order = left[: data.num_train]
-    return Splits(
-        train=_build(task, rows, order),
-        dev=dev,
-        test=test,
-        records=tuple(rows[index][1] for index in order),
-    )
-
-
-def _own_split(
-    task: Task,
-    data: DataConfig,
-    name: str,
-    source: str | None,
-    train_rows: Sequence[Row],
-    left: list[int],
-) -> tuple[tuple[Example, ...], list[int]]:
-    """Return the examples of a split, and the indices in `train_rows` that it leaves of `left`."""
-    is_test = name == "test"
-    wanted = data.num_test if is_test else data.num_dev
-    if source is not None:
-        rows = _answerable(task, data, name, read_source(f"data.{name}", source))
-        order = _permutation(data.seed, len(rows))
-        return _build(task, rows, order[:wanted]), left
-    most = _MOST_DRAWN_TEST if is_test else _MOST_DRAWN_DEV
-    size = wanted or min(most, max(1, len(train_rows) // 5))
-    logger.info(
-        "data.%s is not set: %d of the %d records of %s are drawn for it, by data.seed=%d",
-        name,
-        size,
-        len(train_rows),
-        data.train,
-        data.seed,
-    )
-    return _build(task, train_rows, left[:size]), left[size:]
+    train_rows = _answerable(task, data, "train", read_source("data.train", data.train))
+    left = _permutation(data.seed, len(train_rows))
+    drawn = []
+    for name, source, wanted in (
+        ("test", data.test, data.num_test),
+        ("validation", data.validation, data.num_dev),
+    ):
+        if source is not None:
+            rows = _answerable(task, data, name, read_source(f"data.{name}", source))
+            order = _permutation(data.seed, len(rows))
+            drawn.append(_build(task, rows, order[:wanted]))
+            continue
+        size = wanted or min(_MOST_DRAWN[name], max(1, len(train_rows) // 5))
+        drawn.append(_build(task, train_rows, left[:size]))
+        left = left[size:]
+    test, dev = drawn
+    if len(left) < (data.num_train or 1) or len(dev) < (data.num_dev or 0):
+        raise UserError(
+            f"{data.train} leaves {len(left)} records to train on and {len(dev)} for dev",
+            fix="set a smaller data.num_train, data.num_dev or data.num_test, or add records",
+        )
+    train = _build(task, train_rows, left[: data.num_train])
+    return Splits(train, dev, test, records=tuple(example.record for example in train))
 
 
 def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
@@ -243,20 +204,28 @@ def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
         # A dev question is one of these records, and its own answer is not shown to it.
         available = len(splits.records) - 1
     if wanted > available:
-        message = f"data.num_demonstrations={wanted} is more than the {available} examples"
-        fix = f"set data.num_demonstrations={available}, or add training examples"
-        raise UserError(message, fix=fix)
+        raise UserError(
+            f"data.num_demonstrations={wanted} is more than the {available} examples",
+            fix=f"set data.num_demonstrations={available}, or add training examples",
+        )
 
     def ask(questions: tuple[Example, ...], own_rows: Sequence[int] = ()) -> tuple[Example, ...]:
-        if not per_question:
-            return tuple(_after(question, splits.train[:wanted]) for question in questions)
-        drawn = draw_demonstrations(
-            data.seed, len(questions), len(splits.records), wanted, own_rows
-        )
+        shown = [splits.train[:wanted]] * len(questions)
+        if per_question:
+            drawn = draw_demonstrations(
+                data.seed, len(questions), len(splits.records), wanted, own_rows
+            )
+            shown = [
+                tuple(task.build_example(splits.records[row], row) for row in rows)
+                for rows in drawn
+            ]
         asked = []
-        for question, rows in zip(questions, drawn, strict=True):
-            demonstrations = [task.build_example(splits.records[row], row) for row in rows]
-            asked.append(_after(question, demonstrations))
+        for question, demonstrations in zip(questions, shown, strict=True):
+            solved = ""
+            for example in demonstrations:
+                for answer in example.gold_texts:
+                    solved += f"{(example.prompt + answer).strip()}\n\n"
+            asked.append(replace(question, demonstrations=solved))
         return tuple(asked)
 
     own_rows: Sequence[int] = ()
@@ -294,14 +263,6 @@ def draw_demonstrations(
     return drawn
 
 
-def _after(question: Example, demonstrations: Sequence[Example]) -> Example:
-    solved = []
-    for example in demonstrations:
-        for answer in example.gold_texts:
-            solved.append(f"{(example.prompt + answer).strip()}\n\n")
-    return replace(question, demonstrations="".join(solved))
-
-
 def _permutation(seed: int, num_records: int) -> list[int]:
     # The stream of MeZO's np.random.seed(seed) and np.random.permutation, without the global state.
     order: list[int] = np.random.RandomState(seed).permutation(num_records).tolist()
@@ -320,17 +281,15 @@ def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Examp
 def _read_split(directory: Path, split: str) -> list[Row]:
     """Return the records of train.jsonl, or else of all files such as train-00000.parquet."""
     files = sorted(directory.glob(f"{split}*"))
-    whole = [file for file in files if file.stem == split]
-    chosen = [file for file in whole if kind_of(file) == ".jsonl"]
+    chosen = [file for file in files if file.stem == split and kind_of(file) == ".jsonl"]
     if not chosen:
         chosen = [file for file in files if kind_of(file) == ".parquet"]
     if not chosen:
-        message = f"data.path={directory} has no {split}.jsonl or {split}*.parquet"
-        raise UserError(message, fix="correct it, or remove it to read the hub")
-    rows: list[Row] = []
-    for file in chosen:
-        rows += read_file(file)
-    return rows
+        raise UserError(
+            f"data.path={directory} has no {split}.jsonl or {split}*.parquet",
+            fix="correct it, or remove it to read the hub",
+        )
+    return [row for file in chosen for row in read_file(file)]
 
 
 def _answerable(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> list[Row]:
@@ -344,10 +303,10 @@ def _answerable(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -
     checked = usable(enumerate(rows, start=1), has_answer, skip=data.skip_unusable)
     answerable = [row for (_, row), is_answerable in checked if is_answerable]
     if not answerable:
-        message = (
-            f"none of the {len(rows)} records of the {split} split of {task.name} has an answer"
+        raise UserError(
+            f"none of the {len(rows)} records of the {split} split of {task.name} has an answer",
+            fix="correct the file",
         )
-        raise UserError(message, fix="correct the file")
     num_left_out = len(checked) - len(answerable)
     if num_left_out:
         logger.warning(
@@ -379,10 +338,10 @@ def checked_label(task: Task, where: str, record: Record | ValueError) -> int | 
     except UserError as error:
         raise UserError(f"{where} does not fit the task: {error}") from error
     if example.label is not None and not 0 <= example.label < len(example.candidates):
-        last = len(example.candidates) - 1
-        message = f"{where} has the label {example.label}, not 0 to {last}"
-        fix = "remove records without a label (-1 in the test splits of the hub)"
-        raise UserError(message, fix=fix)
+        raise UserError(
+            f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}",
+            fix="remove records without a label (-1 in the test splits of the hub)",
+        )
     return example.label
 
 
@@ -391,18 +350,15 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
     for name, expected_type in task.fields.items():
         value = _field_value(record, name, where)
         try:
-            _checker(expected_type).validate_python(value, strict=True)
+            _type_adapter(expected_type).validate_python(value, strict=True)
         except ValidationError as error:
             expected = expected_type if get_args(expected_type) else expected_type.__name__
-            message = f"field {name} of {where} is {shown(value)}, not of type {expected}"
-            fix = f"use the field types of {task.hub_id or 'the task'}"
-            raise UserError(message, fix=fix) from error
-        written = json.dumps(value, ensure_ascii=False, default=str)
-        if len(written) > MAX_CHARACTERS:
-            message = f"field {name} of {where} has more than {MAX_CHARACTERS} characters"
-            raise UserError(message, fix="shorten it")
+            raise UserError(
+                f"field {name} of {where} is {shown(value)}, not of type {expected}",
+                fix=f"use the field types of {task.hub_id or 'the task'}",
+            ) from error
         # JSON can hold half of a surrogate pair, and no tokenizer accepts it.
-        if re.search("[\ud800-\udfff]", written):
+        if re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False, default=str)):
             raise UserError(f"field {name} of {where} has half of a character", fix="remove it")
 
 
@@ -411,14 +367,9 @@ def _field_value(record: Record, name: str, where: str) -> object:
     for key in field_path(record, name):
         if not isinstance(value, Mapping) or key not in value:
             fields = [str(field) for field in value] if isinstance(value, Mapping) else []
-            message = f"{where} has no field {name}, only {', '.join(fields) or shown(value)}"
-            fix = did_you_mean(key, fields, "correct the names of fields, or the file")
-            raise UserError(message, fix=fix)
+            raise UserError(
+                f"{where} has no field {name}, only {', '.join(fields) or shown(value)}",
+                fix=did_you_mean(key, fields, "correct the names of fields, or the file"),
+            )
         value = value[key]
     return value
-
-
-@cache
-def _checker(expected_type: type) -> TypeAdapter[Any]:
-    """Return the check of a field's type. When strict, it does not take True for an int."""
-    return TypeAdapter(expected_type)

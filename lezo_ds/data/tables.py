@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ Row = tuple[str, Any]
 """(place, record): the place is such as " (train.jsonl line 3)", or "" if it is unknown. The record
 is a mapping, or a ValueError that says why there is none."""
 
-_UNLIMITED = 2**31 - 1
 _PARQUET_ROWS = 1024  # that are in memory at a time
 _SNIFFED_BYTES = 1000  # of a JSON file; white space before a list may be as long
 
@@ -48,12 +48,11 @@ def read_source(key: str, source: str) -> list[Row]:
     """
     path = Path(source)
     hub_name, colon, split = source.rpartition(":")
-    num_slashes = hub_name.count("/")
-    if colon and not path.exists() and num_slashes in (1, 2):
-        owner, name, *config = hub_name.split("/")
+    owner, *names = hub_name.split("/")
+    if colon and not path.exists() and len(names) in (1, 2):
+        config = names[1] if len(names) == 2 else None
         fix = f"set {key} to a file"
-        hub_id = f"{owner}/{name}"
-        (rows,) = read_hub(hub_id, config[0] if config else None, [split], fix=fix)
+        (rows,) = read_hub(f"{owner}/{names[0]}", config, [split], fix=fix)
     else:
         check_kind(f"{key}={source}", path)
         rows = list(read_file(path))
@@ -148,7 +147,7 @@ def separator_of(path: Path) -> str:
 
 def _read_table(path: Path) -> _Records:
     """Yield the rows of a table with a header; every value is text. Blank lines are skipped."""
-    csv.field_size_limit(_UNLIMITED)  # the check of a record refuses much shorter values
+    csv.field_size_limit(2**31 - 1)  # a text may be long
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator_of(path), strict=True)
         header = next(reader, [])
@@ -158,12 +157,10 @@ def _read_table(path: Path) -> _Records:
         # before.
         line = reader.line_num + 1
         for values in reader:
-            is_blank = not "".join(values).strip()
-            if len(values) == len(header):
-                record: object = dict(zip(header, values, strict=True))
-            else:
+            record: object = dict(zip(header, values, strict=False))
+            if len(values) != len(header):
                 record = ValueError(f"has {len(values)} values for {len(header)} columns")
-            if not is_blank:
+            if "".join(values).strip():  # else the line is blank
                 yield "line", line, record
             line = reader.line_num + 1
 
@@ -175,28 +172,24 @@ def _read_json(path: Path) -> _Records:
         is_list = file.read(_SNIFFED_BYTES).lstrip().startswith(b"[")
         file.seek(0)
         if is_list:
-            records = json.loads(file.read())
-            for row, record in enumerate(records, start=1):
+            for row, record in enumerate(json.load(file), start=1):
                 yield "row", row, record
             return
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield "line", number, _parsed(line)
-
-
-def _parsed(line: bytes) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return ValueError(f"is not JSON: {line[:80]!r}")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = ValueError(f"is not JSON: {line[:80]!r}")
+            yield "line", number, record
 
 
 def _read_parquet(path: Path) -> _Records:
-    row = 0
-    for batch in ParquetFile(path).iter_batches(_PARQUET_ROWS):
-        for record in batch.to_pylist():
-            row += 1
-            yield "row", row, record
+    batches = ParquetFile(path).iter_batches(_PARQUET_ROWS)
+    records = chain.from_iterable(batch.to_pylist() for batch in batches)
+    for row, record in enumerate(records, start=1):
+        yield "row", row, record
 
 
 READERS: Mapping[str, Callable[[Path], _Records]] = {

@@ -20,6 +20,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ from lezo_ds.data.objectives import Objective, load_objective, training_objectiv
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.splits import Splits, load_splits, usable, with_demonstrations
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling, StepBatch
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD
@@ -81,15 +82,9 @@ class EncodedSplit:
     def num_common(self) -> int:
         """Number of tokens with which all prompts begin; 0 if they are few."""
         # All prompts lie between the first and the last in lexical order, and begin as these two
-        # do.
-        first = min(self.prompts)
-        last = max(self.prompts)
-        number = 0
-        # One token of a prompt is left to continue.
-        for token, other in zip(first[:-1], last, strict=False):
-            if token != other:
-                break
-            number += 1
+        # do. One token of a prompt is left to continue.
+        pairs = zip(min(self.prompts)[:-1], max(self.prompts), strict=False)
+        number = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return number if number >= FEWEST_COMMON else 0
 
     def fingerprint(self) -> str:
@@ -148,13 +143,12 @@ class TaskData:
         They are a function of the seed and the step. `prefetch.StepBatches` lays them out ahead.
         """
         size = config.train.micro_batch_size
-        drawn = np.array(self.step_rows(config, step))
         # A micro-batch is padded to its longest example, so sorting by length reduces padding.
-        rows = drawn[np.lexsort((drawn, self._lengths[drawn]))]
-        shares_rows = self.packed and not self.objective.reads_answers
-        if shares_rows and FEWEST_DEALT <= size < len(rows):
+        by_length = sorted((self._length(row), row) for row in self.step_rows(config, step))
+        rows = np.array([row for _, row in by_length])
+        if self.packed and FEWEST_DEALT <= size < len(rows):
             rows = deal(rows, len(rows) // size)
-        num_terms = self._num_terms[rows]
+        num_terms = [self.objective.num_terms(self.train.encoded[row]) for row in rows]
         weights = np.add.reduceat(num_terms, np.arange(0, len(rows), size))
         if self.objective.reads_answers:
             weights *= config.generation.num_samples
@@ -174,18 +168,11 @@ class TaskData:
         num_examples = len(self.train.examples)
         return batch_indices(config.seed, step, num_examples, config.train.batch_size)
 
-    @cached_property
-    def _lengths(self) -> np.ndarray:
-        """int64 [training examples], the tokens that a forward pass runs for each."""
+    def _length(self, row: int) -> int:
+        """Return the number of tokens that a forward pass runs for a training example."""
         if self.objective.reads_answers:
-            return np.array([len(ids) for ids in self.train.prompts])
-        return np.array([example.num_tokens for example in self.train.encoded])
-
-    @cached_property
-    def _num_terms(self) -> np.ndarray:
-        """int64 [training examples], the weight of each in its micro-batch."""
-        num_terms = self.objective.num_terms
-        return np.array([num_terms(example) for example in self.train.encoded])
+            return len(self.train.prompts[row])
+        return self.train.encoded[row].num_tokens
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of some examples of a split whose outputs the objective reads."""
@@ -205,7 +192,6 @@ class TaskData:
 
     def _answer_batch(self, config: RunConfig, step: int, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of prompts to train on; the samples of a prompt are neighboring rows."""
-        assert self.generation is not None
         repeated = []
         keys = []
         for row in rows:
@@ -216,12 +202,7 @@ class TaskData:
         batch = self.objective_batch(self.train, repeated)
         if config.generation.temperature == 0:
             return batch
-        sampling = Sampling(config.generation.temperature, config.generation.top_p)
-        return replace(
-            batch,
-            inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor(keys)},
-            generation=replace(self.generation, sampling=sampling),
-        )
+        return replace(batch, inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor(keys)})
 
     def answers(self, tokens: Tensor) -> list[str]:
         """Return the answers in the new tokens [examples, n] of a `prompt_batch`."""
@@ -263,15 +244,14 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     model_config = load_model_config(directory)
     generation = None
     if task.kind == "generation" or objective.reads_answers:
-        stops = (NEWLINE,) if config.generation.stop is None else config.generation.stop
-        generation = generation_settings(tokenizer, config.generation.max_new_tokens, stops)
+        generation = generation_settings(tokenizer, config.generation)
     writes_answers = generation is not None
     encoder = _Encoder(config, task, objective, tokenizer, model_config)
-    # The mask of packed rows has no columns for the keys of a prefix.
-    takes_packed = config.peft.kind != "prefix"
+    # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.
+    takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
     return TaskData(
-        task=task,
-        tokenizer=tokenizer,
+        task,
+        tokenizer,
         train=encoder.encode(splits.train, has_prompts=objective.reads_answers),
         dev=encoder.encode(splits.dev, has_prompts=writes_answers),
         test=encoder.encode(splits.test, has_prompts=writes_answers),
@@ -297,26 +277,38 @@ class _Encoder:
         """Encode examples that can be used, and with `has_prompts` also their prompts."""
         if not examples:
             return EncodedSplit((), ())
-        usable_examples = []
-        encoded = []
-        worded = [self._worded(example) for example in examples]
-        for example, tokens in self._candidates(worded):
-            usable_examples.append(example)
-            encoded.append(tokens)
-        prompts: tuple[TokenIds, ...] = ()
+        data = self.config.data
         max_new_tokens = self.config.generation.max_new_tokens
+        max_length = data.max_length
+        if data.protocol == "mezo" and self.task.kind == "generation":
+            # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to
+            # come.
+            max_length = prompt_room(max_length, max_new_tokens)
+        is_chat = self.task.kind == "chat"
+
+        def encode_candidates(example: Example) -> EncodedExample:
+            if example.messages and self.task.has_answers:
+                return encode_conversation(
+                    self.tokenizer, example, max_length, keep_end=not is_chat
+                )
+            return encode_example(self.tokenizer, example, max_length)
+
+        worded = [self._worded(example) for example in examples]
+        pairs = usable(worded, encode_candidates, skip=data.skip_unusable)
+        where = "at their end" if is_chat else "on the left"
+        warn_of_cuts([encoded.truncated for _, encoded in pairs], max_length, where)
+        prompts: tuple[TokenIds, ...] = ()
         if has_prompts:
             encode = encode_question if examples[0].messages else encode_prompt
-            asked = [encode(self.tokenizer, example) for example in usable_examples]
-            max_length = self.config.data.max_length
-            prompts = cut_prompts(self.tokenizer, asked, max_length, max_new_tokens)
+            asked = [encode(self.tokenizer, example) for example, _ in pairs]
+            prompts = cut_prompts(self.tokenizer, asked, data.max_length, max_new_tokens)
         split = EncodedSplit(
-            examples=tuple(usable_examples),
-            encoded=tuple(encoded),
-            prompts=prompts,
+            tuple(example for example, _ in pairs),
+            tuple(encoded for _, encoded in pairs),
+            prompts,
             reads_records=self.objective.is_reward,
         )
-        _check_model(split, self.tokenizer, max_new_tokens, self.model_config.get_text_config())
+        self._check_model(split)
         return split
 
     def _worded(self, example: Example) -> Example:
@@ -336,67 +328,46 @@ class _Encoder:
             example = replace(example, candidates=tuple(candidates))
         return example
 
-    def _candidates(self, examples: Sequence[Example]) -> list[tuple[Example, EncodedExample]]:
-        """Return the examples whose candidates can be encoded, with these."""
-        data = self.config.data
-        max_length = data.max_length
-        if data.protocol == "mezo" and self.task.kind == "generation":
-            # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to
-            # come.
-            max_length = prompt_room(max_length, self.config.generation.max_new_tokens)
-        is_chat = self.task.kind == "chat"
-
-        def encode(example: Example) -> EncodedExample:
-            if example.messages and self.task.has_answers:
-                return encode_conversation(
-                    self.tokenizer, example, max_length, keep_end=not is_chat
-                )
-            return encode_example(self.tokenizer, example, max_length)
-
-        pairs = usable(examples, encode, skip=data.skip_unusable)
-        num_cut = sum(1 for _, encoded in pairs if encoded.truncated)
-        where = "at their end" if is_chat else "on the left"
-        warn_of_cuts(num_cut, len(pairs), max_length, where)
-        return pairs
+    def _check_model(self, split: EncodedSplit) -> None:
+        """Refuse inputs that are too long for the model's positions, or tokens that it lacks."""
+        model_config = self.model_config.get_text_config()
+        sequences = list(split.prompts)
+        lengths = [len(ids) + self.config.generation.max_new_tokens for ids in split.prompts]
+        for encoded in split.encoded:
+            sequences += encoded.sequences
+            lengths.append(encoded.num_tokens)
+        longest = max(lengths)
+        num_positions = getattr(model_config, "max_position_embeddings", None)
+        if num_positions is not None and longest > num_positions:
+            raise UserError(
+                f"an input has {longest} tokens, and the model has {num_positions} positions",
+                fix=f"set data.max_length={num_positions}",
+            )
+        largest = max(max(ids) for ids in sequences)
+        if largest >= model_config.vocab_size:
+            token = self.tokenizer.backend.convert_ids_to_tokens(largest)
+            raise UserError(
+                f"the tokenizer writes {token!r}, id {largest}, "
+                f"and the model has {model_config.vocab_size}",
+                fix="use the tokenizer of the model, or resize its embedding",
+            )
 
 
 def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
     """Refuse an objective that does not fit the method or the task."""
     name = f"train.objective={config.train.objective}"
     if config.method == "adamw" and objective.reads_answers:
-        message = f"method adamw cannot use {name}, which has no gradient"
-        raise UserError(message, fix="set method=lezo")
+        raise UserError(
+            f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo"
+        )
     if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
         needs = "data.metric=reward" if task.has_answers else "a task without right answers"
-        fix = "set train.objective=package.module:function, a function with the decorator `reward`"
-        raise UserError(f"{needs} needs a reward, not {name}", fix=fix)
-    if config.method == "icl" and not task.has_answers:
-        message = "method icl shows solved examples, and the task has none"
-        raise UserError(message, fix="set method=zero_shot")
-
-
-def _check_model(
-    split: EncodedSplit,
-    tokenizer: PromptTokenizer,
-    max_new_tokens: int,
-    model_config: Any,
-) -> None:
-    """Refuse inputs that are longer than the model's positions, or tokens that it does not know."""
-    sequences = list(split.prompts)
-    lengths = [len(ids) + max_new_tokens for ids in split.prompts]
-    for encoded in split.encoded:
-        sequences += encoded.sequences
-        lengths.append(encoded.num_tokens)
-    longest = max(lengths)
-    num_positions = getattr(model_config, "max_position_embeddings", None)
-    if num_positions is not None and longest > num_positions:
-        message = f"an input has {longest} tokens, and the model has {num_positions} positions"
-        raise UserError(message, fix=f"set data.max_length={num_positions}")
-    largest = max(max(ids) for ids in sequences)
-    if largest >= model_config.vocab_size:
-        token = tokenizer.backend.convert_ids_to_tokens(largest)
-        message = (
-            f"the tokenizer writes {token!r}, id {largest}, "
-            f"and the model has {model_config.vocab_size}"
+        raise UserError(
+            f"{needs} needs a reward, not {name}",
+            fix="set train.objective=package.module:function, a function with the decorator "
+            "`reward`",
         )
-        raise UserError(message, fix="use the tokenizer of the model, or resize its embedding")
+    if config.method == "icl" and not task.has_answers:
+        raise UserError(
+            "method icl shows solved examples, and the task has none", fix="set method=zero_shot"
+        )

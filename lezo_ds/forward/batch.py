@@ -34,20 +34,6 @@ class LogitSelection:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn.
-
-    Attributes:
-        temperature: divides the logits; above 0.
-        top_p: draw from the most probable tokens that have this probability together; None draws
-            from all of them.
-    """
-
-    temperature: float
-    top_p: float | None = None
-
-
-@dataclass(frozen=True)
 class GenerationSettings:
     """How a batch of prompts is continued.
 
@@ -58,8 +44,10 @@ class GenerationSettings:
         stops: an answer is read up to the first of these strings.
         has_ended: (new tokens of a row) -> whether the row ends here. It finds stop strings that
             spread over several tokens; None if there are none.
-        sampling: None takes the most probable token. Otherwise, the batch needs the input
-            "sample_keys", int64 [rows].
+        temperature: divides the logits if tokens are drawn, which they are if the batch has the
+            input "sample_keys", int64 [rows].
+        top_p: draw from the most probable tokens that have this probability together; None draws
+            from all of them.
     """
 
     max_new_tokens: int
@@ -67,7 +55,8 @@ class GenerationSettings:
     pad_id: int
     stops: tuple[str, ...] = ("\n",)
     has_ended: Callable[[Sequence[int]], bool] | None = None
-    sampling: Sampling | None = None
+    temperature: float = 0.0
+    top_p: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +106,9 @@ class StepBatch:
         weights: of each micro-batch, known without laying it out.
         build: (index) -> micro-batch.
         content: identifies the batch, by the indices of its examples. Ranks compare it.
+
+    Attributes:
+        read: the indices of the micro-batches that have been read.
     """
 
     def __init__(
@@ -124,6 +116,7 @@ class StepBatch:
     ) -> None:
         self.weights = weights
         self.content = content
+        self.read: set[int] = set()
         self._build = build
         self._built: dict[int, MicroBatch] = {}
 
@@ -139,6 +132,7 @@ class StepBatch:
         return len(self.weights)
 
     def __getitem__(self, index: int) -> MicroBatch:
+        self.read.add(index)
         if index not in self._built:
             micro_batch = self._build(index)
             assert micro_batch.weight == self.weights[index]

@@ -26,6 +26,7 @@ from tiny_runs import TINY_OPT, start_engine, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.generation import (
     SAMPLE_KEYS,
@@ -35,7 +36,7 @@ from lezo_ds.data.generation import (
     read_answers,
     uniforms,
 )
-from lezo_ds.forward.batch import GenerationSettings, Sampling
+from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 
 PAD = 1
@@ -160,8 +161,7 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
 
 
 def drawn(model, settings, prompts, keys, **sampling):
-    chosen = replace(settings, sampling=Sampling(**sampling))
-    batch = prompt_batch(prompts, chosen)
+    batch = prompt_batch(prompts, replace(settings, **sampling))
     tokens = generate(model, batch, **{SAMPLE_KEYS: torch.tensor(keys)})
     return ended(tokens, settings)
 
@@ -199,6 +199,11 @@ def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
         assert (uniforms(key, position, 100_001) != drawn).mean() > 0.99
 
 
+def settings_of(tokenizer, max_new_tokens, *stops):
+    config = GenerationConfig(max_new_tokens=max_new_tokens, stop=list(stops))
+    return generation_settings(tokenizer, config)
+
+
 class CountingTokenizer(PromptTokenizer):
     """A tokenizer that counts the tokens that it decodes."""
 
@@ -225,7 +230,7 @@ BYTES = byte_tokenizer()
     ids=st.lists(st.integers(4, 14), max_size=40), stop=st.sampled_from(["ba", "\u00e9", "b ab"])
 )
 def test_a_stop_of_several_tokens_is_found_at_the_token_that_completes_it(ids, stop):
-    has_ended = generation_settings(BYTES, 40, (stop,)).has_ended
+    has_ended = settings_of(BYTES, 40, stop).has_ended
     expected = [stop in BYTES.decode(ids[:length]) for length in range(len(ids) + 1)]
     found = [has_ended(ids[:length]) for length in range(len(ids) + 1)]
     # What comes after a row has ended does not matter.
@@ -234,7 +239,7 @@ def test_a_stop_of_several_tokens_is_found_at_the_token_that_completes_it(ids, s
 
 def test_looking_for_a_stop_decodes_the_last_few_tokens_only():
     tokenizer = byte_tokenizer()
-    has_ended = generation_settings(tokenizer, 400, ("ba",)).has_ended
+    has_ended = settings_of(tokenizer, 400, "ba").has_ended
     assert not any(has_ended([4] * length) for length in range(1, 401))
     assert tokenizer.num_decoded <= 400 * 4
 
@@ -278,11 +283,12 @@ def tokenizer():
         (("ab",), (7, 6, 7, 5, 6), "b", (2,)),
         (("b", "\n"), (6, 6, 7, 6, 6), "aa", (2, 4, 7, 8)),
         (("a b", "ba"), (6, 5, 7, 6, 6), "", (2,)),
+        (("a b", "ba"), (7, 6, 5, 7, 6), "", (2,)),  # one stop begins within the other
         ((), (6, 4, 7, 2, 6), "a\nb", (2,)),
     ],
 )
 def test_an_answer_is_read_up_to_the_first_of_its_stops(tokenizer, stops, ids, answer, stop_ids):
-    settings = generation_settings(tokenizer, 5, stops)
+    settings = settings_of(tokenizer, 5, *stops)
     assert settings.stop_ids == stop_ids
     assert read_answers(torch.tensor([ids]), settings, tokenizer) == [answer]
 
@@ -299,7 +305,7 @@ def test_a_row_ends_with_a_stop_of_several_tokens_in_what_was_written():
     tokenizer = PromptTokenizer(fast, bos_id=None, pad_id=PAD, eos_id=2)
     free = plain(model, prompt)
     stop = words[free[3]] + words[free[4]]
-    settings = generation_settings(tokenizer, MAX_NEW_TOKENS, (stop,))
+    settings = settings_of(tokenizer, MAX_NEW_TOKENS, stop)
     for ids in (
         prompt,
         (*prompt, *free[:4]),

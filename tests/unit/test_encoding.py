@@ -108,10 +108,10 @@ def test_a_prompt_leaves_room_for_what_will_be_generated(opt, caplog):
 
 def test_answers_end_at_eos_and_at_every_token_with_a_newline(tmp_path):
     path = save_tokenizer(tmp_path, OPTConfig(), words=[*WORDS, "\n\n", ".\n"], bos="<s>")
-    assert load_tokenizer(path).stop_ids() == (2, 10, len(WORDS), len(WORDS) + 1)
+    assert load_tokenizer(path).stop_ids("\n") == (2, 10, len(WORDS), len(WORDS) + 1)
     path = save_tokenizer(tmp_path, OPTConfig(), bos="<s>", eos=None)
     with pytest.raises(UserError, match=r"no end-of-sequence token.*; fix: set eos_token"):
-        load_tokenizer(path).stop_ids()
+        load_tokenizer(path).stop_ids("\n")
 
 
 def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):

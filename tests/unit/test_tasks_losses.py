@@ -12,6 +12,7 @@ from golden_tasks import GOLDEN
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
+from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_prompt
 from lezo_ds.data.generation import generation_settings, read_answers
 from lezo_ds.data.objectives import training_objective
@@ -109,5 +110,5 @@ def test_demonstrations_stand_before_prompts_and_are_no_part_of_a_candidate(toke
     assert prompt == ids_of(before + golden.prompt.strip(" "))
     if TASKS[golden.task].kind == "generation":  # what follows the prompt is read as the answer
         answer = torch.tensor([encoded.sequences[0][len(prompt) :]])
-        settings = generation_settings(tokenizer, 50)
+        settings = generation_settings(tokenizer, GenerationConfig())
         assert read_answers(answer, settings, tokenizer) == [golden.references[0]]
