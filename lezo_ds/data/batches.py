@@ -33,6 +33,9 @@ from torch import Tensor
 from lezo_ds.data.encoding import EncodedExample, TokenIds
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 
+Candidate = tuple[EncodedExample, int]
+"""An example, and the number of one of its candidates."""
+
 PAD_MULTIPLE = 8
 """Rows are as wide as a multiple of it. The value is MeZO's; tensor cores are fastest there."""
 
@@ -42,12 +45,10 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
 
     Examples come from an endless stream, which has one permutation of all examples for each epoch.
     """
-    first = step * batch_size
     indices = []
-    for number in range(first, first + batch_size):
+    for number in range(step * batch_size, (step + 1) * batch_size):
         epoch, position = divmod(number, num_examples)
-        order = _permutation(seed, epoch, num_examples)
-        indices.append(int(order[position]))
+        indices.append(int(_permutation(seed, epoch, num_examples)[position]))
     return indices
 
 
@@ -55,8 +56,7 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
 def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     # NumPy guarantees the raw words of Philox4x64 (Salmon et al. 2011) across versions, but not the
     # result of Generator.permutation. Sorting the words gives a permutation that never changes.
-    generator = np.random.Philox(key=seed + (epoch << 64))
-    words = generator.random_raw(num_examples)
+    words = np.random.Philox(key=seed + (epoch << 64)).random_raw(num_examples)
     return np.argsort(words, kind="stable")
 
 
@@ -87,60 +87,33 @@ def candidate_batch(
 
     Returns:
         A batch of weight E. Its labels are "label", int64 [E], and in the second layout
-        "target_ids", int64 [tokens]; "token_slots", int64 [rows, longest candidate]; and
-        "candidate_slots", int64 [E, most candidates].
+        those of `token_batch` and "candidate_slots", int64 [E, most candidates].
     """
     vocabulary = _shared_candidates(examples) if deduplicate else None
     labels = {"label": torch.tensor([example.gold for example in examples])}
     if vocabulary is not None:
         contexts = [example.sequences[0][:-1] for example in examples]
-        last_positions = [len(context) - 1 for context in contexts]
         selection = LogitSelection(
             rows=torch.arange(len(contexts)),
-            positions=torch.tensor(last_positions),
+            positions=torch.tensor([len(context) - 1 for context in contexts]),
             vocabulary=torch.tensor(vocabulary),
         )
         inputs = {"input_ids": _pad(contexts, pad_id)}
         return MicroBatch(inputs, len(examples), labels, selection=selection)
-    sequences: list[TokenIds] = []
-    targets = []
-    num_candidates = []
-    for example in examples:
-        sequences += example.sequences
-        num_candidates.append(len(example.sequences))
-        for candidate in range(len(example.sequences)):
-            targets.append(example.targets(candidate))
-    batch = _token_batch(sequences, targets, pad_id)
+    batch = token_batch(all_candidates(examples), pad_id)
     labels |= batch.labels
-    labels["candidate_slots"] = _slots(num_candidates)
+    labels["candidate_slots"] = _slots([len(example.sequences) for example in examples])
     return replace(batch, weight=len(examples), labels=labels)
 
 
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
-    """Lay out the gold candidate of every example, to train on its tokens.
-
-    Returns:
-        A batch whose weight is the number of these tokens. Its labels are "target_ids",
-        int64 [tokens], and "token_slots", int64 [examples, longest candidate].
-    """
-    sequences = []
-    targets = []
-    for example in examples:
-        sequences.append(example.sequences[example.gold])
-        targets.append(example.targets(example.gold))
-    return _token_batch(sequences, targets, pad_id)
+    """Lay out the gold candidate of every example, to train on its tokens (see `token_batch`)."""
+    return token_batch([(example, example.gold) for example in examples], pad_id)
 
 
-def scoring_batch(sequences: Sequence[TokenIds], lengths: Sequence[int], pad_id: int) -> MicroBatch:
-    """Lay out sequences to score the last `lengths[i]` tokens of sequence i.
-
-    Sequences that differ in their last token only are fed alike, so they share a row of input_ids.
-    The labels are those of `teacher_forcing_batch`, with a row of "token_slots" for each sequence.
-    """
-    targets = []
-    for ids, length in zip(sequences, lengths, strict=True):
-        targets.append(range(len(ids) - length, len(ids)))
-    return _token_batch(sequences, targets, pad_id, share_rows=True)
+def all_candidates(examples: Sequence[EncodedExample]) -> list[Candidate]:
+    """Return the candidates of each example, in order."""
+    return [(example, number) for example in examples for number in range(len(example.sequences))]
 
 
 def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
@@ -155,41 +128,42 @@ def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
     return candidates
 
 
-def _token_batch(
-    sequences: Sequence[TokenIds],
-    targets: Sequence[Sequence[int]],
-    pad_id: int,
-    *,
-    share_rows: bool = False,
+def token_batch(
+    candidates: Sequence[Candidate], pad_id: int, *, share_rows: bool = False
 ) -> MicroBatch:
-    """Return a batch that selects the logits before the targets; the weight is their number.
+    """Return a batch that selects the logits before the tokens that belong to candidates.
 
     Args:
-        sequences: token ids.
-        targets: the positions of each sequence whose tokens count.
+        candidates: an example and the number of the candidate, for each sequence.
         pad_id: token that fills rows.
-        share_rows: whether sequences that are fed alike are one row.
+        share_rows: whether sequences that are fed alike, because they differ in their last token
+            only, are one row of input_ids.
+
+    Returns:
+        A batch whose weight is the number of these tokens. Its labels are "target_ids",
+        int64 [tokens], and "token_slots", int64 [candidates, longest candidate].
     """
     fed: list[TokenIds] = []
     row_of: dict[TokenIds, int] = {}
     rows = []
     positions = []
     target_ids = []
-    for ids, places in zip(sequences, targets, strict=True):
+    for example, number in candidates:
+        ids = example.sequences[number]
         context = ids[:-1]
         if not share_rows or context not in row_of:
             row_of[context] = len(fed)
             fed.append(context)
-        for place in places:
+        for position in example.targets(number):
             rows.append(row_of[context])
-            positions.append(place - 1)
-            target_ids.append(ids[place])
-    token_slots = _slots([len(places) for places in targets])
+            positions.append(position - 1)
+            target_ids.append(ids[position])
+    token_slots = _slots([len(example.targets(number)) for example, number in candidates])
     return MicroBatch(
-        inputs={"input_ids": _pad(fed, pad_id)},
-        weight=len(target_ids),
-        labels={"target_ids": torch.tensor(target_ids), "token_slots": token_slots},
-        selection=LogitSelection(torch.tensor(rows), torch.tensor(positions)),
+        {"input_ids": _pad(fed, pad_id)},
+        len(target_ids),
+        {"target_ids": torch.tensor(target_ids), "token_slots": token_slots},
+        LogitSelection(torch.tensor(rows), torch.tensor(positions)),
     )
 
 

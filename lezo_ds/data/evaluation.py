@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
-from lezo_ds.data.batches import scoring_batch, teacher_forcing_batch
+from lezo_ds.data.batches import all_candidates, teacher_forcing_batch, token_batch
 from lezo_ds.data.encoding import TokenIds
 from lezo_ds.data.metrics import load_score, majority_score
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss, training_objective
@@ -86,7 +87,15 @@ def evaluate(
     Raises:
         UserError: the user's metric or objective failed.
     """
-    return _Evaluation(engine, data, split, batch_size).run()
+    loss, predicted = _Evaluation(engine, data, split, batch_size).loss_and_predictions()
+    score = load_score(data.task)
+    return EvaluationResult(
+        loss,
+        # The metric without a score is the reward, and the loss is minus the mean reward.
+        score=-loss if score is None else score(predicted, split.examples),
+        majority_class=majority_score(score, split.examples),
+        predicted=tuple(predicted),
+    )
 
 
 def predict(
@@ -101,20 +110,16 @@ def predict(
     scores, which are mean log-probabilities of tokens.
     """
     evaluation = _Evaluation(engine, data, split, batch_size)
-    rows: list[dict[str, Any]] = []
     if split.prompts:
-        for answer in data.answers(evaluation.new_tokens()):
-            rows.append({PREDICTED: answer})
-        return rows
+        return [{PREDICTED: answer} for answer in data.answers(evaluation.new_tokens())]
     scores = evaluation.candidate_scores(evaluation.log_probabilities())
-    best: list[int] = scores.argmax(dim=1).tolist()
-    probabilities = scores.softmax(dim=1).amax(dim=1)
+    choices: list[int] = scores.argmax(dim=1).tolist()
+    probabilities: list[float] = scores.softmax(dim=1).amax(dim=1).tolist()
     labels = data.task.labels
-    for index, example in enumerate(split.examples):
-        choice = best[index]
+    rows = []
+    for example, choice, probability in zip(split.examples, choices, probabilities, strict=True):
         predicted = labels[choice] if labels else answer_text(example, choice)
-        probability = round(float(probabilities[index]), 6)
-        rows.append({PREDICTED: predicted, PROBABILITY: probability})
+        rows.append({PREDICTED: predicted, PROBABILITY: round(probability, 6)})
     return rows
 
 
@@ -135,13 +140,14 @@ def prediction_rows(
     rows = []
     for example, prediction in zip(examples, predicted, strict=True):
         right = example.references or example.gold_texts
-        row = {
-            "index": example.index,
-            "prompt": example.prompt,
-            "right": [answer.strip() for answer in right],
-            "predicted": answer_text(example, prediction),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "index": example.index,
+                "prompt": example.prompt,
+                "right": [answer.strip() for answer in right],
+                "predicted": answer_text(example, prediction),
+            }
+        )
     return rows
 
 
@@ -154,38 +160,31 @@ class _Evaluation:
     split: EncodedSplit
     batch_size: int
 
-    def run(self) -> EvaluationResult:
-        examples = self.split.examples
-        loss, predicted = self._loss_and_predictions()
-        score = load_score(self.data.task)
-        return EvaluationResult(
-            loss=loss,
-            # The metric without a score is the reward, and the loss is minus the mean reward.
-            score=-loss if score is None else score(predicted, examples),
-            majority_class=majority_score(score, examples),
-            predicted=tuple(predicted),
-        )
-
-    def _loss_and_predictions(self) -> tuple[float, Sequence[Prediction]]:
+    def loss_and_predictions(self) -> tuple[float, Sequence[Prediction]]:
         data = self.data
         kind = data.task.kind
         tokens = self.new_tokens() if self.split.prompts else None
         if kind == "generation":
             assert tokens is not None
             return self._objective_loss(tokens), data.answers(tokens)
-        # The task's own loss follows from the scores, so it needs no further passes.
-        is_own_loss = data.objective == training_objective(kind)
+        predicted: Sequence[Prediction]
         if kind == "chat":
-            losses, counts = self._token_scores()
-            if is_own_loss:
-                return self._mean(losses), counts
-            return self._objective_loss(tokens), counts
-        sums = self.log_probabilities()
-        scores = self.candidate_scores(sums)
-        choices: list[int] = scores.argmax(dim=1).tolist()  # the first one wins a tie
-        if is_own_loss:
-            return self._own_loss(sums, scores), choices
-        return self._objective_loss(tokens), choices
+            losses, predicted = self._token_scores()
+            loss = self._mean(losses)
+        else:
+            sums = self.log_probabilities()
+            scores = self.candidate_scores(sums)
+            predicted = scores.argmax(dim=1).tolist()  # the first one wins a tie
+            golds = [example.gold for example in self.split.encoded]
+            if kind == "classification":
+                loss = F.cross_entropy(scores, torch.tensor(golds)).item()
+            else:
+                right = [total[gold] for total, gold in zip(sums, golds, strict=True)]
+                loss = self._mean(-torch.stack(right))
+        # The task's own loss follows from the scores. Any other needs passes of its own.
+        if data.objective != training_objective(kind):
+            loss = self._objective_loss(tokens)
+        return loss, predicted
 
     def candidate_scores(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the mean log-probability of each candidate's tokens.
@@ -198,31 +197,22 @@ class _Evaluation:
             means.append(total / torch.tensor(example.option_lengths))
         return pad_sequence(means, batch_first=True, padding_value=float("-inf"))
 
-    def _own_loss(self, sums: Sequence[Tensor], scores: Tensor) -> float:
-        """Return the mean of the task's own loss, from the candidates' log-probabilities."""
-        golds = [example.gold for example in self.split.encoded]
-        if self.data.task.kind == "classification":
-            return F.cross_entropy(scores, torch.tensor(golds)).item()
-        right = [total[gold] for total, gold in zip(sums, golds, strict=True)]
-        losses = -torch.stack(right)
-        return self._mean(losses)
-
     def _mean(self, losses: Tensor) -> float:
         """Return the mean of the objective from its sum over each example, float64 [examples].
 
         If a batch size is set for the loss, it is the mean over batches, each of which counts by
         its number of examples, as transformers' Trainer averages.
         """
-        num_terms_of = self.data.objective.num_terms
-        counts = [num_terms_of(example) for example in self.split.encoded]
-        num_terms = torch.tensor(counts)
-        if self.data.loss_batch is None:
+        count = self.data.objective.num_terms
+        num_terms = torch.tensor([count(example) for example in self.split.encoded])
+        size = self.data.loss_batch
+        if size is None:
             return float(losses.sum() / num_terms.sum())
         total = 0.0
-        for begin in range(0, len(losses), self.data.loss_batch):
-            batch = slice(begin, begin + self.data.loss_batch)
-            mean = losses[batch].sum() / num_terms[batch].sum()
-            total += len(losses[batch]) * float(mean)
+        for batch, batch_terms in zip(
+            torch.split(losses, size), torch.split(num_terms, size), strict=True
+        ):
+            total += len(batch) * float(batch.sum() / batch_terms.sum())
         return total / len(losses)
 
     def log_probabilities(self) -> list[Tensor]:
@@ -230,24 +220,17 @@ class _Evaluation:
 
         The result has float64 [candidates] for each example.
         """
-        sequences: list[TokenIds] = []
-        lengths: list[int] = []
-        num_candidates = []
-        for example in self.split.encoded:
-            sequences += example.sequences
-            lengths += example.option_lengths
-            num_candidates.append(len(example.sequences))
+        candidates = all_candidates(self.split.encoded)
 
         def score(items: Sequence[int]) -> Tensor:
-            batch = scoring_batch(
-                sequences=[sequences[item] for item in items],
-                lengths=[lengths[item] for item in items],
-                pad_id=self.data.tokenizer.pad_id,
-            )
+            chosen = [candidates[item] for item in items]
+            batch = token_batch(chosen, self.data.tokenizer.pad_id, share_rows=True)
             batch, logits = self._forward(batch)
             return -teacher_forcing_loss(logits, batch).unsqueeze(1)
 
+        sequences = [example.sequences[number] for example, number in candidates]
         sums = self._spread(_rows_by_context(sequences), 1, score).squeeze(1)
+        num_candidates = [len(example.sequences) for example in self.split.encoded]
         return list(torch.split(sums, num_candidates))
 
     def _token_scores(self) -> tuple[Tensor, list[TokenCounts]]:
@@ -258,9 +241,9 @@ class _Evaluation:
             examples = [encoded[item] for item in items]
             batch = teacher_forcing_batch(examples, self.data.tokenizer.pad_id)
             batch, logits = self._forward(batch)
-            losses = teacher_forcing_loss(logits, batch)
-            right = count_right_tokens(logits, batch)
-            return torch.stack([losses, right], dim=1)
+            return torch.stack(
+                [teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], dim=1
+            )
 
         rows = _rows_by_length([example.num_tokens for example in encoded])
         losses, right = self._spread(rows, 2, score).T
@@ -278,11 +261,9 @@ class _Evaluation:
             batch = self.data.prompt_batch(self.split, items)
             tokens = self.engine.forward(batch)
             # Zeros after the end do no harm: a batch is shorter only if all its rows have ended.
-            num_missing = width - tokens.shape[1]
-            return F.pad(tokens, (0, num_missing))
+            return F.pad(tokens, (0, width - tokens.shape[1]))
 
-        lengths = [len(ids) for ids in self.split.prompts]
-        rows = _rows_by_length(lengths)
+        rows = _rows_by_length([len(ids) for ids in self.split.prompts])
         return self._spread(rows, width, write).long()
 
     def _objective_loss(self, tokens: Tensor | None) -> float:
@@ -297,10 +278,8 @@ class _Evaluation:
                 batch, outputs = self._forward(batch)
             return data.loss(outputs, batch).unsqueeze(1)
 
-        lengths = [example.num_tokens for example in self.split.encoded]
-        rows = _rows_by_length(lengths)
-        losses = self._spread(rows, 1, run).squeeze(1)
-        return self._mean(losses)
+        rows = _rows_by_length([example.num_tokens for example in self.split.encoded])
+        return self._mean(self._spread(rows, 1, run).squeeze(1))
 
     def _forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
         """Return a batch on this rank's device, and its outputs."""
@@ -345,20 +324,12 @@ class _Evaluation:
 
 
 def _rows_by_context(sequences: Sequence[TokenIds]) -> list[list[int]]:
-    """Return the items that share each row of a `scoring_batch`, in order of length.
+    """Return the items that share each row of a batch of candidates, in order of length.
 
     Sequences that differ in their last token only are neighbors in this order.
     """
     order = sorted(range(len(sequences)), key=lambda item: (len(sequences[item]), sequences[item]))
-    rows: list[list[int]] = []
-    last_context = None
-    for item in order:
-        context = sequences[item][:-1]
-        if context != last_context:
-            rows.append([])
-        rows[-1].append(item)
-        last_context = context
-    return rows
+    return [list(items) for _, items in groupby(order, key=lambda item: sequences[item][:-1])]
 
 
 def _rows_by_length(lengths: Sequence[int]) -> list[list[int]]:

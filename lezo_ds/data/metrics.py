@@ -8,6 +8,7 @@ loaded.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from lezo_ds.data.objectives import TRIED_ANSWERS, call_of_user
@@ -15,17 +16,7 @@ from lezo_ds.errors import UserError, cut
 from lezo_ds.registry import names_code
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example
-from lezo_ds.tasks.metrics import (
-    Prediction,
-    Score,
-    TokenCounts,
-    find_score,
-    majority_class_score,
-)
-
-_FEW = 8
-"""Examples that a metric is tried on. A metric may be slow, so it gets all of them only if it
-fails."""
+from lezo_ds.tasks.metrics import Prediction, Score, TokenCounts, find_score
 
 
 def load_score(task: Task) -> Score | None:
@@ -49,8 +40,10 @@ def load_score(task: Task) -> Score | None:
         except (TypeError, ValueError, RuntimeError):
             number = math.nan
         if not math.isfinite(number):
-            message = f"{name} returned {cut(repr(value), 80)}, not a finite number"
-            raise UserError(message, fix="correct the function, which returns the score as a float")
+            raise UserError(
+                f"{name} returned {cut(repr(value), 80)}, not a finite number",
+                fix="correct the function, which returns the score as a float",
+            )
         return number
 
     return score
@@ -59,17 +52,23 @@ def load_score(task: Task) -> Score | None:
 def majority_score(score: Score | None, examples: Sequence[Example]) -> float | None:
     """Return the score of always predicting the most frequent label.
 
-    It is None if there are no classes, or if the metric fails on such predictions, as a correlation
-    does.
+    It is None if there are no classes, because examples list their own right answers; if there is
+    no score of predictions; or if the metric fails on such predictions, as a correlation does.
     """
+    has_classes = all(example.label is not None and not example.references for example in examples)
+    if score is None or not has_classes:
+        return None
+    ((label, _),) = Counter(example.label for example in examples).most_common(1)
     try:
-        return majority_class_score(examples, score)
+        return score([label or 0] * len(examples), examples)
     except UserError:
         return None
 
 
 def try_metric(task: Task, examples: Sequence[Example]) -> None:
-    """Let a user's metric score right answers to a few examples, so that it fails before a run.
+    """Let a user's metric score right answers to all examples, so that it fails before a run.
+
+    A few examples may be of one class, for which some metrics have no score.
 
     Raises:
         UserError: the metric failed, or returned no finite number.
@@ -77,20 +76,10 @@ def try_metric(task: Task, examples: Sequence[Example]) -> None:
     score = load_score(task)
     if score is None or not names_code(task.metric):
         return
-    predicted = [_right_prediction(task, example) for example in examples]
-    if task.kind == "generation":
-        predicted[0] = ""  # models write empty answers, too
-    try:
-        score(predicted[:_FEW], examples[:_FEW])
-    except UserError:
-        # A few examples may be of one class, for which some metrics have no score.
-        score(predicted, examples)
-
-
-def _right_prediction(task: Task, example: Example) -> Prediction:
+    predicted: list[Prediction] = [example.label or 0 for example in examples]
     if task.kind == "chat":
-        return TokenCounts(right=1, total=1)
-    if task.kind == "generation":
-        answers = (*example.references, *example.gold_texts, *TRIED_ANSWERS[1:])
-        return answers[0].strip()
-    return example.label or 0
+        predicted = [TokenCounts(right=1, total=1)] * len(examples)
+    elif task.kind == "generation":
+        predicted = [(*example.references, TRIED_ANSWERS[1])[0] for example in examples]
+        predicted[0] = ""  # models write empty answers, too
+    score(predicted, examples)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
-from lezo_ds.errors import LezoError, UserError
+from lezo_ds.errors import LezoError, UserError, cut
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code
 from lezo_ds.tasks import Task
@@ -174,14 +174,12 @@ def load_objective(name: str, task: Task) -> Objective:
     def loss(logits: Tensor, batch: MicroBatch) -> Tensor:
         losses = call_of_user(f"train.objective={name}", function, logits, batch)
         shape = (len(batch.examples),)
-        if not isinstance(losses, Tensor):
-            returned = repr(losses)
-        elif losses.shape == shape and losses.is_floating_point():
+        if isinstance(losses, Tensor) and losses.shape == shape and losses.is_floating_point():
             return losses
-        else:
-            returned = f"{losses.dtype} {tuple(losses.shape)}"
-        message = f"train.objective={name} returned {returned}, not one loss per example"
-        raise UserError(message, fix=f"return a float tensor of shape {shape}")
+        raise UserError(
+            f"train.objective={name} returned {cut(repr(losses), 80)}, not one loss per example",
+            fix=f"return a float tensor of shape {shape}",
+        )
 
     return Objective(build_batch, loss)
 
@@ -196,14 +194,12 @@ def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
             rewards = torch.as_tensor(values, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             rewards = torch.empty(())
-        expected_shape = (len(answers),)
-        if rewards.shape != expected_shape or not rewards.isfinite().all():
-            message = (
-                f"train.objective={name} returned {str(values)[:80]}, "
-                "not one finite reward per answer"
+        if rewards.shape != (len(answers),) or not rewards.isfinite().all():
+            raise UserError(
+                f"train.objective={name} returned {cut(str(values), 80)}, "
+                "not one finite reward per answer",
+                fix=f"return a list of {len(answers)} numbers, in the order of the answers",
             )
-            fix = f"return a list of {len(answers)} numbers, in the order of the answers"
-            raise UserError(message, fix=fix)
         return -rewards
 
     return loss
@@ -233,8 +229,9 @@ def call_of_user(name: str, function: Callable[..., Any], *arguments: Any) -> An
         where = ""
         if frame.f_code is not call_of_user.__code__:  # else the arguments do not fit the function
             where = f" ({frame.f_code.co_filename} line {line})"
-        message = f"{name} failed: {type(error).__name__}: {error}{where}"
-        raise UserError(message, fix="correct the function") from error
+        raise UserError(
+            f"{name} failed: {type(error).__name__}: {error}{where}", fix="correct the function"
+        ) from error
 
 
 def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:

@@ -93,29 +93,25 @@ def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tup
             few different reasons, and the fix of the first.
     """
     used = []
-    problems = []
-    fixes = []
+    errors = []
     for item in items:
         try:
-            result = use(item)
+            used.append((item, use(item)))
         except UserError as error:
-            problem, _, fix = str(error).partition("; fix: ")
-            problems.append(cut(problem, 300))
-            fixes.append(fix)
-        else:
-            used.append((item, result))
-    if not problems:
+            errors.append(str(error))
+    if not errors:
         return used
-    different = list(dict.fromkeys(problems))
-    listed = "; ".join(different[:_NUM_SHOWN])
-    if len(different) > _NUM_SHOWN:
-        listed += f"; and {len(problems) - _NUM_SHOWN} more"
-    number = "1 record" if len(problems) == 1 else f"{len(problems)} records"
-    message = f"{number} cannot be used: {listed}"
+    problems = [cut(error.partition("; fix: ")[0], 300) for error in errors]
+    shown = list(dict.fromkeys(problems))
+    if len(shown) > _NUM_SHOWN:
+        shown[_NUM_SHOWN:] = [f"and {len(errors) - _NUM_SHOWN} more"]
+    number = "1 record" if len(errors) == 1 else f"{len(errors)} records"
+    message = f"{number} cannot be used: {'; '.join(shown)}"
     if not skip or not used:
+        fix = errors[0].partition("; fix: ")[2]
         raise UserError(
             message,
-            fix=f"{fixes[0]}, or leave out such records: data.skip_unusable=true "
+            fix=f"{fix}, or leave out such records: data.skip_unusable=true "
             "(init: --skip-unusable)",
         )
     logger.warning("left out: %s", message)

@@ -18,6 +18,7 @@ label 0. With chat_template, the prompt is instead the turn of a user in the tok
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -176,21 +177,15 @@ def _classification(
         texts = dict(sorted(labels.items()))  # what the model writes, by label
     else:
         texts = {label: label for label in labels}
-    if len(texts) < 2 or len(set(texts.values())) < len(texts) or not all(texts.values()):
-        message = (
-            f"data.labels={labels} does not hold two or more labels, each with a text of its own"
+    spellings = Counter(text.strip().casefold() for text in texts.values())
+    shared = [text for text, number in spellings.items() if number > 1 or not text]
+    if len(texts) < 2 or shared:
+        raise UserError(
+            f"data.labels={cut(str(labels), 200)} does not hold two or more labels, each with a "
+            f"text of its own, whatever its case (not of its own: {shared})",
+            fix="add records of another class, write labels that differ in case only alike, or "
+            "give each label a text of its own in a map",
         )
-        fix = "add records of another class, or give each label a text of its own"
-        raise UserError(cut(message, 300), fix=fix)
-    spellings: dict[str, str] = {}
-    for text in texts.values():
-        other = spellings.setdefault(text.strip().casefold(), text)
-        if other != text:
-            raise UserError(
-                f"data.labels has {other!r} and {text!r}, which differ in case only",
-                fix="write them alike in the records, "
-                "or give each label a text of its own in a map",
-            )
 
     def build_example(record: Record, index: int) -> Example:
         filled = prompt.fill(record)
@@ -264,9 +259,8 @@ def _generation(described: Description, prompt: Template, completion: Template |
         if not described.chat_template:
             gold = tuple(f"{_after(filled, text)}\n" for text in gold)
             return Example(filled, gold, label, index, references=answers)
-        turns = [Message(USER, filled)]
-        turns += [Message(ASSISTANT, text) for text in gold]
-        messages = with_system(tuple(turns), described.system_prompt)
+        turns = (Message(USER, filled), *(Message(ASSISTANT, text) for text in gold))
+        messages = with_system(turns, described.system_prompt)
         return Example(filled, gold, label, index, references=answers, messages=messages)
 
     answer_fields = () if completion is None else completion.fields
@@ -321,8 +315,6 @@ def _read_turn(where: str, turn: object) -> Message:
     keys = turn if isinstance(turn, Mapping) else {}
     role = keys.get("role") or keys.get("from")
     calls = keys.get("tool_calls")
-    if keys.get("function_call"):  # OpenAI's earlier key
-        calls = [{"type": "function", "function": keys["function_call"]}]
     has_content = "content" in keys or "value" in keys
     if not isinstance(role, str) or not (calls or has_content):
         raise UserError(
@@ -358,14 +350,11 @@ def _read_turn(where: str, turn: object) -> Message:
 def _read_content(keys: Mapping[str, Any]) -> object:
     """Return the content of a turn. A list of {"type": "text", "text": ...} is joined to a text."""
     content = keys.get("content", keys.get("value"))
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for item in content:
-        if not isinstance(item, Mapping) or "text" not in item:
-            return content
-        texts.append(str(item["text"]))
-    return "".join(texts)
+    if isinstance(content, list) and all(isinstance(item, Mapping) for item in content):
+        texts = [item.get("text") for item in content]
+        if None not in texts:
+            return "".join(map(str, texts))
+    return content
 
 
 def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:

@@ -41,11 +41,11 @@ Score = Callable[[Sequence[Any], Sequence[Example]], float]
 
 def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
     """Return the fraction of examples whose predicted candidate is the label or a reference."""
-    num_right = 0
-    for choice, example in zip(predicted, examples, strict=True):
-        if choice == example.label or example.candidates[choice] in example.references:
-            num_right += 1
-    return num_right / len(examples)
+    are_right = [
+        choice == example.label or example.candidates[choice] in example.references
+        for choice, example in zip(predicted, examples, strict=True)
+    ]
+    return sum(are_right) / len(are_right)
 
 
 def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
@@ -63,24 +63,21 @@ def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
     labels = [example.label for example in examples if example.label is not None]
     num_labels = Counter(labels)
     num_predicted = Counter(predicted)
-    num_right: Counter[int] = Counter()
-    for choice, label in zip(predicted, labels, strict=True):
-        if choice == label:
-            num_right[label] += 1
+    pairs = Counter(zip(predicted, labels, strict=True))
     scores = []
     for name in num_predicted.keys() | num_labels.keys():
         # The harmonic mean of right / predicted and right / labels.
-        scores.append(2 * num_right[name] / (num_predicted[name] + num_labels[name]))
+        scores.append(2 * pairs[name, name] / (num_predicted[name] + num_labels[name]))
     return sum(scores) / len(scores)
 
 
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
     """Return the fraction of answers that equal a reference once both are normalized."""
-    num_right = 0
-    for answer, example in zip(answers, examples, strict=True):
-        if normalize(answer) in map(normalize, example.references):
-            num_right += 1
-    return num_right / len(examples)
+    are_right = [
+        normalize(answer) in map(normalize, example.references)
+        for answer, example in zip(answers, examples, strict=True)
+    ]
+    return sum(are_right) / len(are_right)
 
 
 def token_accuracy(predicted: Sequence[TokenCounts], examples: Sequence[Example]) -> float:
@@ -126,23 +123,11 @@ def find_score(name: str, kind: TaskKind) -> Score | None:
         return metric  # type: ignore[no-any-return]
     if kind not in metric.kinds:
         fitting = [other for other, entry in METRICS.items() if kind in entry.kinds]
-        fix = f"set data.metric to {', '.join(fitting)} or package.module:function"
-        raise UserError(f"data.metric={name} does not fit a task of the kind {kind}", fix=fix)
+        raise UserError(
+            f"data.metric={name} does not fit a task of the kind {kind}",
+            fix=f"set data.metric to {', '.join(fitting)} or package.module:function",
+        )
     return metric.score  # type: ignore[no-any-return]
-
-
-def majority_class_score(examples: Sequence[Example], score: Score | None) -> float | None:
-    """Return the score of always predicting the most frequent label.
-
-    Returns:
-        The score. None if there are no classes, because examples list their own right answers, or
-        if there is no score of predictions.
-    """
-    has_classes = all(example.label is not None and not example.references for example in examples)
-    if score is None or not has_classes:
-        return None
-    ((label, _),) = Counter(example.label for example in examples).most_common(1)
-    return score([label] * len(examples), examples)
 
 
 def best_f1(answer: str, references: Sequence[str]) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry
 from lezo_ds.tasks.base import Example, Record, SplitSizes, Task
 from lezo_ds.tasks.template import field_value, parse_template
@@ -53,17 +52,19 @@ def _classification(
 
     fields: dict[str, type] = dict.fromkeys(template.fields, str)
     fields["label"] = int
-    task = Task(
-        name,
-        hub_id,
-        hub_config,
-        kind="classification",
-        fields=fields,
-        build_example=build_example,
-        labels=range(len(candidates)),
-        **sizes,
+    labels = range(len(candidates))
+    _add(
+        Task(
+            name,
+            hub_id,
+            hub_config,
+            "classification",
+            fields,
+            build_example,
+            labels=labels,
+            **sizes,
+        )
     )
-    _add(task)
 
 
 def _generation(name: str, hub_id: str, prompt: str, answers: str) -> None:
@@ -82,17 +83,18 @@ def _generation(name: str, hub_id: str, prompt: str, answers: str) -> None:
 
     fields: dict[str, Any] = dict.fromkeys(template.fields, str)
     fields[answers] = list[str]
-    task = Task(
-        name,
-        hub_id,
-        None,
-        kind="generation",
-        fields=fields,
-        build_example=build_example,
-        metric="f1",
-        answer_fields=(answers,),
+    _add(
+        Task(
+            name,
+            hub_id,
+            None,
+            "generation",
+            fields,
+            build_example,
+            metric="f1",
+            answer_fields=(answers,),
+        )
     )
-    _add(task)
 
 
 def _build_boolq(record: Record, index: int) -> Example:
@@ -103,21 +105,12 @@ def _build_boolq(record: Record, index: int) -> Example:
     return Example(f"{record['passage']} {question}\n", ("Yes", "No"), label, index)
 
 
-_CONJUNCTIONS = {"effect": " so ", "cause": " because "}
-
-
 def _build_copa(record: Record, index: int) -> Example:
     """Return the example of a premise with two choices, each its effect or its cause."""
-    if record["question"] not in _CONJUNCTIONS:
-        message = f"field question={record['question']} is neither effect nor cause"
-        raise UserError(message, fix="correct the record")
     premise = record["premise"].rstrip().removesuffix(".")
-    return Example(
-        prompt=premise + _CONJUNCTIONS[record["question"]],
-        candidates=(_continued(record["choice1"]), _continued(record["choice2"])),
-        label=record["label"],
-        index=index,
-    )
+    conjunction = " so " if record["question"] == "effect" else " because "
+    candidates = (_continued(record["choice1"]), _continued(record["choice2"]))
+    return Example(premise + conjunction, candidates, record["label"], index)
 
 
 def _continued(choice: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Record
@@ -17,27 +17,22 @@ from lezo_ds.tasks.base import Record
 _SHOWN_CHARACTERS = 80
 
 
-class Piece(NamedTuple):
-    """A text, and the field after it, which is None at the end of a template."""
-
-    text: str
-    field: str | None
-
-
 @dataclass(frozen=True)
 class Template:
     """A text with fields: {name} or {section.name}.
 
     Unlike `str.format`, it reads nothing but the record: no attribute of a value, and no item.
+
+    Attributes:
+        pieces: each a text, and the field after it, which is None at the end of a template.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[tuple[str, str | None], ...]
 
     @property
     def fields(self) -> tuple[str, ...]:
         """The names of its fields, each once."""
-        names = [piece.field for piece in self.pieces if piece.field is not None]
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys(field for _, field in self.pieces if field is not None))
 
     def fill(self, record: Record) -> str:
         """Return the text of a record. UserError: a field has neither text nor a number."""
@@ -50,12 +45,10 @@ class Template:
 
     def texts(self, record: Record) -> list[str]:
         """Return the texts of a record: several if it is just one field, which holds a list."""
-        if len(self.pieces) == 1:
-            text, field = self.pieces[0]
-            if text == "" and field is not None:
-                values = field_value(record, field)
-                if isinstance(values, list):
-                    return [field_text(field, value) for value in values]
+        for field in self.fields:
+            values = field_value(record, field)
+            if self.pieces == (("", field),) and isinstance(values, list):
+                return [field_text(field, value) for value in values]
         return [self.fill(record)]
 
 
@@ -70,7 +63,7 @@ def parse_template(key: str, text: str) -> Template:
         for literal, field, options, conversion in string.Formatter().parse(text):
             if field is not None and (not field or field != field.strip() or options or conversion):
                 raise ValueError("braces without the plain name of a field")
-            pieces.append(Piece(literal, field))
+            pieces.append((literal, field))
     except ValueError as error:
         raise UserError(
             f"{key}={text!r} is not a template: {error}",

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lezo_ds.data.batches import (
+    all_candidates,
     batch_indices,
     candidate_batch,
-    scoring_batch,
     teacher_forcing_batch,
+    token_batch,
 )
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.packing import deal, pack
@@ -110,7 +111,9 @@ def test_teacher_forcing_runs_the_gold_candidate_alone_and_weighs_its_tokens():
 
 
 def test_sequences_to_score_share_a_row_where_they_differ_in_the_last_token_only():
-    batch = scoring_batch([(0, 5, 8), (0, 5, 9), (0, 5, 8, 7), (0, 6, 8)], [1, 2, 2, 1], PAD)
+    sequences = [(0, 5, 8), (0, 5, 9), (0, 5, 8, 7), (0, 6, 8)]
+    example = EncodedExample(tuple(sequences), (1, 2, 2, 1), None, truncated=False)
+    batch = token_batch(all_candidates([example]), PAD, share_rows=True)
     ids = [[0, 5, 1, 1, 1, 1, 1, 1], [0, 5, 8, 1, 1, 1, 1, 1], [0, 6, 1, 1, 1, 1, 1, 1]]
     labels = {"target_ids": [8, 5, 9, 8, 7, 8], "token_slots": [[0, -1], [1, 2], [3, 4], [5, -1]]}
     assert layout(batch) == (ids, [0, 0, 0, 1, 1, 2], [1, 0, 1, 1, 2, 1], labels)

@@ -212,7 +212,9 @@ def test_tasks_get_their_published_sizes(
     for protocol, sizes in (("clean", clean), ("mezo", mezo)):
         loaded = load(tmp_path, TASKS[name], protocol=protocol)
         assert (len(loaded.train), len(loaded.dev), len(loaded.test)) == sizes
-    assert ("too few for 1000 + 500: MeZO's protocol trains on 54" in caplog.text) == (name == "wsc")
+    assert ("too few for 1000 + 500: MeZO's protocol trains on 54" in caplog.text) == (
+        name == "wsc"
+    )
 
 
 def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from golden_tasks import GOLDEN
 
+from lezo_ds.data.metrics import majority_score
 from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
@@ -14,7 +15,6 @@ from lezo_ds.tasks.metrics import (
     best_f1,
     find_score,
     macro_f1,
-    majority_class_score,
     mean_f1,
 )
 
@@ -74,8 +74,8 @@ def test_scores_of_several_examples():
     answered = [Example("", (" x",), 0, 0, references=("The Tower", "Eiffel"))] * 2
     assert METRICS["exact_match"].score(["tower.", "Tower bridge"], answered) == 0.5
     assert mean_f1(["tower.", "Tower bridge"], answered) == pytest.approx((1 + 2 / 3) / 2)
-    assert majority_class_score(several, accuracy) is None
-    assert majority_class_score(labeled, accuracy) == 3 / 5
+    assert majority_score(accuracy, several) is None
+    assert majority_score(accuracy, labeled) == 3 / 5
 
 
 @pytest.mark.parametrize(("name", "kind"), [("f1", "classification"), ("accuracy", "generation")])
