@@ -200,7 +200,7 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
         [{**asked, "content": None}, answer],
         [asked, {**answer, "weight": 0.5}],
         [answer, asked],
-        [asked, {"role": "assistant", "function_call": call}],
+        [asked, {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}],
         [{**asked, "content": [{"type": "image_url"}]}, answer],
     ]
     untrained = [[asked, {**answer, "weight": 0}]]
