@@ -68,7 +68,6 @@ class ModelEngine:
         global_steps: number of steps since the base weights, including skipped ones.
         stop_agreed: whether the votes of the last step asked for a stop. It is the same on all
             ranks.
-        snapshot_agreed: whether they asked for a snapshot.
         replicas: the link to other launches of the same run (`lezo_ds.replicas.Replicas`), or None.
     """
 
@@ -82,12 +81,10 @@ class ModelEngine:
         self.base = sharded.base
         self.global_steps = 0
         self.stop_agreed = False
-        self.snapshot_agreed = False
         self.replicas: Any = None
         self._deepspeed = deepspeed_engine
         self._perturbed = perturbed
         self._stop_requested = False
-        self._snapshot_requested = False
 
     @property
     def global_rank(self) -> int:
@@ -117,10 +114,6 @@ class ModelEngine:
     def request_stop(self) -> None:
         """Ask all ranks to stop after the next step. As a signal handler must, it sets a flag."""
         self._stop_requested = True
-
-    def request_snapshot(self) -> None:
-        """Ask all ranks for one snapshot after the next step."""
-        self._snapshot_requested = True
 
     def agree_on_stop(self) -> bool:
         """Return whether any rank has asked for a stop. A collective for use between steps."""
@@ -202,8 +195,8 @@ class ModelEngine:
     ) -> list[float]:
         """Sum the losses of a step, check that ranks agree, and collect the votes. A collective.
 
-        The votes are part of the all-reduce that every step has anyway. All ranks thus learn of a
-        request at the same step, without another message.
+        The votes for a stop are part of the all-reduce that every step has anyway. All ranks thus
+        learn of a request at the same step, without another message.
 
         Args:
             losses: float64 [n], this rank's losses, and 0 for those of other ranks.
@@ -220,8 +213,7 @@ class ModelEngine:
         if self.global_rank % self.tensor_parallel:
             # Of ranks that split the weights and run the same passes, the first one counts.
             losses = torch.zeros_like(losses)
-        votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
-        self._snapshot_requested = False
+        vote = losses.new_tensor([float(self._stop_requested)])
         checksum = 0.0
         if self.world_size > 1:
             watched = agreement.watched_rank(self.global_rank, self.world_size, self.global_steps)
@@ -229,15 +221,14 @@ class ModelEngine:
                 batch, share_of(self.global_rank), share_of(watched)
             )
         claims = {**claims, **agreement.batch_claims(batch)}
-        values = self._sum_agreed(torch.cat([losses, votes]), claims, checksum, batch)
+        values = self._sum_agreed(torch.cat([losses, vote]), claims, checksum, batch)
         if self.replicas is not None:
             # All replicas lay out one micro-batch, another one in each step, and compare it.
             compared = batch[self.global_steps % len(batch)]
             digest = agreement.batch_digest([compared])
             values = self.replicas.sum(values, {**claims, "part": digest})
-        *sums, stop_votes, snapshot_votes = values
+        *sums, stop_votes = values
         self.stop_agreed = stop_votes > 0
-        self.snapshot_agreed = snapshot_votes > 0
         return sums
 
     def _sum_agreed(

@@ -12,7 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter
@@ -24,24 +23,6 @@ logger = logging.getLogger(__name__)
 
 FEW_LINES = 2
 """Most lines that a replica may take over while the others wait."""
-
-
-class Standing(Enum):
-    """How a replica stands in a round.
-
-    A replica that starts, catches up or evaluates is AWAY. When it asks for a quorum, its journal
-    decides, compared with that of the leader:
-
-        AWAY --meet--> all lines                    MEMBER  takes part
-          ^            lacks at most FEW_LINES      BEHIND  takes them over, then takes part
-          |            lacks more, or has others    FAR     leaves and takes them over
-          +--leave------------------------------------+
-    """
-
-    AWAY = "away"
-    FAR = "far"
-    BEHIND = "behind"
-    MEMBER = "member"
 
 
 @dataclass(frozen=True)
@@ -113,12 +94,9 @@ def leader_of(members: Sequence[Member]) -> Member:
     return max(members, key=lambda member: (member.lines, counts[member.run]))
 
 
-def standing_of(member: Member, leader: Member) -> Standing:
-    """Return how a member of the quorum stands, compared with the leader."""
-    num_missing = leader.lines - member.lines
-    if member.run != leader.run or num_missing > FEW_LINES:
-        return Standing.FAR
-    return Standing.BEHIND if num_missing else Standing.MEMBER
+def is_far(member: Member, leader: Member) -> bool:
+    """Return whether a member lacks so many lines, or has others, that nobody waits for it."""
+    return member.run != leader.run or leader.lines - member.lines > FEW_LINES
 
 
 def right_checksum(checksums: Sequence[float], ages: Sequence[int]) -> float:

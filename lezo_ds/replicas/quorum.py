@@ -9,14 +9,21 @@ number of the journal's lines says how far it is. Only rank 0 talks to other rep
         |<--- Member ----|----------------|----------------|
         |-- all Members->|--------------->|--------------->|
                          |<--- group ---->|<--- group ---->|     connect, if members are new
-                         |---- lines ---->|                |     to one that is BEHIND
+                         |---- lines ---->|                |     to one that lacks a few
                     passes 0, 3      passes 1, 4      passes 2, 5
                          |<---- sum ----->|<---- sum ----->|     losses, votes and checksums
                       journal          journal          journal
                       update           update           update
 
 If a member dies on the way, the sum fails everywhere. No journal has the step then, and those that
-are left repeat the round. member.Standing has the states of a replica.
+are left repeat the round.
+
+A replica that starts, catches up or evaluates is away. When it asks for a quorum, its journal
+decides, compared with that of the leader:
+
+    all lines                    takes part
+    lacks at most FEW_LINES      takes them over, then takes part
+    lacks more, or has others    leaves and takes them over
 """
 
 from __future__ import annotations
@@ -42,11 +49,10 @@ from lezo_ds.replicas.group import ReplicaGroup
 from lezo_ds.replicas.lighthouse import Lighthouse
 from lezo_ds.replicas.member import (
     Member,
-    Standing,
+    is_far,
     leader_of,
     read_members,
     right_checksum,
-    standing_of,
 )
 from lezo_ds.replicas.patience import Patience, in_background
 from lezo_ds.replicas.transport import JournalTransport, Lines
@@ -72,7 +78,7 @@ class Place(NamedTuple):
         addresses: HOST:PORT of the members' journal transports.
         evaluations: that members bring along.
         lines: to take over before anything else, or None.
-        has_left: whether this replica is FAR and out of the quorum, and the others go on.
+        has_left: whether this replica is far behind and out of the quorum, and the others go on.
     """
 
     position: int
@@ -189,29 +195,40 @@ class Replicas:
         return self.place
 
     def _meet(self) -> Place:
-        statements = self._lighthouse.wait_for_quorum(asdict(self._statement()))
-        members = read_members(statements)
+        assert self.journal is not None
+        statement = Member(
+            run=self.journal.header_checksum,
+            lines=len(self.journal.records),
+            workers=self.num_workers,
+            evaluations=tuple(self.evaluations),
+            age=self._patience.num_rounds,
+            longest=self._patience.longest,
+            group=self._group.name,
+            next_group=secrets.token_hex(8),
+            address=self._transport.address,
+            store=self._group.store_address,
+        )
+        members = read_members(self._lighthouse.wait_for_quorum(asdict(statement)))
         addresses = [member.address for member in members]
         position = addresses.index(self._transport.address)
         self._members = members
         self._position = position
         leader = leader_of(members)
-        standings = [standing_of(member, leader) for member in members]
-        is_far = standings[position] is Standing.FAR
-        if is_far:
+        has_left = is_far(members[position], leader)
+        if has_left:
             self.leave()  # first, because the others wait for its heartbeat
-        elif Standing.FAR in standings:
+        elif any(is_far(member, leader) for member in members):
             raise StepLostError("a replica takes over many lines first")
         lines = None
         try:
-            if not is_far:
+            if not has_left:
                 self._group.form(members, position)
-            if standings[position] is not Standing.MEMBER:
+            if has_left or statement.lines < leader.lines:
                 fetch = partial(self._transport.fetch, leader.address)
                 lines = in_background(fetch).result(self._seconds)
         except (RuntimeError, OSError):
             self._lose_round()
-        if not is_far:
+        if not has_left:
             self._patience.start_round(min(member.longest for member in members))
             # If this replica hangs, the others need not wait for it.
             self._lighthouse.beats_until = time.monotonic() + self._patience.seconds
@@ -223,22 +240,7 @@ class Replicas:
             addresses=addresses,
             evaluations=[evaluation for member in members for evaluation in member.evaluations],
             lines=lines,
-            has_left=is_far,
-        )
-
-    def _statement(self) -> Member:
-        assert self.journal is not None
-        return Member(
-            run=self.journal.header_checksum,
-            lines=len(self.journal.records),
-            workers=self.num_workers,
-            evaluations=tuple(self.evaluations),
-            age=self._patience.num_rounds,
-            longest=self._patience.longest,
-            group=self._group.name,
-            next_group=secrets.token_hex(8),
-            address=self._transport.address,
-            store=self._group.store_address,
+            has_left=has_left,
         )
 
     def leave(self) -> None:
@@ -252,11 +254,11 @@ class Replicas:
 
         The message of a round among n members, in float64:
 
-            | losses of all passes | stops_all | snapshot | checksum of member 0 | ... | n - 1 |
+            | losses of all passes | stops_all | checksum of member 0 | ... | n - 1 |
 
         Args:
-            values: [losses + 2], summed over the ranks of this replica. The last two are the votes
-                for a stop, which is this replica's own, and for a snapshot.
+            values: [losses + 1], summed over the ranks of this replica. The last one is the votes
+                for a stop, which is this replica's own.
             claims: what this replica works on (see `agreement`).
 
         Raises:
@@ -272,8 +274,8 @@ class Replicas:
         own = float(int.from_bytes(digest, "little"))
         checksums = [0.0] * len(self._members)
         checksums[self._position] = own
-        *losses, stop, snapshot = values
-        message = [*losses, float(self.stops_all), snapshot, *checksums]
+        *losses, stop = values
+        message = [*losses, float(self.stops_all), *checksums]
         try:
             sums = self._group.sum(message, self._patience.seconds)
         except RuntimeError:
@@ -289,8 +291,8 @@ class Replicas:
                 )
             self._lose_round()
         self._patience.finish_round()
-        *losses, stops_all, snapshot = sums[: -len(checksums)]
-        return [*losses, stop + stops_all, snapshot]
+        *losses, stops_all = sums[: -len(checksums)]
+        return [*losses, stop + stops_all]
 
     def _lose_round(self) -> NoReturn:
         self._group.leave()

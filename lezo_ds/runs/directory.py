@@ -12,7 +12,7 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
     predictions/step-N.jsonl  the answers to the test examples
     metrics.jsonl             a line for each step and each evaluation
     results.json              the outcome (results.py)
-    STOP, SAVE                the user makes these files to ask for a stop or a snapshot
+    STOP                      the user makes this file to ask for a stop
     earlier-N/                files of another run that were here
     replicas/N/               all this again for replica N > 0 (elastic.py)
 """
@@ -60,7 +60,7 @@ class RunDirectory:
         number: of the replica. Replica 0 has the run's own directory.
         journal, training_state, results: files of these names.
         snapshots, checkpoints: folders of these names.
-        stop_file, save_file: files by which the user asks for a stop or a snapshot.
+        stop_file: by which the user asks for a stop.
     """
 
     def __init__(self, path: str | Path, number: int = 0) -> None:
@@ -73,7 +73,6 @@ class RunDirectory:
         self.training_state = self.path / "training_state.json"
         self.checkpoints = self.path / "checkpoints"
         self.stop_file = self.path / "STOP"
-        self.save_file = self.path / "SAVE"
         self.results = self.path / "results.json"
         self._predictions = self.path / "predictions"
         self._metrics = self.path / "metrics.jsonl"
@@ -148,11 +147,10 @@ class RunDirectory:
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal or training state."""
         outputs = [self._metrics, self._predictions, self.results, self.snapshots, self.checkpoints]
-        present = [path for path in outputs if path.exists()]
-        if not present:  # what describes a run may be there before the run
-            return []
-        described = [path for path in (self._config, self._environment) if path.exists()]
-        return described + present
+        if any(path.exists() for path in outputs):
+            # What describes a run may be there before the run.
+            outputs = [self._config, self._environment, *outputs]
+        return [path for path in outputs if path.exists()]
 
     def set_aside(self, paths: Sequence[Path], reason: str) -> None:
         """Move files of another run to a new folder `earlier-N`."""

@@ -107,8 +107,8 @@ class ReplicaRun(Run):
 
     def _do_empty_round(self) -> None:
         """Take part in a round after the last step, for evaluations that others bring along."""
-        # Two votes and no losses. Replicas that do a step or wait after another one disagree.
-        self.replicas.sum([0.0, 0.0], {"waits after": str(self.engine.global_steps)})
+        # A vote and no losses. Replicas that do a step or wait after another one disagree.
+        self.replicas.sum([0.0], {"waits after": str(self.engine.global_steps)})
         self._record_brought()
 
     def _is_over(self) -> bool:

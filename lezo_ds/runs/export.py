@@ -32,19 +32,17 @@ from lezo_ds.journal import (
     EvaluationRecord,
     JournalRecord,
     encode_journal,
-    read_journal,
     scan_journal,
 )
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.records import (
     RecordedRun,
+    RunRecords,
     assert_same_model_config,
     config_of,
     evaluations_of,
     is_worse_than_base,
-    owner_of,
     read_run,
-    steps_of,
 )
 from lezo_ds.runs.scoring import recipe_of
 from lezo_ds.runs.screen import WORSE
@@ -88,9 +86,29 @@ def export_run(
         LezoError: the weights are not those that the run had, or cannot be written.
     """
     distributed.init_distributed()
-    run, number = distributed.on_rank_zero(lambda: _read(path, step, target, overrides))
+
+    def read() -> tuple[RecordedRun, int]:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            problem = f"{target} exists and is not an empty directory"
+            raise UserError(problem, fix="set another --out")
+        run = (read_file if path.is_file() else read_run)(path, overrides)
+        return run, run.find_step(step)
+
+    run, number = distributed.on_rank_zero(read)
     engine = restore(run, number)
-    _check_digest(run, number, engine.weights.digest())
+    digest = engine.weights.digest()
+    expected = run.digests.get(number)
+    if expected not in (None, digest):
+        raise LezoError(
+            f"the weights of step {number} have the digest {digest}, "
+            f"but those of the run had {expected}; "
+            "fix: use the same package version and settings as the run"
+        )
+    if distributed.rank() == 0:
+        comparison = "the same as in the run"
+        if expected is None:
+            comparison = "no digest in the run to compare with"
+        logger.info("digest of the weights: %s (%s)", digest, comparison)
     if distributed.rank() == 0 and is_worse_than_base(evaluations_of(run.records)):
         logger.warning("%s", WORSE)
     engine.write_model(
@@ -100,32 +118,6 @@ def export_run(
         recipe=recipe_of(run.config),
     )
     return number
-
-
-def _read(path: Path, step: str, target: Path, overrides: Sequence[str]) -> tuple[RecordedRun, int]:
-    """Check the target, and return the run and the number of updates that `step` names."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists and is not an empty directory", fix="set another --out")
-    read = read_file if path.is_file() else read_run
-    run = read(path, overrides)
-    return run, run.find_step(step)
-
-
-def _check_digest(run: RecordedRun, step: int, digest: str) -> None:
-    """Refuse weights that are not those of the run, if it has a digest of this step."""
-    expected = run.digests.get(step)
-    if expected is None:
-        comparison = "no digest in the run to compare with"
-    elif expected == digest:
-        comparison = "the same as in the run"
-    else:
-        raise LezoError(
-            f"the weights of step {step} have the digest {digest}, "
-            f"but those of the run had {expected}; "
-            "fix: use the same package version and settings as the run"
-        )
-    if distributed.rank() == 0:
-        logger.info("digest of the weights: %s (%s)", digest, comparison)
 
 
 def write_journal(path: Path, file: Path) -> int:
@@ -216,16 +208,9 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             f"{file} is not of a run of {config.model.path}",
             fix="set model.path to its base model",
         )
-    header, records, step_checksums = read_journal(file)
-    return RecordedRun(
-        directory=RunDirectory(file),
-        header=header,
-        config=config,
-        records=records,
-        num_steps=len(steps_of(records)),
-        digests=digests,
-        owner=owner_of(header, step_checksums),
-    )
+    recorded = RunRecords.of_journal(file)
+    directory = RunDirectory(file)
+    return RecordedRun(**vars(recorded), directory=directory, config=config, digests=digests)
 
 
 def _fits(record: JournalRecord, num_blocks: int, num_directions: int) -> bool:
@@ -366,17 +351,12 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
     )
     has_candidates = config.data.labels is not None or config.data.choices is not None
     if kind == "none" and has_candidates:
-        card += _example(config)
+        bos_id = load_tokenizer(str(resolve_model(config.model.path))).bos_id
+        card += _EXAMPLE.format(
+            bos=[] if bos_id is None else [bos_id],
+            chat=_CHAT if config.data.chat_template else "",
+        )
     return card
-
-
-def _example(config: RunConfig) -> str:
-    """Return a section with a program that finds the probabilities of `lezo-ds predict`."""
-    bos_id = load_tokenizer(str(resolve_model(config.model.path))).bos_id
-    return _EXAMPLE.format(
-        bos=[] if bos_id is None else [bos_id],
-        chat=_CHAT if config.data.chat_template else "",
-    )
 
 
 def _plain(value: Any) -> str:

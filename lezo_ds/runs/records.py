@@ -394,12 +394,8 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
             fix="use the run_dir that lezo-ds train printed",
         )
     # The digests of weights that the run has noted.
-    digests = {}
     own, _ = own_snapshots(directory.snapshots, recorded.owner)
-    for step, manifest in own.items():
-        digest = manifest.get("digest")
-        if isinstance(digest, str):
-            digests[step] = digest
+    digests = {step: str(manifest["digest"]) for step, manifest in own.items()}
     results = RunResults.read(directory.results)
     if results is not None:
         digests[results.step_of_weights] = results.weights_digest

@@ -170,8 +170,8 @@ class Run:
             self.evaluate_and_save()
             if self.num_done >= self.num_steps or self.has_lost_patience():
                 return
-            # The votes were part of the last step's all-reduce. The snapshot that they may ask for
-            # is written by now.
+            # The votes were part of the last step's all-reduce. A snapshot that the stop needs is
+            # written by now.
             if self.engine.stop_agreed:
                 raise Stopped
             self.look_for_requests()
@@ -227,11 +227,11 @@ class Run:
         return self.engine.global_steps % CHECK_EVERY == 0
 
     def is_snapshot_due(self) -> bool:
-        """Return whether a snapshot of the current step is due by its number or by request."""
+        """Return whether a snapshot of the current step is due."""
         step = self.engine.global_steps
         if step == 0:
             return False
-        if step == self.num_steps or self.has_lost_patience() or self.engine.snapshot_agreed:
+        if step == self.num_steps or self.has_lost_patience():
             return True
         if self.engine.stop_agreed and self.method.needs_snapshot_to_stop:
             return True
@@ -248,12 +248,10 @@ class Run:
     # Requests of the user.
 
     def look_for_requests(self) -> None:
-        """Turn a STOP or SAVE file, or the end of the launcher, into votes of this rank."""
+        """Turn a STOP file, or the end of the launcher, into a vote of this rank."""
         self.has_stop_file = self._writes and self.directory.stop_file.exists()
         if self.has_stop_file or any_ended(self._launchers):
             self.engine.request_stop()
-        if self._writes and self.directory.save_file.exists():
-            self.engine.request_snapshot()
 
     def stop_if_requested(self) -> None:
         """Raise Stopped if any rank was asked to stop. A collective, for use between steps."""
@@ -327,8 +325,6 @@ class Run:
         self.method.save()
         if self._writes:
             self._prune_snapshots()
-            if self.engine.snapshot_agreed:
-                self.directory.save_file.unlink(missing_ok=True)
 
     def _prune_snapshots(self) -> None:
         """Remove all but the newest snapshots while the run goes on."""

@@ -121,8 +121,10 @@ def _config_of_export(
     """Return the configuration of a model that brings its recipe along, or has none."""
     is_named = any(override.startswith(_TASK_OVERRIDES) for override in overrides)
     exported = {}
-    if not is_named:  # another task needs other keys
-        exported = _exported_recipe(directory)
+    recipe = (read_facts(directory) or {}).get("recipe")
+    if isinstance(recipe, dict) and not is_named:  # another task needs other keys
+        # A directory may come from anyone: no other key that may be there counts.
+        exported = {key: recipe[key] for key in _RECIPE if key in recipe}
     if has_task and not is_named and not exported:
         raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
     values = {
@@ -134,16 +136,6 @@ def _config_of_export(
     config = config_from_dict(values, f"model {model}", overrides, recorded=has_task)
     _refuse_recorded_code(config, overrides)
     return config
-
-
-def _exported_recipe(directory: Path) -> dict[str, Any]:
-    """Return the keys of the recipe in a model's manifest; none if it has no recipe."""
-    manifest = read_facts(directory) or {}
-    recipe = manifest.get("recipe")
-    if not isinstance(recipe, dict):
-        return {}
-    # A directory may come from anyone: no other key that may be there counts.
-    return {key: recipe[key] for key in _RECIPE if key in recipe}
 
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:

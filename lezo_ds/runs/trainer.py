@@ -22,7 +22,7 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
-from lezo_ds.checkpoints.snapshots import snapshot_path, snapshot_steps
+from lezo_ds.checkpoints.snapshots import snapshot_path
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, make_layer_policy
 from lezo_ds.config.deepspeed import check_shares, ds_config_of
 from lezo_ds.data.task_data import TaskData, load_task_data
@@ -210,15 +210,5 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     if run.config.method == "adamw" and step > 0:
         engine.load_model(snapshot_path(snapshots, step), step)
         return engine
-    steps = steps_of(run.records)
-    num_groups = engine.layer_policy.num_groups
-    if any(len(record.layer_weights) not in (0, num_groups) for record in steps):
-        raise UserError(
-            f"a step of {run.directory.path} has weights, but not of {num_groups} groups of "
-            "parameters",
-            fix="restore the journal from a copy",
-        )
-    if distributed.rank() == 0 and step > 0 and not snapshot_steps(snapshots):
-        logger.info("step %d is replayed from the base weights and the journal", step)
-    engine.load_checkpoint(snapshots, steps, step=step, owner=run.owner)
+    engine.load_checkpoint(snapshots, steps_of(run.records), step, run.owner)
     return engine

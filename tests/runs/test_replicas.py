@@ -455,7 +455,7 @@ def _do_rounds(url, journal, number, early, ends):
                 if place.position == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 died = time.monotonic()
-            replicas.sum([0.0, 0.0, 0.0], {})
+            replicas.sum([0.0, 0.0], {})
             if died:
                 ends.put(time.monotonic() - died)
 

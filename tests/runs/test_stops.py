@@ -1,4 +1,4 @@
-"""Runs that are asked to stop or for a snapshot, that share a directory, or that lose a rank."""
+"""Runs that are asked to stop, that share a directory, or that lose a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from commands import PATIENCE_SECONDS, assert_one_error, run_forked, run_forked_
 from run_ends import STEP, end, num_steps, reaches, results_of
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.snapshots import read_manifest
 from lezo_ds.errors import LostRankError
 
 STEPS = 40
@@ -68,18 +67,6 @@ def test_a_stop_asked_for_in_an_evaluation_does_not_wait_for_its_end(recipe, und
     run_forked_well(arguments(recipe, tmp_path), num_ranks=2)
     assert (tmp_path / "journal.jsonl").read_text().count("\n") == 1
     assert_stopped_well_and_resumes(recipe, tmp_path, undisturbed)
-
-
-def test_a_file_asks_for_a_snapshot_and_the_run_goes_on(recipe, undisturbed, tmp_path):
-    def save(ranks):
-        (tmp_path / "SAVE").touch()
-        wait_until(lambda: not (tmp_path / "SAVE").exists(), ranks[0])
-        (snapshot,) = (tmp_path / "snapshots").glob("step-*")
-        assert 4 <= read_manifest(snapshot)["step"] < STEPS
-
-    meanwhile = after_four_steps(tmp_path, save)
-    run_forked_well(arguments(recipe, tmp_path), num_ranks=2, meanwhile=meanwhile)
-    assert end(tmp_path) == undisturbed
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ from lezo_ds.journal import EvaluationRecord
 from lezo_ds.replicas import patience as patience_module
 from lezo_ds.replicas.member import (
     Member,
-    Standing,
+    is_far,
     leader_of,
     read_members,
     right_checksum,
-    standing_of,
 )
 from lezo_ds.replicas.patience import Patience
 
@@ -89,18 +88,17 @@ def test_the_longest_journal_leads_and_then_the_most_common_one():
 
 
 @pytest.mark.parametrize(
-    ("lines", "run", "standing"),
+    ("lines", "run", "expected"),
     [
-        (7, MEMBER.run, Standing.MEMBER),
-        (6, MEMBER.run, Standing.BEHIND),
-        (5, MEMBER.run, Standing.BEHIND),
-        (4, MEMBER.run, Standing.FAR),
-        (0, MEMBER.run, Standing.FAR),
-        (7, "ffffffff", Standing.FAR),
+        (7, MEMBER.run, False),
+        (5, MEMBER.run, False),
+        (4, MEMBER.run, True),
+        (0, MEMBER.run, True),
+        (7, "ffffffff", True),
     ],
 )
-def test_a_journal_decides_how_a_replica_stands(lines, run, standing):
-    assert standing_of(replace(OTHER, lines=lines, run=run), leader=MEMBER) is standing
+def test_a_journal_decides_whether_a_replica_is_far(lines, run, expected):
+    assert is_far(replace(OTHER, lines=lines, run=run), leader=MEMBER) is expected
 
 
 @pytest.mark.parametrize(
