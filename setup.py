@@ -61,6 +61,7 @@ setup(
         "datasets>=5.2.0",
         "deepspeed>=0.19.8",
         "huggingface_hub>=2.4.0",
+        "jinja2>=3.1.6",
         "numpy>=2.4.6",
         "pandas>=3.1.1",
         "peft>=0.21.2",

@@ -12,14 +12,10 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-_WIDTH = 6.0  # inches
-_AXES_HEIGHT = 3.2  # inches, with the title and the labels of an axis
-_LEGEND_LINE = 0.2  # inches
+_SIZE = (6.0, 3.2)  # inches, with the title and the labels of an axis, but without the legend
 _LEGEND_CHARACTERS = 66
 _DASHES = ("--", ":", "-.")
 _GRAY = "#57606a"
-# What matplotlib would write about the file, such as its date.
-_METADATA = ("Creator", "Date", "Format", "Type")
 
 
 @dataclass(frozen=True)
@@ -41,20 +37,12 @@ class Chart:
 
 def svg(chart: Chart) -> str:
     """Return a chart as an <svg> element, to be put into a page."""
-    # Names of experiments may be longer than a line.
-    labels = {name: textwrap.fill(name, _LEGEND_CHARACTERS) for name in chart.curves}
-    num_legend_lines = len(chart.levels)
-    num_legend_lines += sum(label.count("\n") + 1 for label in labels.values())
-    height = _AXES_HEIGHT + num_legend_lines * _LEGEND_LINE
-    settings = mpl.rc_context(
-        {
-            "svg.fonttype": "none",  # text stays text, in a font of the browser
-            "svg.hashsalt": "lezo_ds",  # the same chart has the same SVG
-            "text.parse_math": False,  # a dollar sign in a name begins no formula
-        }
-    )
-    with settings:
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    settings = {
+        "svg.fonttype": "none",  # text stays text, in a font of the browser
+        "text.parse_math": False,  # a dollar sign in a name begins no formula
+    }
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=_SIZE)
         axes = figure.subplots()
         axes.set_title(chart.title)
         axes.set_xlabel(chart.x_label)
@@ -64,11 +52,14 @@ def svg(chart: Chart) -> str:
             axes.axhline(level, color=_GRAY, linestyle=dash, label=f"{name}: {level:.4g}")
         for name, points in chart.curves.items():
             xs, ys = np.array(points).T  # from [points, 2]
-            axes.plot(xs, ys, marker="o", markersize=4, label=labels[name])
-        if num_legend_lines > 0:
-            figure.legend(loc="outside lower left", frameon=False)
+            # Names of experiments may be longer than a line.
+            label = textwrap.fill(name, _LEGEND_CHARACTERS)
+            axes.plot(xs, ys, marker="o", markersize=4, label=label)
+        if axes.lines:
+            axes.legend(loc="upper left", bbox_to_anchor=(0, -0.18), frameon=False)
         document = io.StringIO()
-        figure.savefig(document, format="svg", metadata=dict.fromkeys(_METADATA))
+        # The image grows by the legend below the axes.
+        figure.savefig(document, format="svg", bbox_inches="tight")
     # A page cannot hold the XML declaration, which is before the element.
     _, tag, element = document.getvalue().partition("<svg")
     return tag + element

@@ -8,8 +8,6 @@ recipe then checks it, and a recipe that is refused is removed.
 from __future__ import annotations
 
 import json
-import logging
-import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,12 +30,9 @@ from lezo_ds.tools.dry_run import dry_run
 from lezo_ds.tools.memory_plan import rank_memory
 from lezo_ds.tools.sizes import measured_inputs, model_sizes
 
-logger = logging.getLogger(__name__)
-
 _FEWEST_RECORDS = 10
 _MAX_LABELS = 200  # a column with more different values is not taken for labels, unless it is named
 _MAX_LABEL_LENGTH = 60  # characters
-_MANY_LABELS = 30  # above this number, init says that another task is faster
 _BATCH_SIZE = 16
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of LeZO's
 _MAX_STEPS = 1000
@@ -50,9 +45,6 @@ _WIDTH = 576
 _USABLE_PART = 0.8
 
 _TEMPLATE = """\
-# {title}. Written by lezo-ds init: check the prompt and the labels.
-#
-# Command: {command}
 run_dir: {run_dir}
 
 model:
@@ -101,13 +93,11 @@ class _Machine:
 
     Attributes:
         dtype: Type of the weights: the shortest one that the processors multiply by themselves.
-        deepspeed: Name of the DeepSpeed JSON for this type.
         num_ranks: One rank for each GPU, as far as ranks can share a step evenly; else 1.
         gpu_bytes: Memory of the smallest GPU; None if the ranks compute on CPUs.
     """
 
     dtype: str
-    deepspeed: str
     num_ranks: int
     gpu_bytes: int | None
 
@@ -125,14 +115,13 @@ def main(arguments: Namespace) -> None:
     # Rows that are no records are left to the dry run, which refuses them with their line.
     records = [record for _, record in rows if isinstance(record, Mapping)]
     directory = resolve_model(arguments.model)
-    tokenizer = load_tokenizer(str(directory)).backend
     title, task = describe_task(
         records,
         text=arguments.text,
         label=arguments.label,
         answer=arguments.answer,
         reward=arguments.reward,
-        in_chat=bool(tokenizer.chat_template),
+        in_chat=bool(load_tokenizer(str(directory)).backend.chat_template),
     )
     if arguments.skip_unusable:
         task["skip_unusable"] = True
@@ -141,7 +130,8 @@ def main(arguments: Namespace) -> None:
     if machine.num_ranks > 1:
         launcher = f"deepspeed --num_gpus {machine.num_ranks} --module lezo_ds"
     command = f"{launcher} train --config {target}"
-    recipe = _recipe(arguments, machine, directory, title, task, command, len(records))
+    recipe = f"# {' '.join(title.split())}. Check the prompt and the labels.\n# {command}\n"
+    recipe += _recipe(arguments, machine, directory, task, len(records))
     with failures_named(target):
         write_atomically(target, recipe)
     try:
@@ -160,17 +150,15 @@ def main(arguments: Namespace) -> None:
 
 def _this_machine() -> _Machine:
     if distributed.device().type == "cpu":
-        return _Machine(dtype="fp32", deepspeed="zero3_cpu", num_ranks=1, gpu_bytes=None)
+        return _Machine(dtype="fp32", num_ranks=1, gpu_bytes=None)
     gpus = range(torch.cuda.device_count())
     # torch.cuda.is_bf16_supported() is also true where bf16 is emulated: on V100 (7.0), T4 (7.5).
     has_bf16 = all(torch.cuda.get_device_capability(gpu) >= (8, 0) for gpu in gpus)
-    dtype = "bf16" if has_bf16 else "fp16"
     num_ranks = 1
     while 2 * num_ranks <= min(len(gpus), _MAX_RANKS):
         num_ranks *= 2
     return _Machine(
-        dtype=dtype,
-        deepspeed=f"zero3_{dtype}",
+        dtype="bf16" if has_bf16 else "fp16",
         num_ranks=num_ranks,
         gpu_bytes=min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus),
     )
@@ -181,8 +169,8 @@ def _fits_one_gpu(config: RunConfig, directory: Path, machine: _Machine) -> bool
     if machine.gpu_bytes is None or machine.num_ranks == 1:
         return False
     whole = replace(config, partition_size=1)
-    model = model_sizes(whole, directory)
     inputs = measured_inputs(whole, load_task_data(whole))
+    model = model_sizes(whole, directory)
     memory = rank_memory(whole, model, inputs, world_size=machine.num_ranks)
     return memory.total <= _USABLE_PART * machine.gpu_bytes
 
@@ -191,30 +179,34 @@ def _recipe(
     arguments: Namespace,
     machine: _Machine,
     directory: Path,
-    title: str,
     task: Mapping[str, Any],
-    command: str,
     num_records: int,
 ) -> str:
-    """Return the recipe as YAML with comments.
+    """Return the recipe as YAML with comments, without its first lines.
 
     Args:
         arguments: Those of the command.
         machine: What the run will compute with.
         directory: The model's folder.
-        title: What the task is.
         task: Keys of the section `data` that describe the task.
-        command: What starts the run.
         num_records: Number of the records, from which some are taken to validate and to test.
     """
     decoder = load_model_config(directory).get_text_config()
     max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
+    shrinking = min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5)
     if arguments.method == "fzoo":
         steps = num_steps(num_records)
         micro_batch = _BATCH_SIZE  # the ranks share the probes
+        # A larger perturbation for rewards: it changes fewer answers than losses.
+        scale = 5e-3 if arguments.reward is None else 1e-2
+        zo = _FZOO.format(
+            probes=16 // max(2, machine.num_ranks), scale=scale * shrinking, rate=8e-3 * shrinking
+        )
     else:
         steps = _MAX_STEPS
         micro_batch = _BATCH_SIZE // machine.num_ranks
+        sparsity = 0.75 if arguments.method == "lezo" else 0.0
+        zo = _LEZO.format(rate=3e-5 * shrinking**3, sparsity=sparsity)
     # JSON is YAML on one line.
     task_lines = [
         f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in task.items()
@@ -223,21 +215,19 @@ def _recipe(
     if arguments.reward is not None:
         objective = f"  objective: {arguments.reward}  # judges answers\n"
     return _TEMPLATE.format(
-        title=" ".join(title.split()),
-        command=command,
         run_dir=json.dumps(f"runs/{Path(arguments.data).stem}"),
-        model=json.dumps(_relative(arguments.model, target=arguments.out)),
+        model=json.dumps(arguments.model),
         dtype=machine.dtype,
-        train=json.dumps(_relative(arguments.data, target=arguments.out)),
+        train=json.dumps(arguments.data),
         task="".join(task_lines),
         max_length=min(_DEFAULT_POSITIONS, max_positions),
-        zo=_zo_keys(arguments, decoder.hidden_size, machine.num_ranks),
+        zo=zo,
         objective=objective,
         steps=steps,
         eval_every=steps // 5,
         batch_size=_BATCH_SIZE,
         micro_batch=micro_batch,
-        deepspeed=machine.deepspeed,
+        deepspeed="zero3_cpu" if machine.gpu_bytes is None else f"zero3_{machine.dtype}",
     )
 
 
@@ -254,18 +244,6 @@ def num_steps(num_records: int) -> int:
     num_train = num_records - num_validation - num_test
     five_passes = 5 * num_train // _BATCH_SIZE
     return max(100, min(_MAX_STEPS, five_passes // 10 * 10))
-
-
-def _zo_keys(arguments: Namespace, width: int, num_ranks: int) -> str:
-    """Return the section `zo` of the recipe for a model with `width` hidden states."""
-    shrinking = min(1.0, (_WIDTH / width) ** 0.5)
-    if arguments.method == "fzoo":
-        # A larger perturbation for rewards: it changes fewer answers than losses.
-        scale = 5e-3 if arguments.reward is None else 1e-2
-        probes_per_pass = 16 // max(2, num_ranks)
-        return _FZOO.format(probes=probes_per_pass, scale=scale * shrinking, rate=8e-3 * shrinking)
-    sparsities = {"lezo": 0.75, "mezo": 0.0}
-    return _LEZO.format(rate=3e-5 * shrinking**3, sparsity=sparsities[arguments.method])
 
 
 def describe_task(
@@ -299,11 +277,6 @@ def describe_task(
     if len(records) < _FEWEST_RECORDS:
         fix = f"add records: {_FEWEST_RECORDS} at least, and better 30 of each kind"
         raise UserError(f"{len(records)} records are too few to train on and to score", fix=fix)
-    targets = {"--label": label, "--answer": answer, "--reward": reward}
-    given = [option for option, value in targets.items() if value is not None]
-    if len(given) > 1:
-        problem = f"{given[0]} and {given[1]} describe different tasks"
-        raise UserError(problem, fix=f"leave out {given[0]}, or {given[1]}")
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
     for option, name in (("--text", text), ("--label", label), ("--answer", answer)):
@@ -341,28 +314,19 @@ def _labels(name: str, values: Sequence[object]) -> list[str]:
         problem = f"the column {name} has {len(labels)} different labels in {len(values)} records"
         fix = f"add records of each class or, if the model shall write them, give --answer {name}"
         raise UserError(problem, fix=fix)
-    if len(labels) > _MANY_LABELS:
-        hint = f"With --answer {name}, the model writes one: faster"
-        logger.warning("%d labels, each read after each example. %s", len(labels), hint)
     return sorted(labels)
 
 
 def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) -> list[str]:
-    """Return the columns of short values that repeat, except for one column.
-
-    Columns that have one value only count if there are no others.
-    """
-    num_labels = {}
+    """Return the columns of short values that repeat, except for one column."""
+    found = []
     for name, values in columns.items():
         labels = {field_text(name, value) for value in values if isinstance(value, str | int)}
         labels.discard("")
-        if name == without or not labels:
-            continue
-        is_short = max(map(len, labels)) <= _MAX_LABEL_LENGTH
-        if is_short and len(labels) <= min(_MAX_LABELS, len(values) / 2):
-            num_labels[name] = len(labels)
-    several = [name for name, number in num_labels.items() if number > 1]
-    return several or list(num_labels)
+        is_few = 1 < len(labels) <= min(_MAX_LABELS, len(values) / 2)
+        if name != without and is_few and max(map(len, labels)) <= _MAX_LABEL_LENGTH:
+            found.append(name)
+    return found
 
 
 def _are_texts(values: Sequence[object]) -> bool:
@@ -392,14 +356,3 @@ def _only(option: str, meaning: str, names: Sequence[str]) -> str:
         fix += ", or --answer COLUMN for texts to write"
     raise UserError(problem, fix=fix)
 
-
-def _relative(path: str, target: Path) -> str:
-    """Return a path as a recipe in the file `target` has it.
-
-    The path stays as it was written if the recipe is in the working directory, and becomes
-    absolute otherwise. A name on the hub stays, too.
-    """
-    is_near = target.absolute().parent == Path.cwd()
-    if is_near or not Path(path).exists():
-        return path
-    return os.path.abspath(path)  # noqa: PTH100 (Path.resolve would follow links)

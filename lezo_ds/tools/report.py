@@ -13,6 +13,8 @@ from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.tools.tables import NOTE, name_experiments, read_runs, score_table
 
+_FIX = "give the run_dir of runs, or a pattern"
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,8 +28,7 @@ def main(arguments: Namespace) -> None:
     for run in runs[~runs["finished"]].itertuples():
         logger.warning("warning: %s: %s", run.directory, run.problem)
     if runs["method"].isna().all():
-        fix = "give the run_dir of runs, or a pattern"
-        raise UserError("none of these directories holds a run", fix=fix)
+        raise UserError("none of these directories holds a run", fix=_FIX)
     runs = name_experiments(runs)
     if writes_page:
         from lezo_ds.tools.page import page  # which needs matplotlib
@@ -35,9 +36,7 @@ def main(arguments: Namespace) -> None:
         with failures_named(arguments.html):
             write_atomically(arguments.html, page(runs))
     elif runs["finished"].any():
-        print(score_table(runs).to_string(index=False))
-        print()
-        print(NOTE)
+        print(f"{score_table(runs).to_string(index=False)}\n\n{NOTE}")
     else:
         fix = "start them again (they resume), or use --html"
         raise UserError("none of these runs is finished", fix=fix)
@@ -55,8 +54,7 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
         names = [pattern] if Path(pattern).is_dir() else sorted(glob(pattern))  # noqa: PTH207
         directories = [path for path in map(Path, names) if path.is_dir()]
         if not directories:
-            fix = "give the run_dir of runs, or a pattern"
-            raise UserError(f"there is no run {pattern}", fix=fix)
+            raise UserError(f"there is no run {pattern}", fix=_FIX)
         for directory in directories:
             found.setdefault(directory.resolve(), directory)
     return list(found.values())

@@ -24,7 +24,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -36,7 +36,6 @@ from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.signals import on_stop_signals
 from lezo_ds.tools.tables import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs, recorded_config
 
-KEEP = "train.keep_snapshots"
 # Columns of the printed table, after the keys of the grid.
 _SHOWN = [
     "runs",
@@ -49,13 +48,6 @@ _SHOWN = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class _Axis(NamedTuple):
-    """Keys that change together, and the values that they take, as the command line has them."""
-
-    keys: tuple[str, ...]
-    values: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -88,42 +80,32 @@ class SweepRun:
 def main(arguments: Namespace) -> None:
     """Do what the command line asks for, and print the table of all settings."""
     launcher = [*shlex.split(arguments.launcher), str(ROOT / "launch" / "train.py")]
-    recipe = arguments.config
-    directory = arguments.out
-    overrides = tuple(arguments.overrides)
+    sweep = (arguments.config, arguments.out, arguments.overrides)
     if arguments.tune is not None:
-        runs = tune(arguments.tune, arguments.grid, recipe, directory, overrides, launcher)
-        print(write_tables(runs, directory))
+        runs = tune(arguments.tune, arguments.grid, *sweep, launcher)
+        print(write_tables(runs, arguments.out))
         return
-    planned = plan_sweep(arguments.grid, recipe, directory, overrides)
-    if arguments.index is not None:
-        run_sweep([_run_at(arguments.index, planned)], launcher)
+    runs = plan_sweep(arguments.grid, *sweep)
+    index = arguments.index
+    if index is not None:
+        if not 0 <= index < len(runs):
+            problem = f"--index {index} is not the number of a run: the grid has {len(runs)} runs"
+            raise UserError(problem, fix=f"give 0 to {len(runs) - 1}; --list shows the runs")
+        run_sweep([runs[index]], launcher)
         return
     try:
         if arguments.list:
-            _print_states(planned)
+            for number, run in enumerate(runs):
+                print(f"{number:4d}  {'done' if run.is_done() else 'open'}  {run.directory}")
         else:
-            run_sweep(planned, launcher)
+            run_sweep(runs, launcher)
     finally:
-        print(write_tables(planned, directory))
-
-
-def _run_at(index: int, runs: Sequence[SweepRun]) -> SweepRun:
-    if not 0 <= index < len(runs):
-        problem = f"--index {index} is not the number of a run: the grid has {len(runs)} runs"
-        raise UserError(problem, fix=f"give 0 to {len(runs) - 1}; --list shows the runs")
-    return runs[index]
-
-
-def _print_states(runs: Sequence[SweepRun]) -> None:
-    for index, run in enumerate(runs):
-        state = "done" if run.is_done() else "open"
-        print(f"{index:4d}  {state}  {run.directory}")
+        print(write_tables(runs, arguments.out))
 
 
 def plan_sweep(
     grid: Sequence[str], recipe: str, directory: Path, overrides: Sequence[str] = ()
-) -> tuple[SweepRun, ...]:
+) -> list[SweepRun]:
     """Return the runs of a grid, in its order: the values of the last key change fastest.
 
     Zeroth-order runs keep no snapshots unless train.keep_snapshots is set: a journal gives back all
@@ -139,36 +121,29 @@ def plan_sweep(
         UserError: The grid cannot be run, or a configuration is refused.
     """
     axes = [_parse_axis(word) for word in grid]
-    keys = [key for axis in axes for key in axis.keys]
-    keys += [word.partition("=")[0] for word in overrides]
-    for key in keys:
-        if key == "run_dir" or keys.count(key) > 1:
-            problem = f"a sweep cannot set {key} twice, or run_dir at all"
-            raise UserError(problem, fix=f"remove {key}=")
+    keys = [key for axis_keys, _ in axes for key in axis_keys]
     runs: dict[str, SweepRun] = {}
-    for values in itertools.product(*(axis.values for axis in axes)):
+    for values in itertools.product(*(axis_values for _, axis_values in axes)):
         changes = list(overrides)
-        for axis, value in zip(axes, values, strict=True):
-            changes += [f"{key}={value}" for key in axis.keys]
+        for (axis_keys, _), value in zip(axes, values, strict=True):
+            changes += [f"{key}={value}" for key in axis_keys]
         # The name has the values as they were read: 1e-6 and 0.000001 are the same run.
         flat = flatten(config_to_dict(load_config(recipe, [*changes, f"run_dir={directory}"])))
-        settings = {key: flat[key] for axis in axes for key in axis.keys}
-        name = ",".join(f"{axis.keys[0]}={settings[axis.keys[0]]}" for axis in axes)
+        name = ",".join(f"{axis_keys[0]}={flat[axis_keys[0]]}" for axis_keys, _ in axes)
         name = re.sub(r"[^\w.+,=-]", "-", name) or "run"
         if name in runs:
             problem = f"two runs of the grid are the same: {name}"
             raise UserError(problem, fix="remove one of the two values")
-        run_dir = directory / name
-        changes.append(f"run_dir={run_dir}")
-        if flat["method"] in ZEROTH_ORDER and KEEP not in keys:
-            changes.append(f"{KEEP}=0")
+        if flat["method"] in ZEROTH_ORDER:
+            changes.insert(0, "train.keep_snapshots=0")  # a later value of the key counts instead
+        changes.append(f"run_dir={directory / name}")
         runs[name] = SweepRun(
-            settings=settings,
-            directory=run_dir,
+            settings={key: flat[key] for key in keys},
+            directory=directory / name,
             config=load_config(recipe, changes),
             arguments=("--config", recipe, *changes),
         )
-    return tuple(runs.values())
+    return list(runs.values())
 
 
 def tune(
@@ -200,9 +175,7 @@ def tune(
         problem = f"--tune {key} needs a number above 0 to start from"
         raise UserError(problem, fix=f"set {key} in the recipe")
     overrides = [word for word in overrides if word.partition("=")[0] != key]
-    first_values = []
-    for axis in map(_parse_axis, grid):
-        first_values.append(f"{','.join(axis.keys)}={axis.values[0]}")
+    first_values = [f"{','.join(keys)}={values[0]}" for keys, values in map(_parse_axis, grid)]
     runs: dict[Path, SweepRun] = {}
 
     def run_at(exponent: int, grid: Sequence[str]) -> pd.DataFrame:
@@ -302,14 +275,15 @@ def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
     return "\n".join(line.rstrip() for line in table.splitlines())
 
 
-def _parse_axis(word: str) -> _Axis:
+def _parse_axis(word: str) -> tuple[list[str], list[str]]:
     """Return the keys and the values of a word such as seed,data.seed=0,1."""
-    left, equals, right = word.partition("=")
-    axis = _Axis(keys=tuple(left.split(",")), values=tuple(right.split(",")))
-    if not equals or "" in axis.keys or "" in axis.values:
+    left, _, right = word.partition("=")
+    keys = left.split(",")
+    values = right.split(",")
+    if "" in keys or "" in values:
         example = "zo.learning_rate=1e-6,7e-7"
         raise UserError(f"{word} is not KEY=VALUE,VALUE,...", fix=f"for instance {example}")
-    return axis
+    return keys, values
 
 
 def _launch(command: Sequence[str], log: Path) -> int:

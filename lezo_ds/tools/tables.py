@@ -10,13 +10,13 @@ and may come from anyone: their values are read, and nothing that they name is i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from lezo_ds import files
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten, load_yaml
@@ -32,32 +32,20 @@ DAMAGE = (*files.DAMAGE, UserError)
 
 # The settings in which the repetitions of an experiment differ.
 SEEDS = ["seed", "data.seed"]
-# The numbers of results.json that tables have, and the standard error of `test`.
-MEASURED = [
+# The numbers of results.json that tables have.
+_RESULTS = [
     "test",
     "zero_shot",
     "majority_class",
     "best_dev_loss",
-    "best_step",
     "steps",
     "seconds",
     "trained_dev_loss",
     "peak_memory_bytes",
     "worse_than_base",
-    "standard_error",
 ]
-_COLUMNS = [
-    "directory",
-    "model",
-    "task",
-    "method",
-    "learning_rate",
-    *SEEDS,
-    "metric",
-    *MEASURED,
-    "finished",
-    "problem",
-]
+# The same, and the standard error of `test`.
+MEASURED = [*_RESULTS, "standard_error"]
 # Runs that differ in these settings only belong to the same experiment.
 _NO_DIFFERENCE = {*SEEDS, "train.micro_batch_size"}
 _NO_DIFFERENCE |= READER.may_differ - {"train.steps", "data.train", "data.path"}
@@ -74,13 +62,11 @@ NOTE = """\
 Scores and errors are in percent, rewards as they are. A score is a mean over seeds
 ± the sample standard deviation (number of runs). The standard error is that of one
 run, over its test examples."""
-WORSE = "worse than before training"
-BELOW_ZERO_SHOT = "below zero-shot"
-BELOW_MAJORITY = "below the majority class"
 
 
-class Answer(NamedTuple):
-    """What a model answered to an example of the test split.
+@dataclass(frozen=True)
+class Answer:
+    """What a model answered to an example of the test split: a line of predictions/step-N.jsonl.
 
     Attributes:
         prompt: What the model read.
@@ -93,42 +79,33 @@ class Answer(NamedTuple):
     right: list[str]
 
 
-def _accuracy(answer: Answer) -> float:
-    return float(answer.predicted in answer.right)
-
-
-def _exact_match(answer: Answer) -> float:
-    return float(normalize(answer.predicted) in map(normalize, answer.right))
-
-
-def _f1(answer: Answer) -> float:
-    return best_f1(answer.predicted, answer.right)
-
+_ANSWER = TypeAdapter(Answer)
 
 # By the name of a metric that is a mean over answers, how right an answer is, from 0 to 1.
 JUDGES: Mapping[str, Callable[[Answer], float]] = {
-    "accuracy": _accuracy,
-    "exact_match": _exact_match,
-    "f1": _f1,
+    "accuracy": lambda answer: answer.predicted in answer.right,
+    "exact_match": lambda answer: normalize(answer.predicted) in map(normalize, answer.right),
+    "f1": lambda answer: best_f1(answer.predicted, answer.right),
 }
 
 
 def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
     """Return one row for each directory, whether or not it holds a finished run.
 
-    The columns are _COLUMNS and every key of config.yaml. The method "mezo" is LeZO that drops no
-    block. The column `problem` says why a run is not finished. A value that does not exist is
-    missing.
+    The columns are those of `_read_run` and every key of config.yaml. A value that does not exist
+    is missing.
     """
-    frame = pd.DataFrame([_read_run(Path(directory)) for directory in directories])
-    settings = [name for name in frame if name not in _COLUMNS]
-    frame = frame.reindex(columns=[*_COLUMNS, *settings])
-    return frame.astype({**dict.fromkeys(MEASURED, float), "finished": bool})
+    frame = pd.DataFrame([_read_run(directory) for directory in directories])
+    return frame.astype(dict.fromkeys(MEASURED, float))
 
 
 def _read_run(directory: Path) -> dict[str, Any]:
-    """Return the row of a run; its problem is empty if it is finished."""
-    row: dict[str, Any] = {"directory": str(directory), "finished": False, "peft.kind": "none"}
+    """Return the row of a run: its settings, its results, and the answers to its test examples.
+
+    The method "mezo" is LeZO that drops no block. `problem` says why the run is not finished.
+    """
+    missing = dict.fromkeys(["model", "task", "method", "metric", *MEASURED])
+    row = {"directory": str(directory), "finished": False, "peft.kind": "none", **missing}
     try:
         row |= _settings(recorded_config(directory))
     except DAMAGE as error:
@@ -139,18 +116,15 @@ def _read_run(directory: Path) -> dict[str, Any]:
     results = RunResults.read(path)
     if results is None:
         return {**row, "problem": "damaged results.json"}
-    row["metric"] = results.metric
-    for name, value in asdict(results).items():
-        if name in MEASURED and value is not None:
-            row[name] = float(value)
+    row |= {name: getattr(results, name) for name in ("metric", *_RESULTS)}
     if not results.finished:
         return {**row, "test": None, "problem": f"unfinished, at step {results.steps}"}
+    answers = _read_answers(directory / "predictions" / f"step-{results.best_step or 0:08}.jsonl")
     judge = JUDGES.get(results.metric)
     if judge is not None:
-        answers = read_answers(directory, results.best_step)
         scores = pd.Series([judge(answer) for answer in answers], dtype=float)
         row["standard_error"] = scores.sem()
-    return {**row, "finished": True, "problem": ""}
+    return {**row, "answers": answers, "finished": True, "problem": ""}
 
 
 def recorded_config(directory: Path) -> RunConfig:
@@ -178,22 +152,11 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def read_answers(directory: Path, step: float | None) -> list[Answer]:
-    """Return the answers of a run to the test split after a step, or none if they are damaged.
-
-    A missing step stands for the base model.
-    """
-    if step is None or pd.isna(step):
-        step = 0
-    path = directory / "predictions" / f"step-{int(step):08}.jsonl"
+def _read_answers(path: Path) -> list[Answer]:
+    """Return the answers in a file, or none if the file is missing or damaged."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [
-            Answer(
-                str(row["prompt"]), str(row["predicted"]), [str(right) for right in row["right"]]
-            )
-            for row in rows
-        ]
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [_ANSWER.validate_json(line) for line in lines]
     except DAMAGE:
         return []
 
@@ -236,7 +199,7 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
             words = [title]
             for key in varying:
                 if pd.notna(run[key]):
-                    words.append(f"{key.rpartition('.')[2]}={_short(run[key])}")
+                    words.append(f"{key.rpartition('.')[2]}={short(run[key])}")
             experiments[index] = ", ".join(words)
     return runs.assign(experiment=experiments)
 
@@ -244,58 +207,43 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the texts of a table with a row for each experiment of `name_experiments`."""
     keys = ["model", "task", "experiment", "metric", "method", "peft.kind", "learning_rate"]
-    summary = over_seeds(runs[runs["finished"]], keys)
-    return pd.DataFrame([_score_row(row) for row in summary.to_dict("records")])
-
-
-def _score_row(row: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "task": row["task"],
-        "method": row["experiment"],
-        "metric": row["metric"],
-        "test": _score(row),
-        "": _verdict(row),
-        "standard error": shown_score(row, "standard_error"),
-        "before": shown_score(row, "zero_shot"),
-        "majority": shown_score(row, "majority_class"),
-        "paper": _paper_score(row),
-        "learning rate": _short(row["learning_rate"]),
-        "validation loss": _short(row["best_dev_loss"]),
-        "steps": _short(row["steps"]),
-        "minutes": _short(row["seconds"] / 60),
-        "GB": _short(row["peak_memory_bytes"] / 1e9),
-        "model": Path(row["model"]).name,
-    }
-
-
-def _score(row: Mapping[str, Any]) -> str:
-    """Return the mean with the deviation and the number of runs, such as "85.0 ± 7.1 (2)"."""
-    mean = shown_score(row, "test")
-    if pd.notna(row["test_deviation"]):
-        mean += f" ± {shown_score(row, 'test_deviation')}"
-    return f"{mean} ({row['finished']})"
+    rows = []
+    for row in over_seeds(runs[runs["finished"]], keys).to_dict("records"):
+        score = shown_score(row, "test")
+        if pd.notna(row["test_deviation"]):
+            score += f" ± {shown_score(row, 'test_deviation')}"
+        model = Path(row["model"]).name
+        cell = Experiment(model.lower(), row["task"].lower(), row["method"], row["peft.kind"])
+        texts = {
+            "task": row["task"],
+            "method": row["experiment"],
+            "metric": row["metric"],
+            "test": f"{score} ({row['finished']})",
+            "": _verdict(row),
+            "standard error": shown_score(row, "standard_error"),
+            "before": shown_score(row, "zero_shot"),
+            "majority": shown_score(row, "majority_class"),
+            "paper": short(PAPER_SCORES.get(cell)),
+            "learning rate": short(row["learning_rate"]),
+            "validation loss": short(row["best_dev_loss"]),
+            "steps": short(row["steps"]),
+            "minutes": short(row["seconds"] / 60),
+            "GB": short(row["peak_memory_bytes"] / 1e9),
+            "model": model,
+        }
+        rows.append(texts)
+    return pd.DataFrame(rows)
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
     """Return what is wrong with an experiment's score, or nothing."""
     if row["worse_than_base"] > 0:
-        return WORSE
+        return "worse than before training"
     if row["test"] < row["zero_shot"]:
-        return BELOW_ZERO_SHOT
+        return "below zero-shot"
     if row["test"] < row["majority_class"]:
-        return BELOW_MAJORITY
+        return "below the majority class"
     return ""
-
-
-def _paper_score(row: Mapping[str, Any]) -> str:
-    """Return the score of LeZO's tables (Wang et al. 2024) for the same model, task and method."""
-    cell = Experiment(
-        model=Path(row["model"]).name.lower(),
-        task=row["task"].lower(),
-        method=row["method"],
-        peft=row["peft.kind"],
-    )
-    return f"{PAPER_SCORES[cell]:.1f}" if cell in PAPER_SCORES else "-"
 
 
 def shown_score(row: Mapping[str, Any], name: str) -> str:
@@ -306,7 +254,8 @@ def shown_score(row: Mapping[str, Any], name: str) -> str:
     return f"{score:.3f}" if row["metric"] == REWARD else f"{100 * score:.1f}"
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a value with at most four digits, and a missing one as "-"."""
     if pd.isna(value):
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

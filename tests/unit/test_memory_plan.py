@@ -28,7 +28,7 @@ from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools import memory_plan, time_plan
-from lezo_ds.tools.dry_run import dry_run, what_fits
+from lezo_ds.tools.dry_run import Plan, dry_run
 from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, rank_memory, received_bytes
 from lezo_ds.tools.sizes import InputSizes, model_sizes
 from lezo_ds.tools.time_plan import plan_time
@@ -183,7 +183,7 @@ def test_what_fits_is_for_few_ranks_of_zero3_and_offloads_only_if_nothing_else_f
     model = model_sizes(config, "opt-30b")
 
     def lines(gigabytes):
-        found = what_fits(config, model, INPUTS, 4, gigabytes * GIB)
+        found = Plan(config, model, INPUTS, num_ranks=4).what_fits(gigabytes * GIB)
         return [
             (text.partition(" ")[0], text.rpartition(", ")[2], "offload" in text)
             for _, text in found

@@ -135,7 +135,7 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
     done = []
 
     def launch(command, log):
-        (run,) = [run for run in plans if str(run.directory) == command[-2].partition("=")[2]]
+        (run,) = [run for run in plans if str(run.directory) == command[-1].partition("=")[2]]
         rate = run.config.zo.learning_rate
         if rate >= 1e-5:
             return DivergenceError.exit_code
@@ -236,9 +236,9 @@ def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
     assert "<mark>worse than before training</mark>" in text
     assert "10 of 11 wrong answers" in text and text.count("<td>&lt;bad&gt;</td>") == 10
     found = list(sections(runs))
-    scores, losses = found[-1].charts
+    scores, losses = found[-1][1]
     assert scores.levels == {"step 0": 51, "zero-shot, test split": 50, "majority class": 60}
-    assert losses.levels == {"step 0": 0.7} and found[0].charts[1].levels == {}
+    assert losses.levels == {"step 0": 0.7} and found[0][1][1].levels == {}
     assert scores.curves == {"LeZO": [(0, 51), (100, 90), (200, 90)]}
     assert "zero-shot, test split: 50" in text and text.count("<svg") == 4
     assert len(text) < 100_000
