@@ -21,12 +21,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import math
-import os
 import re
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -42,6 +39,7 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, resolve_model
+from lezo_ds.cli import end_process_after
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, load_config
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
@@ -49,7 +47,7 @@ from lezo_ds.data.generation import SAMPLE_KEYS, generate
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
-from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
+from lezo_ds.errors import LezoError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.step import decide, perturbation
@@ -111,22 +109,6 @@ class Inputs:
         ranks = distributed.world_size()
         split = replace(self.config, tensor_parallel=ranks, partition_size=None, deepspeed=None)
         return make_engine(split)
-
-
-def main() -> None:
-    """Measure what the command line asks for, and end the process."""
-    level = logging.INFO if launched_rank() == 0 else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    try:
-        with distributed.lost_ranks_reported(lambda: "the benchmark has no results"):
-            run(read_arguments())
-    except LezoError as error:
-        end_with(error)
-    distributed.shut_down()
-    sys.stdout.flush()
-    # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291).
-    os._exit(0)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -454,4 +436,4 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    end_process_after(lambda: run(read_arguments()))

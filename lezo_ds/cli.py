@@ -1,8 +1,8 @@
 """The command line: `lezo-ds COMMAND`, which is also `python -m lezo_ds COMMAND`.
 
-Each command has two functions. `_train` adds the arguments of `train` to its parser, and its
-docstring is the description in `lezo-ds train --help`. `run_train` does the work. COMMANDS lists
-both.
+Each command has two functions. `_train` adds the arguments of `train` to its parser. Its docstring
+is the description in `lezo-ds train --help`, and the first line is the summary in `lezo-ds --help`.
+`run_train` does the work. COMMANDS lists both.
 
 A command imports torch and other large libraries only after its arguments have been parsed, so that
 a mistake in them is refused at once.
@@ -21,16 +21,15 @@ import pkgutil
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from lezo_ds import __version__
 from lezo_ds.config import config_to_dict, dump_yaml, load_config
 from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import LezoError, UserError, did_you_mean, end_with, launched_rank
-from lezo_ds.files import failures_named
 
 _RECIPE_HELP = (
     "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
@@ -83,7 +82,7 @@ def _name(text: str) -> str:
 
 
 def _train(parser: _Parser) -> None:
-    """Fine-tune a model.
+    """Fine-tune a model, or check a recipe and print its memory.
 
     deepspeed --num_gpus 2 --module lezo_ds train --config RECIPE key=value ...
 
@@ -100,7 +99,6 @@ def _train(parser: _Parser) -> None:
     add("--gpus", type=_positive, metavar="N", help="with --dry-run: plan for this number of GPUs")
     add("--gpu-memory", type=float, metavar="GIB", help="with --dry-run: say what fits such GPUs")
     add("--print-config", action="store_true", help="print the configuration as a YAML recipe")
-    add("--json", action="store_true", help="print the results as JSON instead of a summary")
     parser.add_keys()
 
 
@@ -126,11 +124,7 @@ def run_train(arguments: argparse.Namespace) -> None:
             print(plan)
         return
     results = train(config)
-    if distributed.rank() > 0:
-        return
-    if arguments.json:
-        print(json.dumps({"run_dir": config.run_dir, **asdict(results)}, indent=1))
-    else:
+    if distributed.rank() == 0:
         print(run_summary(config.run_dir, results))
 
 
@@ -142,7 +136,6 @@ def _evaluate(parser: _Parser) -> None:
     """
     add = _add_weights(parser)
     add("--split", choices=("test", "dev"), default="test", help="score these examples")
-    add("--predictions", type=_path, metavar="FILE", help="write all predictions as JSON")
     add("--json", action="store_true", help="print the scores as JSON instead of a line")
     parser.add_keys()
 
@@ -190,20 +183,14 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     from lezo_ds.runs.screen import scores_summary
 
     scores = score(opened, arguments.split)
-    if launched_rank() > 0:
-        return
-    if arguments.predictions is not None:
-        with failures_named(arguments.predictions):
-            arguments.predictions.write_text(json.dumps(scores, indent=1) + "\n")
-    del scores["predictions"]
-    if arguments.json:
-        print(json.dumps(scores, indent=1))
-    else:
-        print(scores_summary(scores))
+    if launched_rank() == 0:
+        print(json.dumps(scores, indent=1) if arguments.json else scores_summary(scores))
 
 
 def _predict(parser: _Parser) -> None:
-    """Label the records of a file, as in lezo-ds predict --model EXPORT new.csv --out labels.csv.
+    """Label the records of a file, or answer them.
+
+    lezo-ds predict --model EXPORT new.csv --out labels.csv
 
     The output also has `predicted`, the label, choice or answer, and the `probability` of a label
     or choice. The task is that of the run or export, or of a recipe or keys. The same command
@@ -235,7 +222,7 @@ def run_predict(arguments: argparse.Namespace) -> None:
 
 
 def _export(parser: _Parser) -> None:
-    """Write the model of any step of a run as a Hugging Face directory, or a run as one small file.
+    """Write the model of any step of a run, or a run as one small file.
 
     lezo-ds export --run DIR --step best --out DIR [key=value ...]
     lezo-ds export --run DIR --journal FILE
@@ -306,7 +293,7 @@ def _sweep(parser: _Parser) -> None:
 
 
 def _report(parser: _Parser) -> None:
-    """Print the results of runs as a table, averaged over seeds, or write them as a page.
+    """Show runs as a table, averaged over seeds, or as a page with curves.
 
     The page has the table, curves and wrong answers.
     """
@@ -342,9 +329,10 @@ def _init(parser: _Parser) -> None:
         help="default: recipe.yaml",
     )
     add("--text", metavar="COLUMN", help="the column that the model reads")
-    add("--label", metavar="COLUMN", help="the column with the right label")
-    add("--answer", metavar="COLUMN", help="the column with a text to write, instead of a label")
-    add(
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--label", metavar="COLUMN", help="the column with the right label")
+    target.add_argument("--answer", metavar="COLUMN", help="the column with a text to write")
+    target.add_argument(
         "--reward",
         metavar="MODULE:FUNCTION",
         help="judges answers; its module may be in the recipe's folder",
@@ -358,72 +346,44 @@ def _init(parser: _Parser) -> None:
     add("--skip-unusable", action="store_true", help="leave out records that cannot be used")
 
 
-class _Command(NamedTuple):
-    """A command of the program.
-
-    Attributes:
-        add_arguments: Adds its arguments to a parser. The docstring is its description in the help.
-        function: The function that takes the parsed arguments, as `module:name`. The module is
-            imported when the command runs.
-        summary: What the command does, in the help of the program.
-    """
-
-    add_arguments: Callable[[_Parser], None]
-    function: str
-    summary: str
-
-
-COMMANDS = {
-    "init": _Command(
-        _init, "lezo_ds.tools.init:main", "write a recipe for a model and a file of your own data"
-    ),
-    "train": _Command(
-        _train, "lezo_ds.cli:run_train", "fine-tune a model, or check a recipe and print its memory"
-    ),
-    "evaluate": _Command(
-        _evaluate, "lezo_ds.cli:run_evaluate", "score a model, or the weights of a run at any step"
-    ),
-    "predict": _Command(
-        _predict, "lezo_ds.cli:run_predict", "label the records of a file, or answer them"
-    ),
-    "export": _Command(
-        _export,
-        "lezo_ds.cli:run_export",
-        "write the model of a step of a run, or a run as one file",
-    ),
-    "report": _Command(
-        _report, "lezo_ds.tools.report:main", "show runs as a table, or as a page with curves"
-    ),
-    "sweep": _Command(
-        _sweep, "lezo_ds.tools.sweep:main", "run every combination of a grid, or tune a key"
-    ),
+COMMANDS: dict[str, tuple[Callable[[_Parser], None], str]] = {
+    "init": (_init, "lezo_ds.tools.init:main"),
+    "train": (_train, "lezo_ds.cli:run_train"),
+    "evaluate": (_evaluate, "lezo_ds.cli:run_evaluate"),
+    "predict": (_predict, "lezo_ds.cli:run_predict"),
+    "export": (_export, "lezo_ds.cli:run_export"),
+    "report": (_report, "lezo_ds.tools.report:main"),
+    "sweep": (_sweep, "lezo_ds.tools.sweep:main"),
 }
+"""For each command, the function that adds its arguments to a parser, and `module:name` of the
+function that takes the parsed arguments. The module is imported when the command runs."""
 
 
 def run_command(name: str, words: Sequence[str] | None = None) -> None:
     """Run a command on the words of its command line, by default those in `sys.argv`."""
-    command = COMMANDS[name]
-    description = inspect.getdoc(command.add_arguments) or ""
+    add_arguments, function = COMMANDS[name]
+    description = inspect.getdoc(add_arguments) or ""
     if name == "train":
         description += f"\n\nKeys:\n{READER.describe()}"
     parser = _Parser(name, description)
-    command.add_arguments(parser)
+    add_arguments(parser)
     arguments = parser.parse_intermixed_args(words)  # options and keys may alternate
     for word in getattr(arguments, "overrides", ()):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             raise UserError(f"{word} is not key=value", fix=f"lezo-ds {name} --config {word}")
-    run = pkgutil.resolve_name(command.function)
-    run(arguments)
+    pkgutil.resolve_name(function)(arguments)
 
 
 def main(command: str | None = None) -> None:
     """Run a command, by default the one that the first argument names, and end the process."""
+    end_process_after(_run_program if command is None else partial(run_command, command))
+
+
+def end_process_after(work: Callable[[], None]) -> NoReturn:
+    """Do the work of a process, and end the process with the exit code of its outcome."""
     _prepare_process()
     try:
-        if command is None:
-            _run_program()
-        else:
-            run_command(command)
+        work()
     except LezoError as error:
         end_with(error)
     except RuntimeError as error:
@@ -456,11 +416,11 @@ def _prepare_process() -> None:
 
 
 def _run_program() -> None:
-    lines = [f"  {name:10} {command.summary}" for name, command in COMMANDS.items()]
-    title = (
-        "Fine-tune language models without gradients, on DeepSpeed. Commands (each has a --help):"
-    )
-    parser = _Parser("", "\n".join([title, *lines]))
+    lines = ["Fine-tune language models without gradients, on DeepSpeed. Commands:", ""]
+    for name, (add_arguments, _) in COMMANDS.items():
+        summary = (inspect.getdoc(add_arguments) or "").partition("\n")[0]
+        lines.append(f"  {name:10} {summary}")
+    parser = _Parser("", "\n".join([*lines, "", "Each command has a --help."]))
     add = parser.add_argument
     add("--version", action="version", version=f"lezo_ds {__version__}")
     add(

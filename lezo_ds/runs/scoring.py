@@ -32,7 +32,7 @@ from lezo_ds.config import (
 )
 from lezo_ds.config.components import DESCRIBING_KEYS
 from lezo_ds.config.schema import READER, ModelConfig, PeftConfig
-from lezo_ds.data.evaluation import evaluate, prediction_rows
+from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
@@ -165,7 +165,7 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
     """Score weights on a split, "dev" or "test". A collective.
 
     Returns:
-        What --json prints, and "predictions" of each example.
+        What --json prints.
     """
     source, config, load_engine = opened
     needs_no_training_data = "model" in source and config.method == "zero_shot"
@@ -187,7 +187,6 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         "majority_class": result.majority_class,
         "objective": config.train.objective,
         "loss": result.loss,
-        "predictions": prediction_rows(chosen.examples, result.predicted),
     }
 
 

@@ -67,6 +67,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("evaluate --model {run}", "is a run, not a model; fix: use --run "),
         ("evaluate", "one of the arguments --run --model is required"),
         ("evaluate --run r --config demo", "--config goes with --model"),
+        ("init m d --label a --reward b:c", "argument --reward: not allowed with argument --label"),
         ("export --run r", "needs two of --run, --journal and --out"),
     ],
 )

@@ -82,11 +82,6 @@ def test_init_takes_the_only_columns_of_texts_and_labels():
             "40 different labels in 40 records; fix: .* --answer b",
         ),
         ({"a": TEXTS[:3], "b": CLASSES[:3]}, {}, "3 records are too few .*; fix: add records"),
-        (
-            {"a": TEXTS, "b": CLASSES},
-            {"label": "b", "reward": "judge:brevity"},
-            "--label and --reward describe different tasks; fix: leave out --label, or --reward",
-        ),
     ],
 )
 def test_init_asks_for_the_columns_that_are_not_clear(columns, options, message):
