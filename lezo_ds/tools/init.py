@@ -355,4 +355,3 @@ def _only(option: str, meaning: str, names: Sequence[str]) -> str:
     if option == "label":
         fix += ", or --answer COLUMN for texts to write"
     raise UserError(problem, fix=fix)
-

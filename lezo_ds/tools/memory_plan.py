@@ -113,26 +113,31 @@ def rank_memory(
     offload = ds_config["zero_optimization"].get("offload_param") or {}
     # A CPU has no other memory to offload to. Only NVMe changes what it holds.
     is_offloaded = on_gpu and offload.get("device", "none") != "none"
-    shards = _shards(own_model, num_shards, offload, is_offloaded=is_offloaded)
-    low_bits = _low_bits(config, own_model, num_shards)
-    gathered = 0
+    weights = {"shards": _shards(own_model, num_shards, offload, is_offloaded=is_offloaded)}
+    keeps_low_bits = config.zo.update_precision == "fp32_master" and model.itemsize < _FP32
+    if config.method in ZEROTH_ORDER and keeps_low_bits:
+        weights["low bits"] = _LOW_BITS * own_model.num_trained // num_shards
+    in_pass = {}
     if num_shards > 1 or is_offloaded:
-        gathered = _gathered(own_model, on_gpu=on_gpu)
-    in_pass = {
-        "gathered": gathered,
-        "copies": _copies(config, own_model, inputs, whole_blocks=on_gpu and not is_offloaded),
-        "activations": _activations(config, own_model, inputs),
-        "logits": _logits(config, own_model, inputs),
-    }
+        largest, tied = own_model.parts
+        num_largest = 3 if on_gpu else 2
+        # While the tied weights are gathered, there is also the message that brings them.
+        num_gathered = max(tied + num_largest * largest, 2 * tied)
+        in_pass["gathered"] = num_gathered * model.itemsize
+    whole_blocks = on_gpu and not is_offloaded
+    in_pass["copies"] = _copies(config, own_model, inputs, whole_blocks=whole_blocks)
+    in_pass |= _activations(config, own_model, inputs)
     snapshot = _snapshot(config, model, num_shards * split, on_gpu=on_gpu)
-    beyond_pass = max(0, snapshot - sum(in_pass.values()))
-    reserve = GPU_RESERVE if on_gpu else CPU_RESERVE
-    terms = {"reserve": reserve, **in_pass, "snapshot": beyond_pass}
+    terms = {
+        "reserve": GPU_RESERVE if on_gpu else CPU_RESERVE,
+        **in_pass,
+        "snapshot": max(0, snapshot - sum(in_pass.values())),
+    }
     host = 0
     if is_offloaded:
-        host = shards + low_bits
+        host = sum(weights.values())
     else:
-        terms = {"shards": shards, "low bits": low_bits, **terms}
+        terms = {**weights, **terms}
     return RankMemory({name: size for name, size in terms.items() if size}, host)
 
 
@@ -207,20 +212,6 @@ def _shards(
     return model.num_parameters * model.itemsize // num_shards
 
 
-def _low_bits(config: RunConfig, model: ModelSizes, num_shards: int) -> int:
-    is_stored = config.method in ZEROTH_ORDER and config.zo.update_precision == "fp32_master"
-    if not is_stored or model.itemsize >= _FP32:
-        return 0
-    return _LOW_BITS * model.num_trained // num_shards
-
-
-def _gathered(model: ModelSizes, *, on_gpu: bool) -> int:
-    largest, tied = model.parts
-    num_largest = 3 if on_gpu else 2
-    # While the tied weights are gathered, there is also the message that brings them.
-    return max(tied + num_largest * largest, 2 * tied) * model.itemsize
-
-
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_blocks: bool) -> int:
     """Return the bytes of perturbed weights.
 
@@ -246,39 +237,32 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_b
     return min(num_copies, PROBES_AT_ONCE) * largest * model.itemsize
 
 
-def _num_training_rows(config: RunConfig, inputs: InputSizes) -> int:
-    """Return the rows of a micro-batch: examples, or the answers that are drawn for prompts."""
-    if inputs.trains_on_answers:
-        return config.train.micro_batch_size * config.generation.num_samples
-    return config.train.micro_batch_size
+def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> dict[str, int]:
+    """Return the bytes of activations and of logits in the largest pass.
 
-
-def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
-    """Return the bytes of activations in the largest pass of training or of an evaluation."""
+    That is a pass of training or of an evaluation. The loss makes two float32 tensors of the
+    logits, a copy at a time.
+    """
+    # An evaluation runs one copy, and compares all entries of the vocabulary.
     scored_rows = config.train.eval_batch_size
     largest_rows = scored_rows
+    loss_bytes = 2 * _FP32
+    logits = scored_rows * (model.itemsize + loss_bytes) * model.vocabulary_size
     if config.method in TRAINED:
-        training_rows = copies_per_pass(config) * _num_training_rows(config, inputs)
-        largest_rows = max(scored_rows, training_rows)
+        num_rows = config.train.micro_batch_size  # examples, or answers that are drawn for prompts
+        if inputs.trains_on_answers:
+            num_rows *= config.generation.num_samples
+        num_copies = copies_per_pass(config)
+        largest_rows = max(scored_rows, num_copies * num_rows)
+        num_entries = inputs.num_labels or model.vocabulary_size
+        row_bytes = num_copies * model.itemsize + loss_bytes
+        logits = max(logits, num_rows * row_bytes * num_entries)
     size = largest_rows * inputs.length * model.activation_width
     if inputs.new_tokens:
         written_rows = largest_rows if inputs.trains_on_answers else scored_rows
         written_length = inputs.length + inputs.new_tokens
         size += written_rows * written_length * model.num_blocks * model.cached_width
-    return size * model.itemsize
-
-
-def _logits(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
-    """Return the bytes of logits and of what a loss makes of them, in training or scoring."""
-    loss_bytes = 2 * _FP32  # the loss makes two float32 tensors of the logits, a copy at a time
-    # An evaluation runs one copy, and compares all entries of the vocabulary.
-    scored = config.train.eval_batch_size * (model.itemsize + loss_bytes) * model.vocabulary_size
-    if config.method not in TRAINED:
-        return inputs.answer_tokens * scored
-    row_bytes = copies_per_pass(config) * model.itemsize + loss_bytes
-    num_entries = inputs.num_labels or model.vocabulary_size
-    trained = _num_training_rows(config, inputs) * row_bytes * num_entries
-    return inputs.answer_tokens * max(trained, scored)
+    return {"activations": size * model.itemsize, "logits": inputs.answer_tokens * logits}
 
 
 def _snapshot(config: RunConfig, model: ModelSizes, num_shards: int, *, on_gpu: bool) -> int:

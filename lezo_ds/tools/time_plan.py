@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -43,32 +44,6 @@ _ROUNDS = 5
 _NUM_NOISE = 1 << 16
 
 
-class PlannedSeconds(NamedTuple):
-    """The times that a run is made of.
-
-    Attributes:
-        step: Seconds of a training step; 0 if the method does not train.
-        example: Seconds of scoring one example.
-    """
-
-    step: float
-    example: float
-
-
-class _Seconds(NamedTuple):
-    """What an action of the model with two blocks took.
-
-    Attributes:
-        outside: Everything but the forward passes of the blocks.
-        dropped: Forward passes of the first block, which steps drop.
-        kept: Forward passes of the second block, which steps perturb.
-    """
-
-    outside: float
-    dropped: float
-    kept: float
-
-
 class _BlockClock:
     """Sums the seconds of a block's forward passes, with the gathering of its weights."""
 
@@ -87,7 +62,7 @@ class _BlockClock:
 
 def plan_time(
     config: RunConfig, directory: Path, data: TaskData, num_blocks: int
-) -> PlannedSeconds:
+) -> tuple[float, float]:
     """Measure steps and scores on the ranks that are here. A collective.
 
     The plan may be for more ranks. Messages between the ranks here are included, and weights are
@@ -100,7 +75,8 @@ def plan_time(
         num_blocks: Number of transformer blocks of the run's model.
 
     Returns:
-        The seconds of a step and of scoring an example, if all work were done on the ranks here.
+        The seconds of a step (0 if the method does not train) and of scoring an example, if all
+        work were done on the ranks here.
     """
     engine = _engine_of_two_blocks(config, directory)
     blocks = engine.module.get_submodule(engine.layout.path).children()
@@ -114,29 +90,33 @@ def plan_time(
         encoded=data.dev.encoded[:num_scored],
         prompts=data.dev.prompts[:num_scored],
     )
-    scoring = _fastest(clocks, lambda: evaluate(engine, data, scored, batch_size))
-    block_seconds = (scoring.dropped + scoring.kept) / 2  # an evaluation drops no block
-    example = (scoring.outside + num_blocks * block_seconds) / num_scored
+    outside, first, second = _fastest(clocks, lambda: evaluate(engine, data, scored, batch_size))
+    # An evaluation drops no block.
+    example = (outside + num_blocks * (first + second) / 2) / num_scored
     if config.method not in TRAINED:
-        return PlannedSeconds(0.0, example)
+        return 0.0, example
 
     # A generator, because a step of a run also draws its examples.
     batches = (data.step_batch(config, step) for step in range(_ROUNDS))
-    step = _fastest(clocks, lambda: engine.train_batch(next(batches), data.loss))
+    outside, dropped, kept = _fastest(clocks, lambda: engine.train_batch(next(batches), data.loss))
     # This applies the last step's record again and again. No block runs meanwhile.
-    update = _fastest(clocks, lambda: engine.apply(_ROUNDS - 1, _ROUNDS)).outside
-    dropped_blocks = num_dropped(config.zo.sparsity or 0.0, num_blocks)
-    kept_blocks = num_blocks - dropped_blocks
-    outside_weights, kept_weights = _num_updated(engine)
-    measured_weights = outside_weights + kept_weights
-    updated_weights = outside_weights + kept_weights * kept_blocks
+    update, _, _ = _fastest(clocks, lambda: engine.apply(_ROUNDS - 1, _ROUNDS))
+    num_dropped_blocks = num_dropped(config.zo.sparsity or 0.0, num_blocks)
+    num_kept_blocks = num_blocks - num_dropped_blocks
+    # Trained elements of this rank: in the dropped block (0), in the kept one (1), and outside.
+    num_trained: Counter[int] = Counter()
+    for shard in engine.weights.shards:
+        if shard.is_trained:
+            num_trained[shard.named.block] += shard.count
+    num_measured = num_trained.total() - num_trained[0]
+    num_updated = num_measured + num_trained[1] * (num_kept_blocks - 1)
     seconds = (
-        (step.outside - update)
-        + dropped_blocks * step.dropped
-        + kept_blocks * step.kept
-        + update * updated_weights / measured_weights
+        (outside - update)
+        + num_dropped_blocks * dropped
+        + num_kept_blocks * kept
+        + update * num_updated / num_measured
     )
-    return PlannedSeconds(seconds, example)
+    return seconds, example
 
 
 def _engine_of_two_blocks(config: RunConfig, directory: Path) -> LezoEngine:
@@ -147,26 +127,29 @@ def _engine_of_two_blocks(config: RunConfig, directory: Path) -> LezoEngine:
         """Return the size of groups of ranks, or None if the ranks here do not make such groups."""
         return size if size and world_size % size == 0 else None
 
-    zo = replace(config.zo, sparsity=0.5, layer_policy="fixed", layer_policy_options={})
-    with ExitStack() as stack:
-        folder = stack.enter_context(
-            folder_on_every_node(lambda folder: _write_model(config, directory, folder))
-        )
-        logging.disable(logging.INFO)
-        stack.callback(logging.disable, logging.NOTSET)
+    with folder_on_every_node(partial(_write_model, config, directory)) as folder:
         small = replace(
             config,
             model=replace(config.model, path=str(folder)),
-            zo=zo,
+            zo=replace(config.zo, sparsity=0.5, layer_policy="fixed", layer_policy_options={}),
             deepspeed=None,  # without offloading
             tensor_parallel=if_it_divides(tensor_parallel_of(config)),
             partition_size=if_it_divides(config.partition_size),
         )
-        return make_engine(small)
+        logging.disable(logging.INFO)
+        try:
+            return make_engine(small)
+        finally:
+            logging.disable(logging.NOTSET)
 
 
-def _fastest(clocks: list[_BlockClock], action: Callable[[], object]) -> _Seconds:
-    """Repeat an action; return what its fastest repetition took. A collective."""
+def _fastest(clocks: list[_BlockClock], action: Callable[[], object]) -> tuple[float, float, float]:
+    """Repeat an action, and return the seconds of its fastest repetition. A collective.
+
+    Returns:
+        The seconds of everything but the forward passes of the blocks, of those of the first block,
+        which steps drop, and of those of the second block, which steps perturb.
+    """
     times = []
     for _ in range(_ROUNDS):
         distributed.barrier()
@@ -175,19 +158,9 @@ def _fastest(clocks: list[_BlockClock], action: Callable[[], object]) -> _Second
         start = now()
         action()
         total = now() - start
-        dropped, kept = [clock.seconds for clock in clocks]
-        times.append(_Seconds(total - dropped - kept, dropped, kept))
+        first, second = [clock.seconds for clock in clocks]
+        times.append((total - first - second, first, second))
     return min(times[1:], key=sum)
-
-
-def _num_updated(engine: LezoEngine) -> tuple[int, int]:
-    """Return the elements that a step updates on this rank: outside the blocks, in the kept one."""
-    num_trained = [0, 0, 0, 0]  # of the dropped block, the kept one, embeddings, and the rest
-    for shard in engine.weights.shards:
-        if shard.is_trained:
-            num_trained[shard.named.block] += shard.count
-    _, kept, embeddings, rest = num_trained
-    return embeddings + rest, kept
 
 
 def _write_model(config: RunConfig, source: Path, folder: Path) -> None:
