@@ -58,6 +58,7 @@ setup(
     install_requires=[
         # Builds a model without its weights. peft, which LoRA needs, requires it in any case.
         "accelerate>=1.15.0",
+        "annotated-types>=0.8.0",
         "datasets>=5.2.0",
         "deepspeed>=0.19.8",
         "huggingface_hub>=2.4.0",

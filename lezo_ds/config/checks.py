@@ -7,19 +7,12 @@ run has passed them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from lezo_ds.config.components import DESCRIBING_KEYS, describe_task, num_passes
-from lezo_ds.config.schema import (
-    TRAINED,
-    ZEROTH_ORDER,
-    DataConfig,
-    GenerationConfig,
-    RunConfig,
-    ZoConfig,
-)
+from lezo_ds.config.schema import TRAINED, ZEROTH_ORDER, RunConfig
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code, options_of
 from lezo_ds.tasks.custom import CUSTOM
@@ -35,18 +28,92 @@ def checked(config: RunConfig) -> RunConfig:
     Raises:
         UserError: Two values contradict each other, or the method needs a value that is not set.
     """
-    _check_task(config)
-    _check_sources(config.data)
-    _check_generation(config.generation)
+    for is_broken, problem, fix in _rules(config):
+        if is_broken:
+            raise UserError(problem, fix=fix)
     if config.method not in TRAINED:
         return config
-    _check_replicas(config)
+    needed: dict[str, object] = {"train.steps": config.train.steps}
     if config.method in ZEROTH_ORDER:
-        _check_warmup(config)
-        config = replace(config, zo=_with_all_options(config.zo))
-    _check_needed_keys(config)
+        zo = config.zo
+        needed |= {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity}
+        estimator = ESTIMATORS.find(zo.estimator)
+        policy = LAYER_POLICIES.find(zo.layer_policy)
+        zo = replace(
+            zo,
+            estimator_options=_all_options(
+                "zo.estimator_options", zo.estimator_options, estimator, Estimator
+            ),
+            layer_policy_options=_all_options(
+                "zo.layer_policy_options", zo.layer_policy_options, policy, LayerPolicy
+            ),
+        )
+        config = replace(config, zo=zo)
+    missing = [key for key, value in needed.items() if value is None]
+    if missing:
+        raise UserError(
+            f"method={config.method} needs {', '.join(missing)}", fix=f"add {missing[0]}=..."
+        )
     check_world(replace(config, partition_size=None), world_size=1)
     return config
+
+
+def _rules(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yield whether a rule is broken, the problem, and the fix."""
+    data = config.data
+    if data.task == CUSTOM:
+        yield (
+            not describe_task(data).has_answers and not names_code(config.train.objective),
+            "data.prompt alone does not say what the model shall answer",
+            "add data.labels, data.choices, data.completion, or a reward: "
+            "train.objective=module:name",
+        )
+    else:
+        for name in DESCRIBING_KEYS:
+            yield (
+                getattr(data, name) not in (None, False),
+                f"data.{name} cannot change data.task={data.task}",
+                f"set data.task={CUSTOM}",
+            )
+    yield (
+        config.method == "icl" and (data.messages is not None or data.chat_template),
+        "method=icl shows no examples in a chat template",
+        "set method=zero_shot, or write the examples into the conversations",
+    )
+    yield (
+        data.train is None and (data.validation is not None or data.test is not None),
+        "data.validation and data.test need data.train",
+        "add data.train",
+    )
+    yield (
+        data.train is not None and data.path is not None,
+        "data.train and data.path both say where the data is",
+        "remove data.path",
+    )
+    generation = config.generation
+    yield "" in (generation.stop or ()), "generation.stop has an empty string", "remove it"
+    is_drawn = generation.num_samples > 1 or generation.top_p is not None
+    yield (
+        is_drawn and generation.temperature == 0,
+        "generation.num_samples and top_p need a temperature: without one, all answers are the "
+        "same",
+        "set generation.temperature=1",
+    )
+    if config.method not in TRAINED:
+        return
+    can_share = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
+    yield (
+        config.elastic.lighthouse is not None and not can_share,
+        f"replicas cannot train with method={config.method} and peft.kind={config.peft.kind}",
+        "set method=lezo and peft.kind=lora, or elastic.lighthouse=null",
+    )
+    steps = config.train.steps
+    if config.method in ZEROTH_ORDER and steps is not None:
+        yield (
+            config.zo.warmup_steps >= steps,
+            f"zo.warmup_steps={config.zo.warmup_steps} is not below train.steps={steps}",
+            "set zo.warmup_steps=0",
+        )
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -78,96 +145,6 @@ def check_world(config: RunConfig, world_size: int) -> None:
         f"train.batch_size={batch_size} does not split into micro-batches of "
         f"train.micro_batch_size={micro_batch_size}, equally many for each of {world_size} ranks",
         fix=fix,
-    )
-
-
-def _check_task(config: RunConfig) -> None:
-    data = config.data
-    if data.task == CUSTOM:
-        has_reward = names_code(config.train.objective)
-        if not describe_task(data).has_answers and not has_reward:
-            raise UserError(
-                "data.prompt alone does not say what the model shall answer",
-                fix="add data.labels, data.choices, data.completion, or a reward: "
-                "train.objective=module:name",
-            )
-    else:
-        described = [name for name in DESCRIBING_KEYS if getattr(data, name) not in (None, False)]
-        if described:
-            raise UserError(
-                f"data.{described[0]} cannot change data.task={data.task}",
-                fix=f"set data.task={CUSTOM}",
-            )
-    if config.method == "icl" and (data.messages is not None or data.chat_template):
-        raise UserError(
-            f"method={config.method} shows no examples in a chat template",
-            fix="set method=zero_shot, or write the examples into the conversations",
-        )
-
-
-def _check_sources(data: DataConfig) -> None:
-    if data.train is None and (data.validation is not None or data.test is not None):
-        raise UserError("data.validation and data.test need data.train", fix="add data.train")
-    if data.train is not None and data.path is not None:
-        raise UserError(
-            "data.train and data.path both say where the data is", fix="remove data.path"
-        )
-
-
-def _check_generation(generation: GenerationConfig) -> None:
-    if generation.stop is not None and "" in generation.stop:
-        raise UserError("generation.stop has an empty string", fix="remove it")
-    is_drawn = generation.num_samples > 1 or generation.top_p is not None
-    if is_drawn and generation.temperature == 0:
-        raise UserError(
-            "generation.num_samples and top_p need a temperature: without one, all answers are the "
-            "same",
-            fix="set generation.temperature=1",
-        )
-
-
-def _check_replicas(config: RunConfig) -> None:
-    can_train = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
-    if config.elastic.lighthouse and not can_train:
-        raise UserError(
-            f"replicas cannot train with method={config.method} and peft.kind={config.peft.kind}",
-            fix="set method=lezo and peft.kind=lora, or elastic.lighthouse=null",
-        )
-
-
-def _check_warmup(config: RunConfig) -> None:
-    steps = config.train.steps
-    if steps is not None and config.zo.warmup_steps >= steps:
-        raise UserError(
-            f"zo.warmup_steps={config.zo.warmup_steps} is not below train.steps={steps}",
-            fix="set zo.warmup_steps=0",
-        )
-
-
-def _check_needed_keys(config: RunConfig) -> None:
-    needed: dict[str, object] = {"train.steps": config.train.steps}
-    if config.method in ZEROTH_ORDER:
-        needed["zo.learning_rate"] = config.zo.learning_rate
-        needed["zo.sparsity"] = config.zo.sparsity
-    missing = [key for key, value in needed.items() if value is None]
-    if missing:
-        raise UserError(
-            f"method={config.method} needs {', '.join(missing)}", fix=f"add {missing[0]}=..."
-        )
-
-
-def _with_all_options(zo: ZoConfig) -> ZoConfig:
-    """Return the section with every option of the estimator and the layer policy."""
-    estimator = ESTIMATORS.find(zo.estimator)
-    policy = LAYER_POLICIES.find(zo.layer_policy)
-    return replace(
-        zo,
-        estimator_options=_all_options(
-            "zo.estimator_options", zo.estimator_options, estimator, Estimator
-        ),
-        layer_policy_options=_all_options(
-            "zo.layer_policy_options", zo.layer_policy_options, policy, LayerPolicy
-        ),
     )
 
 

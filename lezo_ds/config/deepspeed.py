@@ -16,7 +16,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -26,33 +26,29 @@ from lezo_ds.config.reading import flatten
 from lezo_ds.config.schema import TRAINED, RunConfig
 from lezo_ds.errors import UserError, cut
 
-
-class _Limit(NamedTuple):
-    """The values that a key of the JSON may have, and the problem with all others."""
-
-    allowed: tuple[object, ...]
-    problem: str
-
-
-# By key, without DeepSpeed's prefix stage3_, which may be written or not (docs/deepspeed.md).
-_LIMITS: Mapping[str, _Limit] = {
+# The values that a key of the JSON may have, and the problem with all others. Keys are without
+# DeepSpeed's prefix stage3_, which may be written or not (docs/deepspeed.md).
+_LIMITS: dict[str, tuple[tuple[object, ...], str]] = {
     # DeepSpeed keeps parameters below the threshold gathered, and never reads their updated shards.
-    "zero_optimization.param_persistence_threshold": _Limit((0,), "resident copies become stale"),
-    "zero_optimization.memory_efficient_linear": _Limit((False,), "it changes the losses of bf16"),
-    "zero_optimization.allgather_sequential": _Limit(
-        (True,), "gathered weights would take twice the memory"
+    "zero_optimization.param_persistence_threshold": ((0,), "resident copies become stale"),
+    "zero_optimization.memory_efficient_linear": ((False,), "it changes the losses of bf16"),
+    "zero_optimization.allgather_sequential": (
+        (True,),
+        "gathered weights would take twice the memory",
     ),
     # hpZ keeps a second copy of the weights in each node, which updates of the shards do not reach.
-    "zero_optimization.zero_hpz_partition_size": _Limit((0, 1), "the second copy becomes stale"),
-    "zero_optimization.zero_quantized_weights": _Limit(
-        (False,), "the gathered weights would be quantized"
+    "zero_optimization.zero_hpz_partition_size": ((0, 1), "the second copy becomes stale"),
+    "zero_optimization.zero_quantized_weights": (
+        (False,),
+        "the gathered weights would be quantized",
     ),
-    "zero_optimization.zero_quantized_nontrainable_weights": _Limit(
-        (False,), "the shards would be quantized"
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        (False,),
+        "the shards would be quantized",
     ),
-    "tensor_parallel.vocab_parallel_lm_head": _Limit((), "the vocabulary is split where it can be"),
-    "gradient_accumulation_steps": _Limit((1,), "use train.batch_size and train.micro_batch_size"),
-    "torch_autocast.enabled": _Limit((False,), "use model.dtype"),
+    "tensor_parallel.vocab_parallel_lm_head": ((), "the vocabulary is split where it can be"),
+    "gradient_accumulation_steps": ((1,), "use train.batch_size and train.micro_batch_size"),
+    "torch_autocast.enabled": ((False,), "use model.dtype"),
 }
 
 
@@ -120,21 +116,34 @@ def load_ds_config(
                 f"{name} in {source} is not an object", fix=f'write it like "{name}": {{...}}'
             )
     if tensor_parallel is not None:
-        _set_tensor_parallel(config, tensor_parallel, source)
+        section = config.setdefault("tensor_parallel", {"autotp_size": tensor_parallel})
+        if section.get("autotp_size") != tensor_parallel:
+            raise UserError(
+                f"tensor_parallel={tensor_parallel}, and {source} has {json.dumps(section)}",
+                fix="remove tensor_parallel",
+            )
     _check_sharding(config, world_size, source)
     size = tensor_parallel_size(config)
+    if "optimizer" in config or "scheduler" in config:
+        raise UserError(
+            f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it"
+        )
     contradiction = "it contradicts the recipe"
-    _check_values(
-        config,
-        {
-            **_LIMITS,
-            "train_micro_batch_size_per_gpu": _Limit((micro_batch_size,), contradiction),
-            "train_batch_size": _Limit((micro_batch_size * world_size // size,), contradiction),
-            "bf16.enabled": _Limit((dtype == "bf16",), f"it contradicts model.dtype={dtype}"),
-            "fp16.enabled": _Limit((dtype == "fp16",), f"it contradicts model.dtype={dtype}"),
-        },
-        source,
-    )
+    limits = {
+        **_LIMITS,
+        "train_micro_batch_size_per_gpu": ((micro_batch_size,), contradiction),
+        "train_batch_size": ((micro_batch_size * world_size // size,), contradiction),
+        "bf16.enabled": ((dtype == "bf16",), f"it contradicts model.dtype={dtype}"),
+        "fp16.enabled": ((dtype == "fp16",), f"it contradicts model.dtype={dtype}"),
+    }
+    for key, value in flatten(config).items():
+        allowed, problem = limits.get(key.replace(".stage3_", "."), ((value,), ""))
+        if value == "auto":  # DeepSpeed leaves such values to the Trainer of transformers
+            allowed = ()
+            problem = "set a value"
+        if value not in allowed:
+            setting = f"{key}={json.dumps(value)} in {source}"
+            raise UserError(f"{setting} cannot be used: {problem}", fix=f"remove {key}")
     if dtype != "fp32":
         config[dtype] = {**config.get(dtype, {}), "enabled": True}
     if size == 1:
@@ -147,15 +156,6 @@ def load_ds_config(
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
     _let_deepspeed_check(config, source)
     return config
-
-
-def _set_tensor_parallel(config: dict[str, Any], size: int, source: str) -> None:
-    section = config.setdefault("tensor_parallel", {"autotp_size": size})
-    if section.get("autotp_size") != size:
-        raise UserError(
-            f"tensor_parallel={size}, and {source} has {json.dumps(section)}",
-            fix="remove tensor_parallel",
-        )
 
 
 def _check_sharding(config: Mapping[str, Any], world_size: int, source: str) -> None:
@@ -180,21 +180,6 @@ def _check_sharding(config: Mapping[str, Any], world_size: int, source: str) -> 
         raise UserError(
             f"{source} does not use ZeRO stage 3", fix="set zero_optimization.stage to 3"
         )
-
-
-def _check_values(config: Mapping[str, Any], limits: Mapping[str, _Limit], source: str) -> None:
-    """Refuse settings that are the recipe's, and values outside their limits."""
-    if "optimizer" in config or "scheduler" in config:
-        raise UserError(
-            f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it"
-        )
-    for key, value in flatten(config).items():
-        setting = f"{key}={json.dumps(value)} in {source} cannot be used"
-        if value == "auto":  # DeepSpeed leaves such values to the Trainer of transformers
-            raise UserError(f"{setting}: set a value", fix=f"remove {key}")
-        limit = limits.get(key.replace(".stage3_", "."))
-        if limit is not None and value not in limit.allowed:
-            raise UserError(f"{setting}: {limit.problem}", fix=f"remove {key}")
 
 
 def _let_deepspeed_check(config: Mapping[str, Any], source: str) -> None:

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any
+from collections.abc import Collection, Iterator
+from typing import Annotated
 
-from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from annotated_types import GroupedMetadata
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from lezo_ds.registry import names_code
 
 
-class Named:
+class Named(GroupedMetadata):
     """Restricts a string to names of components, in any case, or `package.module:name`.
 
-    It is used as in `Annotated[str, Named(ESTIMATORS)]`. pydantic calls its methods.
+    It is used as in `Annotated[str, Named(ESTIMATORS)]`.
 
     Args:
-        registry: The components. Their names are read whenever a value or a help text needs them.
+        registry: The components.
         others: Further names that are allowed.
     """
 
     def __init__(self, registry: Collection[str], *others: str) -> None:
-        self._registry = registry
-        self._others = others
+        self._names = [*registry, *others]
 
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._validate, handler(source))
+    def __iter__(self) -> Iterator[object]:
+        """Yield what pydantic applies to the string."""
+        yield AfterValidator(self._checked)
+        yield WithJsonSchema({"type": "string", "enum": [*self._names, "package.module:name"]})
 
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {**handler(schema), "enum": [*self._names(), "package.module:name"]}
-
-    def _names(self) -> list[str]:
-        return [*self._registry, *self._others]
-
-    def _validate(self, value: str) -> str:
+    def _checked(self, value: str) -> str:
         # A module that a value names is imported only when the component is needed.
         if names_code(value):
             return value
-        if value.lower() in self._names():
+        if value.lower() in self._names:
             return value.lower()
         raise ValueError(value)
 

@@ -106,21 +106,13 @@ _LONG_INPUTS = {"boolq", "multirc", "record", "squad", "drop"}
 # Training examples of tasks that have fewer than MeZO's 1000.
 _NUM_TRAIN = {"cb": 150, "wsc": 54, "copa": 300}
 
-# GPUs of 16 GB or more for OPT-1.3b, and of the type A100-40G for the others.
-_NUM_GPUS = {"opt-1.3b": 1, "opt-13b": 2, "opt-30b": 2}
-
-_ZO_STEPS = 20_000
-_ZO_BATCH_SIZE = 16
-_ADAMW_EPOCHS = 5
-_ADAMW_BATCH_SIZE = 8
-_ADAMW_NUM_GPUS = 8  # of 80 GB
-
 
 def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the recipe of a cell of the tables, and the words that do not name the cell.
 
-    The learning rate is the first that the paper lists. No recipe has been run on the paper's
-    models.
+    The learning rate is the first that the paper lists. The micro-batches are for one GPU of 16 GB
+    or more with OPT-1.3b, for two of the type A100-40G with the others, and for eight of 80 GB with
+    AdamW. No recipe has been run on the paper's models.
 
     Args:
         words: `model=`, `task=`, `method=` and, for an adapter, `peft=` name the cell.
@@ -131,25 +123,44 @@ def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     cell, others = _find_cell(words)
     # Gradients leave the range of fp16 without a loss scale; bf16 needs none.
     dtype = "bf16" if cell.method == "adamw" else "fp16"
+    is_long = cell.task in _LONG_INPUTS
+    eval_batch_size = 4 if is_long else 16
+    if cell.method == "icl":  # 32 demonstrations fill most of 2048 tokens
+        eval_batch_size = 2
     recipe: dict[str, Any] = {
         "run_dir": "runs/" + "-".join(cell).removesuffix("-none"),
         "method": "lezo" if cell.method == "mezo" else cell.method,
         "model": {"path": f"facebook/{cell.model}", "dtype": dtype},
         "data": {"task": cell.task, "protocol": "mezo"},
         "peft": {"kind": cell.peft},
-        "train": {"eval_batch_size": _eval_batch_size(cell)},
+        "train": {"eval_batch_size": eval_batch_size},
         "deepspeed": f"zero3_{dtype}",
     }
+    rates = LEARNING_RATES.get((cell.method, cell.peft))
+    if rates is None:  # nothing is trained
+        return recipe, others
+    rate = (rates.get(cell.task) or rates.get(cell.model) or rates[""])[0]
     if cell.method == "adamw":
-        recipe["adamw"] = {"learning_rate": _learning_rate(cell)}
-        num_train = _NUM_TRAIN.get(cell.task, 1000)
-        steps = _ADAMW_EPOCHS * num_train // _ADAMW_BATCH_SIZE
-        recipe["train"] |= _batches(cell, steps, _ADAMW_BATCH_SIZE, _ADAMW_NUM_GPUS)
-    elif cell.method in ("lezo", "mezo"):
-        recipe["zo"] = _zo_section(cell)
-        has_four_gpus = (cell.model, cell.task) == ("opt-30b", "boolq")
-        num_gpus = 4 if has_four_gpus else _NUM_GPUS[cell.model]
-        recipe["train"] |= _batches(cell, _ZO_STEPS, _ZO_BATCH_SIZE, num_gpus)
+        recipe["adamw"] = {"learning_rate": rate}
+        five_epochs = 5 * _NUM_TRAIN.get(cell.task, 1000)
+        recipe["train"] |= {"steps": five_epochs // 8, "batch_size": 8, "micro_batch_size": 1}
+        return recipe, others
+    # The low bits of fp32_master are 60 GB more for OPT-30b, which two A100-40G do not hold.
+    is_tight = (cell.model, cell.task) == ("opt-30b", "sst2")
+    recipe["zo"] = {
+        "learning_rate": rate,
+        "perturbation_scale": _PERTURBATION_SCALES[cell.peft],
+        "sparsity": _SPARSITIES[cell.peft] if cell.method == "lezo" else 0,
+        "update_precision": "stochastic" if is_tight else "fp32_master",
+    }
+    micro_batch_size = 16 if cell.model == "opt-1.3b" else 8
+    if is_long:
+        micro_batch_size = 4
+    recipe["train"] |= {
+        "steps": 20_000,
+        "batch_size": 16,
+        "micro_batch_size": micro_batch_size,
+    }
     return recipe, others
 
 
@@ -173,38 +184,3 @@ def _find_cell(words: Sequence[str]) -> tuple[Experiment, list[str]]:
         fix = did_you_mean(" ".join(cell), map(" ".join, PAPER_SCORES), "choose one of their cells")
         raise UserError(f"the paper's tables have no {' '.join(cell)}", fix=fix)
     return cell, others
-
-
-def _eval_batch_size(cell: Experiment) -> int:
-    if cell.method == "icl":  # 32 demonstrations fill most of 2048 tokens
-        return 2
-    return 4 if cell.task in _LONG_INPUTS else 16
-
-
-def _learning_rate(cell: Experiment) -> float:
-    by_name = LEARNING_RATES[cell.method, cell.peft]
-    searched = by_name.get(cell.task) or by_name.get(cell.model) or by_name[""]
-    return searched[0]
-
-
-def _zo_section(cell: Experiment) -> dict[str, Any]:
-    # The low bits of fp32_master are 60 GB more for OPT-30b, which two A100-40G do not hold.
-    is_tight = (cell.model, cell.task) == ("opt-30b", "sst2")
-    return {
-        "learning_rate": _learning_rate(cell),
-        "perturbation_scale": _PERTURBATION_SCALES[cell.peft],
-        "sparsity": _SPARSITIES[cell.peft] if cell.method == "lezo" else 0,
-        "update_precision": "stochastic" if is_tight else "fp32_master",
-    }
-
-
-def _batches(cell: Experiment, steps: int, batch_size: int, num_gpus: int) -> dict[str, int]:
-    micro_batch_size = batch_size // num_gpus
-    if cell.task in _LONG_INPUTS:
-        micro_batch_size = min(micro_batch_size, 4)
-    return {
-        "steps": steps,
-        "eval_every": max(1, steps // 10),
-        "batch_size": batch_size,
-        "micro_batch_size": micro_batch_size,
-    }

@@ -60,7 +60,6 @@ class Reader:
         self._sections: set[str] = set()
         self.keys: dict[str, KeySchema] = {}
         schema = self._adapter.json_schema()
-        self._required = set(schema["required"])
         for name, entry in schema["properties"].items():
             if "$ref" not in entry:
                 self.keys[name] = entry
@@ -69,8 +68,6 @@ class Reader:
             section = schema["$defs"][entry["$ref"].removeprefix("#/$defs/")]
             for key, key_schema in section["properties"].items():
                 self.keys[f"{name}.{key}"] = key_schema
-            for key in section.get("required", ()):
-                self._required.add(f"{name}.{key}")
         self.may_differ = frozenset(
             name for name, key in self.keys.items() if "may_differ_on_resume" in key
         )
@@ -148,9 +145,9 @@ class Reader:
         """Return a paragraph for each key: its type, limits and default, and what it means."""
         paragraphs = []
         for name, key in self.keys.items():
-            default = f"default {json.dumps(key.get('default', {}))}"
-            if name in self._required:
-                default = "required"
+            default = "required"
+            if "default" in key or name in self._maps:
+                default = f"default {json.dumps(key.get('default', {}))}"
             title = f"{name}: {_expected(key)}; {default}"
             meaning = textwrap.fill(" ".join(key["description"].split()), _WIDTH - 4)
             paragraphs.append(textwrap.fill(title, _WIDTH, subsequent_indent="    "))
@@ -199,20 +196,19 @@ class Reader:
             return UserError(f"{where} is nested too deeply", fix=f"{_HELP} describes the keys")
         # The path goes on below the key: an item of a list, or an alternative of the type.
         name = next(key for key in self.keys if f"{path}.".startswith(f"{key}."))
-        return _wrong_value(name, self.keys[name], problem["input"], where)
-
-
-def _wrong_value(name: str, key: KeySchema, value: object, where: str) -> UserError:
-    expected = _expected(key)
-    if "string" in expected and isinstance(value, bool | int | float):
-        fix = f'write it in quotes: "{json.dumps(value)}"'
-    elif expected == _TYPES["boolean"]:
-        fix = "write true or false"  # in YAML 1.1, so were yes and no
-    else:
-        choices = [choice for entry in _alternatives(key) for choice in _choices(entry)]
-        fix = did_you_mean(str(value), choices, f"{_HELP} describes it")
-    shown = cut(json.dumps(value, ensure_ascii=False), _SHOWN_CHARACTERS)
-    return UserError(f"{name}={shown} in {where} is not {expected}", fix=fix)
+        value = problem["input"]
+        expected = _expected(self.keys[name])
+        if "string" in expected and isinstance(value, bool | int | float):
+            fix = f'write it in quotes: "{json.dumps(value)}"'
+        elif expected == _TYPES["boolean"]:
+            fix = "write true or false"  # in YAML 1.1, so were yes and no
+        else:
+            choices = [
+                choice for entry in _alternatives(self.keys[name]) for choice in _choices(entry)
+            ]
+            fix = did_you_mean(str(value), choices, f"{_HELP} describes it")
+        shown = cut(json.dumps(value, ensure_ascii=False), _SHOWN_CHARACTERS)
+        return UserError(f"{name}={shown} in {where} is not {expected}", fix=fix)
 
 
 def _expected(key: KeySchema) -> str:

@@ -45,22 +45,18 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
     if source == "paper":
         values, overrides = paper_recipe(overrides)
         return config_from_dict(values, "--config paper", overrides)
-    path = _find_recipe(expand(str(source), "--config"))
+    name = expand(str(source), "--config")
+    path = find_file(name)
+    if not path.is_file() and path.suffix not in (".yaml", ".yml"):
+        shipped = {file.stem: file for file in sorted((ROOT / "launch/recipes").glob("*.yaml"))}
+        if name not in shipped:
+            raise UserError(
+                f"--config {name} is neither a file nor one of paper, {', '.join(shipped)}",
+                fix=did_you_mean(name, shipped, "name a YAML file"),
+            )
+        path = shipped[name]
     FOLDERS[:] = [str(path.parent.absolute())]
     return config_from_dict(read_recipe(path), str(path), overrides, folder=path.parent)
-
-
-def _find_recipe(name: str) -> Path:
-    path = find_file(name)
-    if path.is_file() or path.suffix in (".yaml", ".yml"):
-        return path
-    shipped = {file.stem: file for file in sorted((ROOT / "launch" / "recipes").glob("*.yaml"))}
-    if name not in shipped:
-        raise UserError(
-            f"--config {name} is neither a file nor one of paper, {', '.join(shipped)}",
-            fix=did_you_mean(name, shipped, "name a YAML file"),
-        )
-    return shipped[name]
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from lezo_ds.config import (
     config_to_dict,
     copies_per_pass,
     dump_yaml,
+    eval_every,
     load_config,
     load_yaml,
     num_passes,
@@ -390,7 +391,7 @@ def test_a_recipe_of_the_paper_has_its_hyperparameters(cell, rate, scale, sparsi
     config = paper(*cell)
     zo = config.zo
     assert (zo.learning_rate, zo.perturbation_scale, zo.sparsity) == (rate, scale, sparsity)
-    assert (config.train.steps, config.train.eval_every, config.train.batch_size) == (
+    assert (config.train.steps, eval_every(config), config.train.batch_size) == (
         20_000,
         2_000,
         16,
