@@ -37,11 +37,8 @@ class Chart:
 
 def svg(chart: Chart) -> str:
     """Return a chart as an <svg> element, to be put into a page."""
-    settings = {
-        "svg.fonttype": "none",  # text stays text, in a font of the browser
-        "text.parse_math": False,  # a dollar sign in a name begins no formula
-    }
-    with mpl.rc_context(settings):
+    # Text stays text, in a font of the browser, and a dollar sign in a name begins no formula.
+    with mpl.rc_context({"svg.fonttype": "none", "text.parse_math": False}):
         figure = Figure(figsize=_SIZE)
         axes = figure.subplots()
         axes.set_title(chart.title)

@@ -48,7 +48,7 @@ def page(runs: pd.DataFrame) -> str:
                 shown = sorted((answer for answer in shown if judge(answer) < 1), key=judge)
             answers.append((run["directory"], judge is not None, shown))
     template = Template(Path(__file__).with_name("report.html").read_text(), autoescape=True)
-    return template.render(
+    html: str = template.render(
         scores=score_table(runs).to_dict("records"),
         note=NOTE,
         sections=sections(runs),
@@ -56,6 +56,7 @@ def page(runs: pd.DataFrame) -> str:
         runs=each_run,
         answers=answers,
     )
+    return html
 
 
 def sections(runs: pd.DataFrame) -> Iterator[tuple[str, list[Chart]]]:
