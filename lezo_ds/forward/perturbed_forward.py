@@ -20,7 +20,7 @@ from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.dense import DensePerturber
 from lezo_ds.forward.perturber import PassState
 from lezo_ds.forward.probes import Perturbation, ProbePass
-from lezo_ds.forward.wrappers import Trainable, wrap_block, wrap_head, wrap_module
+from lezo_ds.forward.wrappers import SelectingHead, Trainable, wrap_block, wrap_module
 
 
 class PerturbedForward:
@@ -57,11 +57,11 @@ class PerturbedForward:
         for index, block in enumerate(blocks):
             wrap_block(block, index, self._state, trainable)
         model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
-        get_head = getattr(model, "get_output_embeddings", None)
-        head: nn.Module | None = get_head() if get_head is not None else None
+        get_head = getattr(model, "get_output_embeddings", lambda: None)
+        head: Any = get_head()
         self._has_head = head is not None
-        if head is not None:
-            wrap_head(head, self._state, trainable)
+        if self._has_head:
+            head.forward = SelectingHead(head, self._state, trainable).forward
 
     def __call__(
         self,

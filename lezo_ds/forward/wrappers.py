@@ -7,7 +7,7 @@ the module's parameters and those that release them. All wrappers of a model sha
       block 0 ── wrap_block      equal copies of the batch run once; else all weights at once
         linear ── wrap_module    its perturber runs it at each probe
         norm ── wrap_module
-      head ── wrap_head          selected positions and vocabulary entries only
+      head ── SelectingHead      selected positions and vocabulary entries only
         head ── wrap_module
 """
 
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from lezo_ds.forward.copies import has_batch, run_once
 from lezo_ds.forward.module_calls import modules_that_run
 from lezo_ds.forward.perturber import PassState
-from lezo_ds.forward.probes import AT_THETA, TrainedParameter, trained_parameters
+from lezo_ds.forward.probes import AT_THETA, trained_parameters
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, look_up, whole_logits
 
@@ -90,12 +90,7 @@ def wrap_block(block: nn.Module, index: int, state: PassState, trainable: Traina
     block.forward = forward
 
 
-def wrap_head(head: nn.Module, state: PassState, trainable: Trainable) -> None:
-    """Let the output head compute the selected positions and vocabulary entries only."""
-    head.forward = _SelectingHead(head, state, trainable).forward
-
-
-class _SelectingHead:
+class SelectingHead:
     """The forward method of an output head, whose own forward runs at the probes already.
 
     It takes the hidden states of all copies, [copies * rows, tokens, width], and returns
@@ -105,7 +100,7 @@ class _SelectingHead:
         [copies * N, K]                       if it selects K entries of the vocabulary, too
     """
 
-    def __init__(self, head: nn.Module, state: PassState, trainable: Trainable) -> None:
+    def __init__(self, head: Any, state: PassState, trainable: Trainable) -> None:
         self._head = head
         self._run = head.forward
         self._state = state
@@ -146,32 +141,30 @@ class _SelectingHead:
             return self._entries_at_probe(entries, hidden)
 
         state = self._state
-        if state.perturber is None:
-            return run_part(0, hidden)
-        num_probes = 1 if state.active(self._owned) else state.perturber.probes_at_once
+        num_probes = 1
+        if state.perturber is not None and not state.active(self._owned):
+            num_probes = state.perturber.probes_at_once
         logits: Tensor = state.run_in_parts(num_probes, run_part, [hidden], {})
         return logits
 
     def _entries_at_probe(self, entries: Tensor, hidden: Tensor) -> Tensor:
         """Run a linear head, at one probe if it is perturbed. Only some rows of it are read."""
+        perturber = self._state.perturber
         active = {entry.name: entry for entry in self._state.active(self._owned)}
-        table = active.get("weight")
-        weight = look_up(self._head, entries, lambda rows: self._rows(table, rows))
-        bias: Tensor | None = self._head._parameters.get("bias")
+        own = self._head._parameters
+
+        def read(rows: Tensor) -> Tensor:
+            if perturber is not None and "weight" in active:
+                return perturber.rows_of(active["weight"], rows)
+            theta: Tensor = own["weight"]
+            return theta[rows]
+
+        weight = look_up(self._head, entries, read)
+        bias: Tensor | None = own.get("bias")
+        if perturber is not None and "bias" in active:
+            bias = perturber.vector_of(active["bias"])
         if bias is None:
             return F.linear(hidden, weight)
         if not active:
             return F.linear(hidden, weight, bias[entries])
-        if "bias" in active:
-            assert self._state.perturber is not None
-            bias = self._state.perturber.vector_of(active["bias"])
         return F.linear(hidden, weight) + bias[entries]
-
-    def _rows(self, table: TrainedParameter | None, rows: Tensor) -> Tensor:
-        """Return some rows of the weight, perturbed if `table` is not None."""
-        if table is not None:
-            assert self._state.perturber is not None
-            return self._state.perturber.rows_of(table, rows)
-        theta = self._head._parameters["weight"]
-        assert theta is not None, "a linear head has a weight"
-        return theta[rows]

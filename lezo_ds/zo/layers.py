@@ -6,7 +6,6 @@ To add one: a subclass of `LayerPolicy` here and a line at the end, or
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,9 +104,12 @@ class Fixed(LayerPolicy):
             return set(range(self.num_dropped, self.num_layers))
         kept: set[int] = set()
         for item in self.blocks.split(","):
-            blocks = _block_range(item)
-            is_outside = len(blocks) == 0 or blocks[-1] >= self.num_layers
-            if is_outside or not kept.isdisjoint(blocks):
+            first, dash, last = item.partition("-")
+            try:
+                blocks = range(int(first), int(last if dash else first) + 1)
+            except ValueError:
+                blocks = range(0)
+            if not blocks or blocks[-1] >= self.num_layers or not kept.isdisjoint(blocks):
                 raise UserError(
                     f"zo.layer_policy_options.blocks={self.blocks} does not name different blocks "
                     f"from 0 to {self.num_layers - 1}",
@@ -115,16 +117,6 @@ class Fixed(LayerPolicy):
                 )
             kept.update(blocks)
         return kept
-
-
-def _block_range(item: str) -> range:
-    """Return the blocks that "3" or "8-11" names; none if it is neither."""
-    match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", item)
-    if match is None:
-        return range(0)
-    first = int(match[1])
-    last = first if match[2] is None else int(match[2])
-    return range(first, last + 1)
 
 
 LAYER_POLICIES: Registry[type[LayerPolicy]] = Registry(

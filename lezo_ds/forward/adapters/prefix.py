@@ -74,18 +74,22 @@ class PrefixAdapter:
         """Return a parameter's own name: a prefix wraps no module, so it is that in the tree."""
         return module_name
 
-    def attach(self, model: nn.Module, layout: BlockLayout) -> None:
+    def attach(self, model: Any, layout: BlockLayout) -> None:
         """Freeze a model that is not sharded yet, and add a `Prefix` to each block's attention."""
-        switchable: Any = getattr(model, "_can_set_attn_implementation", None)
+        switchable = getattr(model, "_can_set_attn_implementation", lambda: False)
         attention = getattr(model.config, "_attn_implementation", None)
-        if switchable is None or not switchable() or attention != "sdpa":
+        if not switchable() or attention != "sdpa":
             raise UserError(
                 f"prefix tuning needs sdpa attention, which {type(model).__name__} does not use "
                 f"({attention})",
                 fix=_FIX,
             )
         model.requires_grad_(False)
-        shape = self._shape(model)
+        config = model.config.get_text_config()
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None)
+        if width is None:
+            width = config.hidden_size // config.num_attention_heads
         like = next(model.parameters())
         for block in model.get_submodule(layout.path).children():
             # Attention functions of transformers read these attributes of their module.
@@ -98,15 +102,7 @@ class PrefixAdapter:
                     f"{len(attentions)}, as {type(block).__name__} has",
                     fix=_FIX,
                 )
-            attentions[0].prefix = Prefix(shape, like)
-
-    def _shape(self, model: Any) -> tuple[int, int, int]:
-        config = model.config.get_text_config()
-        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None)
-        if width is None:
-            width = config.hidden_size // config.num_attention_heads
-        return (num_heads, self._length, width)
+            attentions[0].prefix = Prefix((num_heads, self._length, width), like)
 
     def hide(self, model: nn.Module) -> Callable[[], None]:
         """Take the prefixes off their modules while the heads are split.
@@ -184,16 +180,13 @@ def load_prefix(model: nn.Module, directory: Path) -> None:
     length = json.loads((directory / _CONFIG).read_text())["prefix_length"]
     tensors = load_file(directory / PrefixAdapter.weights_file)
     PrefixAdapter(length).attach(model, find_blocks(model))
-    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    own_shapes = {name: parameter.shape for name, parameter in own.items()}
+    own_shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if own_shapes != {name: tensor.shape for name, tensor in tensors.items()}:
         raise UserError(
             f"the prefix in {directory} does not fit {type(model).__name__}",
             fix=f"use the base model that {_CONFIG} names",
         )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
+    model.load_state_dict(tensors, strict=False)  # the base model has its weights already
     _switch_on(model)
 
 
