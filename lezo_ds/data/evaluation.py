@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Protocol
 
 import torch
@@ -247,10 +247,10 @@ class _Evaluation:
 
         rows = _rows_by_length([example.num_tokens for example in encoded])
         losses, right = self._spread(rows, 2, score).T
-        counts = []
-        for num_right, example in zip(right.tolist(), encoded, strict=True):
-            counts.append(TokenCounts(int(num_right), example.num_gold_tokens()))
-        return losses, counts
+        return losses, [
+            TokenCounts(int(num_right), example.num_gold_tokens())
+            for num_right, example in zip(right.tolist(), encoded, strict=True)
+        ]
 
     def new_tokens(self) -> Tensor:
         """Return what the model writes after each prompt, int64 [examples, max_new_tokens]."""
@@ -302,12 +302,11 @@ class _Evaluation:
         Returns:
             float64 [all items, width], the same on every rank.
         """
-        batches = []
-        for begin in range(0, len(rows), self.batch_size):
-            of_batch = rows[begin : begin + self.batch_size]
-            batches.append([item for row in of_batch for item in row])
-        num_items = sum(map(len, rows))
-        values = torch.zeros(num_items, width, dtype=torch.float64)
+        batches = [
+            list(chain.from_iterable(rows[begin : begin + self.batch_size]))
+            for begin in range(0, len(rows), self.batch_size)
+        ]
+        values = torch.zeros(sum(map(len, rows)), width, dtype=torch.float64)
         same_batches = self.engine.tensor_parallel  # ranks that run the same batches
         stride = distributed.world_size() // same_batches
         first = distributed.rank() // same_batches
@@ -315,11 +314,10 @@ class _Evaluation:
         num_rounds = -(-len(batches) // stride)
         for index in range(first, num_rounds * stride, stride):
             items = batches[min(index, len(batches) - 1)]
-            result = run(items)
+            result = run(items).cpu().double()
             if index < len(batches) and counts:
-                values[items] = result.cpu().double()
-        on_device = values.flatten().to(distributed.device())
-        summed = distributed.sum_vector(on_device)
+                values[items] = result
+        summed = distributed.sum_vector(values.flatten().to(distributed.device()))
         return torch.tensor(summed, dtype=torch.float64).view(values.shape)
 
 
@@ -334,5 +332,4 @@ def _rows_by_context(sequences: Sequence[TokenIds]) -> list[list[int]]:
 
 def _rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Return a row for each item, in order of length."""
-    by_length = sorted(range(len(lengths)), key=lambda item: lengths[item])
-    return [[item] for item in by_length]
+    return [[item] for item in sorted(range(len(lengths)), key=lambda item: lengths[item])]

@@ -55,17 +55,12 @@ def can_pack(config: Any, max_length: int) -> bool:
             replaces the one with which the model would apply the window.
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model is None:
+    if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return False
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return False
-    values = config.to_dict()
-    for key, value in values.items():
+    for key, value in config.to_dict().items():
         if value and any(word in key for word in _MIXERS):
             return False
-    for key in _WINDOWS:
-        window = values.get(key)
-        if window is not None and window < max_length:
+        if key in _WINDOWS and value is not None and value < max_length:
             return False
     # Only SDPA accepts an arbitrary 4-D mask. transformers (5.23) has no public name for these two.
     return bool(model._supports_sdpa and config._attn_implementation in (None, "sdpa"))
@@ -82,9 +77,10 @@ def pack(batch: MicroBatch) -> MicroBatch:
     tokens = batch.inputs["input_ids"]  # [sequences, W]
     selection = batch.selection
     num_sequences, width = tokens.shape
-    lengths = torch.zeros(num_sequences, dtype=torch.int64)
-    lengths.scatter_reduce_(0, selection.rows, selection.positions + 1, "amax")
-    rows, offsets = _first_fit(lengths.tolist(), width)
+    reached = torch.zeros(num_sequences, dtype=torch.int64)
+    reached.scatter_reduce_(0, selection.rows, selection.positions + 1, "amax")
+    lengths = reached.tolist()
+    rows, offsets = _first_fit(lengths, width)
     num_rows = max(rows) + 1
     if num_rows > _MAX_ROWS * num_sequences:
         return batch
@@ -93,9 +89,8 @@ def pack(batch: MicroBatch) -> MicroBatch:
     # The sequence of each token. A row of the mask that hides every token could give NaN, so each
     # token of padding is a sequence of its own, with a negative number.
     owner = torch.arange(-width, 0).repeat(num_rows, 1)
-    for sequence, length in enumerate(lengths.tolist()):
-        row = rows[sequence]
-        columns = slice(offsets[sequence], offsets[sequence] + length)
+    for sequence, (row, offset, length) in enumerate(zip(rows, offsets, lengths, strict=True)):
+        columns = slice(offset, offset + length)
         packed[row, columns] = tokens[sequence, :length]
         positions[row, columns] = torch.arange(length)
         owner[row, columns] = sequence
@@ -140,9 +135,8 @@ def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]
     longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     for sequence in longest_first:
         length = lengths[sequence]
-        row = 0
-        while row < len(filled) and filled[row] + length > width:
-            row += 1
+        with_room = (row for row, used in enumerate(filled) if used + length <= width)
+        row = next(with_room, len(filled))
         if row == len(filled):
             filled.append(0)
         rows[sequence] = row

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from lezo_ds.data.tables import Row, kind_of, read_file, read_hub, read_source
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Record
-from lezo_ds.tasks.template import field_path, shown
+from lezo_ds.tasks.template import field_value, shown
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +57,14 @@ class Splits:
         train: examples to train on.
         dev: examples to select the best step by.
         test: examples for the final score.
-        records: the records that demonstrations are drawn from. Those of a task's data set include
-            the records of the dev examples.
+        pool: the examples that demonstrations may be drawn from. Those of a task's data set include
+            the dev examples.
     """
 
     train: tuple[Example, ...]
     dev: tuple[Example, ...]
     test: tuple[Example, ...]
-    records: tuple[Record, ...]
+    pool: tuple[Example, ...]
 
 
 def load_splits(task: Task, data: DataConfig) -> Splits:
@@ -131,7 +131,7 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
         fix = "set data.path to a directory with train.jsonl and validation.jsonl"
         stored = read_hub(task.hub_id, task.hub_config, names, fix=fix)
     train, test = (
-        _answerable(task, data, name, rows) for name, rows in zip(names, stored, strict=True)
+        _examples(task, data, name, rows) for name, rows in zip(names, stored, strict=True)
     )
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
     num_dev = data.num_dev or sizes.num_dev
@@ -146,10 +146,10 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     order = _permutation(data.seed, len(train))
     test_order = _permutation(data.seed, len(test))
     return Splits(
-        train=_build(task, train, order[:num_train]),
-        dev=_build(task, train, order[num_train : num_train + num_dev]),
-        test=_build(task, test, test_order[:num_test]),
-        records=tuple(record for _, record in train),
+        train=_chosen(train, order[:num_train]),
+        dev=_chosen(train, order[num_train : num_train + num_dev]),
+        test=_chosen(test, test_order[:num_test]),
+        pool=train,
     )
 
 
@@ -159,20 +159,20 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     Test is drawn first, so that it does not depend on the other sizes.
     """
     assert data.train is not None
-    train_rows = _answerable(task, data, "train", read_source("data.train", data.train))
-    left = _permutation(data.seed, len(train_rows))
+    examples = _examples(task, data, "train", read_source("data.train", data.train))
+    left = _permutation(data.seed, len(examples))
     drawn = []
     for name, source, wanted in (
         ("test", data.test, data.num_test),
         ("validation", data.validation, data.num_dev),
     ):
         if source is not None:
-            rows = _answerable(task, data, name, read_source(f"data.{name}", source))
-            order = _permutation(data.seed, len(rows))
-            drawn.append(_build(task, rows, order[:wanted]))
+            own = _examples(task, data, name, read_source(f"data.{name}", source))
+            order = _permutation(data.seed, len(own))
+            drawn.append(_chosen(own, order[:wanted]))
             continue
-        size = wanted or min(_MOST_DRAWN[name], max(1, len(train_rows) // 5))
-        drawn.append(_build(task, train_rows, left[:size]))
+        size = wanted or min(_MOST_DRAWN[name], max(1, len(examples) // 5))
+        drawn.append(_chosen(examples, left[:size]))
         left = left[size:]
     test, dev = drawn
     if len(left) < (data.num_train or 1) or len(dev) < (data.num_dev or 0):
@@ -180,41 +180,33 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
             f"{data.train} leaves {len(left)} records to train on and {len(dev)} for dev",
             fix="set a smaller data.num_train, data.num_dev or data.num_test, or add records",
         )
-    train = _build(task, train_rows, left[: data.num_train])
-    return Splits(train, dev, test, records=tuple(example.record for example in train))
+    train = _chosen(examples, left[: data.num_train])
+    return Splits(train, dev, test, pool=train)
 
 
-def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
+def with_demonstrations(data: DataConfig, splits: Splits) -> Splits:
     """Put solved examples before every question of dev and test, with a blank line after each.
 
     They are the first training examples, the same for all questions. With protocol mezo, they are
-    drawn from all records for each question.
+    drawn from the pool for each question.
 
     Raises:
         UserError: there are fewer than data.num_demonstrations examples.
     """
     wanted = data.num_demonstrations
     per_question = data.protocol == "mezo"
-    available = len(splits.train)
-    if per_question:
-        # A dev question is one of these records, and its own answer is not shown to it.
-        available = len(splits.records) - 1
+    # A dev question may be in the pool, and its own answer is not shown to it.
+    available = len(splits.pool) - 1 if per_question else len(splits.train)
     if wanted > available:
         raise UserError(
             f"data.num_demonstrations={wanted} is more than the {available} examples",
             fix=f"set data.num_demonstrations={available}, or add training examples",
         )
 
-    def ask(questions: tuple[Example, ...], own_rows: Sequence[int] = ()) -> tuple[Example, ...]:
+    def ask(questions: tuple[Example, ...]) -> tuple[Example, ...]:
         shown = [splits.train[:wanted]] * len(questions)
         if per_question:
-            drawn = draw_demonstrations(
-                data.seed, len(questions), len(splits.records), wanted, own_rows
-            )
-            shown = [
-                tuple(task.build_example(splits.records[row], row) for row in rows)
-                for rows in drawn
-            ]
+            shown = draw_demonstrations(data.seed, questions, splits.pool, wanted)
         asked = []
         for question, demonstrations in zip(questions, shown, strict=True):
             solved = ""
@@ -224,38 +216,24 @@ def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
             asked.append(replace(question, demonstrations=solved))
         return tuple(asked)
 
-    own_rows: Sequence[int] = ()
-    if data.train is None:
-        own_rows = [question.index for question in splits.dev]
-    return replace(splits, dev=ask(splits.dev, own_rows), test=ask(splits.test))
+    return replace(splits, dev=ask(splits.dev), test=ask(splits.test))
 
 
 def draw_demonstrations(
-    seed: int,
-    num_questions: int,
-    num_records: int,
-    count: int,
-    own_rows: Sequence[int] = (),
-) -> list[list[int]]:
-    """Draw the rows of the records to show before each question, as MeZO's icl.sh does.
+    seed: int, questions: Sequence[Example], pool: Sequence[Example], count: int
+) -> list[tuple[Example, ...]]:
+    """Draw the examples to show before each question, as MeZO's icl.sh does.
 
-    Question i has a seed: the i-th of `np.random.randint(0, 10000, size=num_questions)` under
-    `seed`, which is 0 in MeZO's code. It is shown the first records of a permutation under that
-    seed, without its own record.
-
-    Args:
-        seed: seed of the questions' seeds.
-        num_questions: number of questions.
-        num_records: number of records to draw from.
-        count: number of records to show before each question.
-        own_rows: the row of each question's own record; empty if the questions are not among them.
+    Question i has a seed: the i-th of `np.random.randint(0, 10000, size=number of questions)` under
+    `seed`, which is 0 in MeZO's code. It is shown the first `count` examples of a permutation of
+    the pool under that seed, without itself.
     """
-    seeds = np.random.RandomState(seed).randint(0, 10_000, num_questions).tolist()
-    own = own_rows or [-1] * num_questions
+    seeds = np.random.RandomState(seed).randint(0, 10_000, len(questions)).tolist()
     drawn = []
-    for question_seed, own_row in zip(seeds, own, strict=True):
-        first = _permutation(question_seed, num_records)[: count + 1]
-        drawn.append([row for row in first if row != own_row][:count])
+    for question, question_seed in zip(questions, seeds, strict=True):
+        rows = _permutation(question_seed, len(pool))[: count + 1]
+        others = [pool[row] for row in rows if pool[row] is not question]
+        drawn.append(tuple(others[:count]))
     return drawn
 
 
@@ -265,13 +243,8 @@ def _permutation(seed: int, num_records: int) -> list[int]:
     return order
 
 
-def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Example, ...]:
-    examples = []
-    for index in order:
-        place, record = rows[index]
-        example = task.build_example(record, index)
-        examples.append(replace(example, record=record, place=place))
-    return tuple(examples)
+def _chosen(examples: Sequence[Example], order: Sequence[int]) -> tuple[Example, ...]:
+    return tuple(examples[index] for index in order)
 
 
 def _read_split(directory: Path, split: str) -> list[Row]:
@@ -288,35 +261,32 @@ def _read_split(directory: Path, split: str) -> list[Row]:
     return [row for file in chosen for row in read_file(file)]
 
 
-def _answerable(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> list[Row]:
-    """Check records; return those with a right answer, or all if the task has no answers."""
+def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> tuple[Example, ...]:
+    """Return the examples of records with a right answer, or of all if the task has no answers."""
+    of_split = f"of the {split} split of {task.name}"
 
-    def has_answer(numbered: tuple[int, Row]) -> bool:
+    def build(numbered: tuple[int, Row]) -> Example:
         number, (place, record) = numbered
-        where = f"record {number} of the {split} split of {task.name}{place}"
-        return checked_label(task, where, record) is not None or not task.has_answers
+        example = checked_example(task, f"record {number} {of_split}{place}", record)
+        return replace(example, record=record, place=place)
 
-    checked = usable(enumerate(rows, start=1), has_answer, skip=data.skip_unusable)
-    answerable = [row for (_, row), is_answerable in checked if is_answerable]
+    built = usable(enumerate(rows, start=1), build, skip=data.skip_unusable)
+    answerable = [
+        example for _, example in built if example.label is not None or not task.has_answers
+    ]
     if not answerable:
         raise UserError(
-            f"none of the {len(rows)} records of the {split} split of {task.name} has an answer",
-            fix="correct the file",
+            f"none of the {len(rows)} records {of_split} has an answer", fix="correct the file"
         )
-    num_left_out = len(checked) - len(answerable)
+    num_left_out = len(built) - len(answerable)
     if num_left_out:
-        logger.warning(
-            "%d of %d records of the %s split of %s have no right answer and are left out",
-            num_left_out,
-            len(rows),
-            split,
-            task.name,
-        )
-    return answerable
+        message = "%d of %d records %s have no right answer and are left out"
+        logger.warning(message, num_left_out, len(rows), of_split)
+    return tuple(replace(example, index=index) for index, example in enumerate(answerable))
 
 
-def checked_label(task: Task, where: str, record: Record | ValueError) -> int | None:
-    """Return the label of a record, or None if it has no right answer.
+def checked_example(task: Task, where: str, record: Record | ValueError) -> Example:
+    """Return the example of a record, with the index 0.
 
     Args:
         task: the task of the record.
@@ -328,7 +298,8 @@ def checked_label(task: Task, where: str, record: Record | ValueError) -> int | 
     """
     if isinstance(record, ValueError):
         raise UserError(f"{where} {record}", fix="correct it")
-    _check_fields(task, where, record)
+    for name, expected_type in task.fields.items():
+        _check_field(task, where, record, name, expected_type)
     try:
         example = task.build_example(record, 0)
     except UserError as error:
@@ -338,34 +309,27 @@ def checked_label(task: Task, where: str, record: Record | ValueError) -> int | 
             f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}",
             fix="remove records without a label (-1 in the test splits of the hub)",
         )
-    return example.label
+    return example
 
 
-def _check_fields(task: Task, where: str, record: Record) -> None:
+def _check_field(task: Task, where: str, record: Record, name: str, expected_type: type) -> None:
     """Refuse a record without a field that the task reads, or with a value that it cannot read."""
-    for name, expected_type in task.fields.items():
-        value = _field_value(record, name, where)
-        try:
-            _type_adapter(expected_type).validate_python(value, strict=True)
-        except ValidationError as error:
-            expected = expected_type if get_args(expected_type) else expected_type.__name__
-            raise UserError(
-                f"field {name} of {where} is {shown(value)}, not of type {expected}",
-                fix=f"use the field types of {task.hub_id or 'the task'}",
-            ) from error
-        # JSON can hold half of a surrogate pair, and no tokenizer accepts it.
-        if re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False, default=str)):
-            raise UserError(f"field {name} of {where} has half of a character", fix="remove it")
-
-
-def _field_value(record: Record, name: str, where: str) -> object:
-    value: object = record
-    for key in field_path(record, name):
-        if not isinstance(value, Mapping) or key not in value:
-            fields = [str(field) for field in value] if isinstance(value, Mapping) else []
-            raise UserError(
-                f"{where} has no field {name}, only {', '.join(fields) or shown(value)}",
-                fix=did_you_mean(key, fields, "correct the names of fields, or the file"),
-            )
-        value = value[key]
-    return value
+    try:
+        value = field_value(record, name)
+    except (KeyError, TypeError) as error:
+        fields = [str(field) for field in record]
+        raise UserError(
+            f"{where} has no field {name}, only {', '.join(fields)}",
+            fix=did_you_mean(name, fields, "correct the names of fields, or the file"),
+        ) from error
+    try:
+        _type_adapter(expected_type).validate_python(value, strict=True)
+    except ValidationError as error:
+        expected = expected_type if get_args(expected_type) else expected_type.__name__
+        raise UserError(
+            f"field {name} of {where} is {shown(value)}, not of type {expected}",
+            fix=f"use the field types of {task.hub_id or 'the task'}",
+        ) from error
+    # JSON can hold half of a surrogate pair, and no tokenizer accepts it.
+    if re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False, default=str)):
+        raise UserError(f"field {name} of {where} has half of a character", fix="remove it")

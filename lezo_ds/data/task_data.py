@@ -91,14 +91,13 @@ class EncodedSplit:
         """Return a hash of all that decides losses and scores, in its order: 32 hex digits."""
         digest = hashlib.sha256()
         for example, encoded in zip(self.examples, self.encoded, strict=True):
-            values: list[Any] = [
+            values = (
                 encoded.sequences,
                 encoded.option_lengths,
                 encoded.label,
                 example.references,
-            ]
-            if encoded.spans:
-                values.append(encoded.spans)
+                *([encoded.spans] if encoded.spans else []),
+            )
             digest.update(json.dumps(values).encode())
             if self.reads_records:  # values of parquet files, such as dates, are hashed as text
                 record = json.dumps(example.record, sort_keys=True, default=str)
@@ -192,16 +191,15 @@ class TaskData:
 
     def _answer_batch(self, config: RunConfig, step: int, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of prompts to train on; the samples of a prompt are neighboring rows."""
-        repeated = []
-        keys = []
-        for row in rows:
-            index = self.train.examples[row].index
-            for sample in range(config.generation.num_samples):
-                repeated.append(row)
-                keys.append(sample_key(config.seed, step, index, sample))
-        batch = self.objective_batch(self.train, repeated)
+        samples = range(config.generation.num_samples)
+        batch = self.objective_batch(self.train, [row for row in rows for _ in samples])
         if config.generation.temperature == 0:
             return batch
+        keys = [
+            sample_key(config.seed, step, self.train.examples[row].index, sample)
+            for row in rows
+            for sample in samples
+        ]
         return replace(batch, inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor(keys)})
 
     def answers(self, tokens: Tensor) -> list[str]:
@@ -238,7 +236,7 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
             try_reward(objective, splits.train)
         try_metric(task, splits.test)
     if config.method == "icl":
-        splits = with_demonstrations(task, config.data, splits)
+        splits = with_demonstrations(config.data, splits)
     directory = resolve_model(config.model.path)
     tokenizer = load_tokenizer(str(directory))
     model_config = load_model_config(directory)

@@ -35,7 +35,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.evaluation import PREDICTED, PROBABILITY, predict
-from lezo_ds.data.splits import checked_label
+from lezo_ds.data.splits import checked_example
 from lezo_ds.data.tables import check_kind, kind_of, read_file, separator_of
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
@@ -141,7 +141,7 @@ def _records(task: Task, source: Path) -> Iterator[tuple[str, Record]]:
     """Yield each record with its place, and refuse one that does not fit the task."""
     for number, (place, record) in enumerate(read_file(source), start=1):
         where = f"record {number}{place}"
-        checked_label(task, where, record)
+        checked_example(task, where, record)
         for name in (PREDICTED, PROBABILITY):
             if name in record:
                 raise UserError(f"{where} has a field {name} already", fix="rename it")

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.tasks.base import Example, Message, Record, Task, TaskKind
@@ -315,14 +315,13 @@ def _read_turn(where: str, turn: object) -> Message:
     keys = turn if isinstance(turn, Mapping) else {}
     role = keys.get("role") or keys.get("from")
     calls = keys.get("tool_calls")
-    has_content = "content" in keys or "value" in keys
-    if not isinstance(role, str) or not (calls or has_content):
+    if not isinstance(role, str):
         raise UserError(
-            f"{where} is {shown(turn)}, without role and content",
+            f"{where} is {shown(turn)}, without a role",
             fix="rename its keys to role and content, or to from and value",
         )
     role = _ROLES.get(role, role)
-    content = _read_content(keys)
+    content = keys.get("content", keys.get("value"))
     if content is None and (calls or role == TOOL):
         content = ""  # a call needs no text, and a tool may return nothing
     if not isinstance(content, str):
@@ -345,16 +344,6 @@ def _read_turn(where: str, turn: object) -> Message:
             fix="fill it in, give it weight 0, or remove the record",
         )
     return message
-
-
-def _read_content(keys: Mapping[str, Any]) -> object:
-    """Return the content of a turn. A list of {"type": "text", "text": ...} is joined to a text."""
-    content = keys.get("content", keys.get("value"))
-    if isinstance(content, list) and all(isinstance(item, Mapping) for item in content):
-        texts = [item.get("text") for item in content]
-        if None not in texts:
-            return "".join(map(str, texts))
-    return content
 
 
 def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:

@@ -17,6 +17,7 @@ from lezo_ds.data.splits import draw_demonstrations, load_splits, with_demonstra
 from lezo_ds.data.tables import read_source
 from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.custom import Description, make_task
 
 SST2 = TASKS["sst2"]
@@ -127,7 +128,7 @@ def test_nested_records_are_the_same_from_the_hub_from_parquet_and_from_json_lin
     local = [load(directory, squad, **sizes) for directory in (parquet, lines)]
     assert local[0] == local[1]
     on_hub = load_splits(replace(squad, hub_id=str(hub)), DataConfig(**sizes))
-    assert on_hub.records == (record,) * 3
+    assert [example.record for example in on_hub.pool] == [record] * 3
 
 
 @pytest.mark.parametrize("ending", ["JSONL", "Parquet"])
@@ -154,7 +155,7 @@ def test_a_folder_may_have_files_whose_suffix_is_in_any_case(ending, tmp_path):
             {"answers": {"text": ["Rain", None]}},
             r"answers\.text of record 2 .* type list\[str\]",
         ),
-        ("squad", {"answers": ["Rain"]}, r"has no field answers\.text, only \['Rain'\]"),
+        ("squad", {"answers": ["Rain"]}, r"has no field answers\.text, only id, title"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_one_line_with_its_file_and_number(
@@ -173,7 +174,11 @@ def test_a_record_that_cannot_be_used_is_one_line_with_its_file_and_number(
 def test_records_without_an_answer_are_left_out_with_one_warning_a_split(tmp_path, caplog):
     record = golden_record("squad")
     write_both(tmp_path, [record, record | {"answers": {"text": []}}, record], [record])
-    assert load(tmp_path, TASKS["squad"], num_train=1, num_dev=1).records == (record, record)
+    loaded = load(tmp_path, TASKS["squad"], num_train=1, num_dev=1)
+    assert [(example.index, example.record) for example in loaded.pool] == [
+        (0, record),
+        (1, record),
+    ]
     assert len(caplog.messages) == 1
 
 
@@ -237,22 +242,25 @@ def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
 
 
 def mezo_draws(num_questions, num_records, count):
-    """The training sets of MeZO's sample_train_sets without a seed: one for each question."""
+    """The rows that MeZO's sample_train_sets draws without a seed for each question."""
     np.random.seed(0)
     drawn = []
     for seed in np.random.randint(0, 10000, num_questions):
         np.random.seed(seed)
-        drawn.append(np.random.permutation(num_records).tolist()[:count])
+        drawn.append(tuple(np.random.permutation(num_records).tolist()[:count]))
     return drawn
 
 
 def test_the_demonstrations_of_each_question_are_those_of_mezos_code_without_its_own_answer():
-    assert draw_demonstrations(0, 100, 554, 32) == mezo_draws(100, 554, 32)
-    own = [row % 5 for row in range(60)]
-    drawn = draw_demonstrations(0, 60, 5, 4, own)
-    assert all(
-        row not in shown and len(set(shown)) == 4 for row, shown in zip(own, drawn, strict=True)
-    )
+    pool = [Example("", (), None, row) for row in range(554)]
+    drawn = draw_demonstrations(0, pool[:1] * 100, pool[1:], 32)
+    assert [tuple(rows(shown)) for shown in drawn] == [
+        tuple(row + 1 for row in shown) for shown in mezo_draws(100, 553, 32)
+    ]
+    questions = pool[:5] * 12
+    drawn = draw_demonstrations(0, questions, pool[:5], 4)
+    for question, shown in zip(questions, drawn, strict=True):
+        assert sorted([question.index, *rows(shown)]) == list(range(5))
 
 
 def test_demonstrations_stand_before_dev_and_test_stripped_with_a_blank_line_after_each(tmp_path):
@@ -263,10 +271,10 @@ def test_demonstrations_stand_before_dev_and_test_stripped_with_a_blank_line_aft
     def solved(examples):
         return "".join(f"{e.prompt + e.candidates[e.label]}".strip() + "\n\n" for e in examples)
 
-    shown = with_demonstrations(SST2, data, loaded)
+    shown = with_demonstrations(data, loaded)
     assert shown.train == loaded.train
     assert {e.demonstrations for e in (*shown.dev, *shown.test)} == {solved(loaded.train[:2])}
-    shown = with_demonstrations(SST2, replace(data, protocol="mezo"), loaded)
+    shown = with_demonstrations(replace(data, protocol="mezo"), loaded)
     for question, drawn in zip(shown.test, mezo_draws(7, 24, 2), strict=True):
         assert question.demonstrations == solved(
             [SST2.build_example(reviews(24)[row], row) for row in drawn]

@@ -184,7 +184,6 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
 ):
     model = write_chat_model(tmp_path / "model")
     asked, answer = {"role": "user", "content": "Où?"}, {"role": "assistant", "content": "Là-bas."}
-    parts = [{"type": "text", "text": "Où?"}]
     good = [
         [
             {"from": "system", "value": "x"},
@@ -192,7 +191,7 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
             {"from": "gpt", "value": "Là"},
         ],
         [asked, {**answer, "weight": 0}, {"role": "function", "content": None}, answer],
-        [{**asked, "role": "developer", "content": parts}, {**answer, "weight": 1}],
+        [{**asked, "role": "developer"}, {**answer, "weight": 1}],
         *map(conversation, range(20)),
     ]
     call = {"name": "f", "arguments": "{}"}
