@@ -52,12 +52,7 @@ class ReplicaGroup:
         # All members are here at the same time, so they meet soon.
         limit = timedelta(seconds=_CONNECT_SECONDS + _CONNECT_SECONDS_A_MEMBER * num)
         self._group = distributed.join_group(
-            store=first.store,
-            name=first.next_group,
-            position=position,
-            num_members=num,
-            own_host=self._host,
-            timeout=limit,
+            first.store, first.next_group, position, num, self._host, limit
         )
         self.name = first.next_group
 

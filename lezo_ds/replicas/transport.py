@@ -1,12 +1,11 @@
 """The lines of a journal, from one replica to another.
 
-They are bytes with checksums: nothing is unpickled. A replica asks for the lines after its own. The
-number of its bytes and the checksum of its last line say which those are:
+They are bytes with checksums: nothing is unpickled. A replica asks for all lines, which are a few
+megabytes at most, and compares them with its own:
 
-    GET /1234/89abcdef                 200
-    X-Nonce: NONCE                     X-Start: 1234       (0: the asker has other lines)
-    X-Proof: HMAC of NONCE, path       X-Proof: HMAC of NONCE, X-Start and lines
-                                       lines from this byte on
+    GET /                              200
+    X-Nonce: NONCE                     X-Proof: HMAC of NONCE and lines
+    X-Proof: HMAC of NONCE and path    all whole lines
 
 Both sides prove by an HMAC-SHA256 that they know the secret. The nonce is the asker's, so an old
 answer is not taken for a new one.
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import hmac
 import http.client
-import re
 import secrets
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,10 +25,8 @@ from lezo_ds.errors import LezoError
 
 MAX_BYTES = 64 << 20
 _SILENCE_SECONDS = 3.0  # after which nobody is at the other end
-_PATH = re.compile(r"/(\d{1,9})/([0-9a-f]{8}|none)")
 _PROOF = "X-Proof"
 _NONCE = "X-Nonce"
-_START = "X-Start"
 
 
 class Lines(NamedTuple):
@@ -62,8 +58,7 @@ class JournalTransport(ThreadingHTTPServer):
             OSError: nobody answers, or the answer breaks off.
             LezoError: who answers is no peer, or has another secret.
         """
-        own = whole_lines(self.journal)
-        path = f"/{len(own)}/{_last_crc(own)}"
+        path = "/"
         nonce = secrets.token_hex(16)
         proof = self.prove(nonce, path.encode())
         connection = http.client.HTTPConnection(address, timeout=_SILENCE_SECONDS)
@@ -77,17 +72,17 @@ class JournalTransport(ThreadingHTTPServer):
             connection.close()
         if answer.length and len(data) <= MAX_BYTES:  # some of the announced bytes are missing
             raise ConnectionError(f"{address} has ended")
-        start = answer.headers[_START]
-        expected = self.prove(nonce, f"{start}\n".encode() + data)
-        is_proven = _equal(answer.headers[_PROOF], expected)
-        if not is_proven or start not in ("0", str(len(own))):
+        if not _equal(answer.headers[_PROOF], self.prove(nonce, data)):
             raise LezoError(
                 f"{address} does not send lines of a journal (status {answer.status}); "
                 "fix: set the same LEZO_SECRET for all replicas"
             )
-        if start == "0" and own.startswith(data):  # the peer is behind
+        own = whole_lines(self.journal)
+        if own.startswith(data):  # the peer is not ahead
             return Lines(len(own), b"")
-        return Lines(int(start), data)
+        if data.startswith(own):
+            return Lines(len(own), data[len(own) :])
+        return Lines(0, data)
 
     def prove(self, nonce: str, content: bytes) -> str:
         """Return the proof that the sender of the content knows the secret."""
@@ -99,21 +94,14 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
-        asked = _PATH.fullmatch(self.path)
         nonce = self.headers[_NONCE] or ""
-        proof = self.server.prove(nonce, self.path.encode())
-        if asked is None or not _equal(self.headers[_PROOF], proof):
+        if not _equal(self.headers[_PROOF], self.server.prove(nonce, self.path.encode())):
             self.send_error(http.client.FORBIDDEN)
             return
-        lines = whole_lines(self.server.journal)
-        start = int(asked[1])
-        if start > len(lines) or _last_crc(lines[:start]) != asked[2]:
-            start = 0
-        data = lines[start:]
+        data = whole_lines(self.server.journal)
         self.send_response(http.client.OK)
         self.send_header("Content-Length", str(len(data)))
-        self.send_header(_START, str(start))
-        self.send_header(_PROOF, self.server.prove(nonce, f"{start}\n".encode() + data))
+        self.send_header(_PROOF, self.server.prove(nonce, data))
         self.end_headers()
         self.wfile.write(data)
 
@@ -125,13 +113,6 @@ def whole_lines(path: Path) -> bytes:
     """Return the whole lines of a journal that may grow meanwhile; none if there is no file."""
     data = path.read_bytes() if path.exists() else b""
     return data[: data.rfind(b"\n") + 1]
-
-
-def _last_crc(lines: bytes) -> str:
-    """Return the checksum of the last line, which ends with `,"crc":"89abcdef"}` and a newline."""
-    if not lines.endswith(b'"}\n'):
-        return "none"
-    return lines[-11:-3].decode("ascii", "replace")
 
 
 def _equal(proof: str | None, expected: str) -> bool:

@@ -126,16 +126,15 @@ class RunDirectory:
         A replica locks the first one that no other replica uses: this one, replicas/1, replicas/2
         and so on. Without locks, all replicas would take this one and write the same journal.
         """
-        if not is_replica:
-            stack.enter_context(self.locked())
-            return self
         number = 0
         while True:
             directory = RunDirectory(self.path, number)
             try:
-                stack.enter_context(directory.locked(needs_lock=True))
+                stack.enter_context(directory.locked(needs_lock=is_replica))
                 return directory
             except DirectoryInUseError:
+                if not is_replica:
+                    raise
                 number += 1
 
     def journals(self) -> list[Path]:

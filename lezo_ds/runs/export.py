@@ -109,8 +109,8 @@ def export_run(
         if expected is None:
             comparison = "no digest in the run to compare with"
         logger.info("digest of the weights: %s (%s)", digest, comparison)
-    if distributed.rank() == 0 and is_worse_than_base(evaluations_of(run.records)):
-        logger.warning("%s", WORSE)
+        if is_worse_than_base(evaluations_of(run.records)):
+            logger.warning("%s", WORSE)
     engine.write_model(
         target,
         card=partial(model_card, run, number),

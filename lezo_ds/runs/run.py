@@ -178,12 +178,7 @@ class Run:
             metrics = self.step()
             self.num_done = self.engine.global_steps
             self._log_metrics(metrics)
-            shown = {"loss": number(metrics["loss"])}
-            if self.method.evaluations:
-                newest = self.method.evaluations[-1]
-                metric = self.data.task.metric
-                shown[f"{newest.split} {metric}"] = number(newest.metrics[metric])
-            bar.set_postfix(shown, refresh=False)
+            bar.set_postfix({"loss": number(metrics["loss"])}, refresh=False)
             bar.update()
 
     # What a replica does in another way (elastic.py). All of these are collectives of this launch.
@@ -291,8 +286,6 @@ class Run:
             return
         self.method.check()
         encoded = self.data.dev if split == "dev" else self.data.test
-        if self._writes and split == "test":  # this may take as long as many steps
-            logger.info("scoring %d test examples", len(encoded.examples))
         result = evaluate(self, self.data, encoded, self.config.train.eval_batch_size)
         # Predictions come first: an evaluation that is recorded is not done again.
         if self._writes and split == "test":

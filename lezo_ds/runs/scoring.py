@@ -111,31 +111,23 @@ def open_model(
         of_model = ModelConfig(path=model, dtype=_stored_dtype(directory))
         config = replace(config, method=method, model=of_model, peft=PeftConfig())
     else:
-        config = _config_of_export(model, directory, overrides, has_task=has_task)
+        is_named = any(override.startswith(_TASK_OVERRIDES) for override in overrides)
+        exported = {}
+        of_export = (read_facts(directory) or {}).get("recipe")
+        if isinstance(of_export, dict) and not is_named:  # another task needs other keys
+            # A directory may come from anyone: no other key that may be there counts.
+            exported = {key: of_export[key] for key in _RECIPE if key in of_export}
+        if has_task and not is_named and not exported:
+            raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
+        values = {
+            "method": "zero_shot",
+            "run_dir": "",
+            "model": {"path": model, "dtype": _stored_dtype(directory)},
+            **exported,
+        }
+        config = config_from_dict(values, f"model {model}", overrides, recorded=has_task)
+        _refuse_recorded_code(config, overrides)
     return Opened({"model": model}, config, lambda: make_engine(config))
-
-
-def _config_of_export(
-    model: str, directory: Path, overrides: Sequence[str], *, has_task: bool
-) -> RunConfig:
-    """Return the configuration of a model that brings its recipe along, or has none."""
-    is_named = any(override.startswith(_TASK_OVERRIDES) for override in overrides)
-    exported = {}
-    recipe = (read_facts(directory) or {}).get("recipe")
-    if isinstance(recipe, dict) and not is_named:  # another task needs other keys
-        # A directory may come from anyone: no other key that may be there counts.
-        exported = {key: recipe[key] for key in _RECIPE if key in recipe}
-    if has_task and not is_named and not exported:
-        raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
-    values = {
-        "method": "zero_shot",
-        "run_dir": "",
-        "model": {"path": model, "dtype": _stored_dtype(directory)},
-        **exported,
-    }
-    config = config_from_dict(values, f"model {model}", overrides, recorded=has_task)
-    _refuse_recorded_code(config, overrides)
-    return config
 
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:
@@ -147,13 +139,10 @@ def recipe_of(config: RunConfig) -> dict[str, Any]:
 def _refuse_recorded_code(config: RunConfig, overrides: Sequence[str]) -> None:
     """Refuse to import a module that only the run or the export names."""
     named = [override.partition("=")[0] for override in overrides]
-    values = {
-        "data.task": config.data.task,
-        "data.metric": config.data.metric or "",
-        "train.objective": config.train.objective,
-    }
-    for key, value in values.items():
-        if names_code(value) and key not in named:
+    values = READER.flatten(config_to_dict(config))
+    for key in ("data.task", "data.metric", "train.objective"):
+        value = values[key]
+        if value is not None and names_code(value) and key not in named:
             raise UserError(
                 f"{key}={value} of the run is in a module, "
                 "which is imported only if the command names it",
@@ -168,8 +157,8 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         What --json prints.
     """
     source, config, load_engine = opened
-    needs_no_training_data = "model" in source and config.method == "zero_shot"
-    if needs_no_training_data and split == "test" and not config.data.train:
+    is_only_tested = "model" in source and config.method == "zero_shot" and split == "test"
+    if is_only_tested and not config.data.train:
         # A directory may have only a few training and validation examples.
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
     data = load_task_data(config)

@@ -73,25 +73,23 @@ def run_summary(run_dir: str, results: RunResults) -> str:
     elif results.best_step is None:
         lines = [f"Finished in {seconds}.", f"Test {results.metric}: {_test_scores(results)}."]
     else:
-        lines = [f"Finished: {results.steps} steps in {seconds}.", *_training_lines(results)]
+        lines = [f"Finished: {results.steps} steps in {seconds}."]
+        if results.early_stop_step is not None:
+            lines.append(
+                f"Stopped early, at step {results.early_stop_step}: train.patience ran out."
+            )
+        best_loss = number(results.best_dev_loss)
+        lines += [
+            f"Test {results.metric}: {_test_scores(results)}.",
+            f"Best step: {results.best_step} (validation loss {best_loss}).",
+        ]
+        if results.worse_than_base:
+            lines.append(
+                f"{WORSE}, which is what export writes. Lower the learning rate, or do more steps."
+            )
+        if results.skipped_steps > 0:
+            lines.append(f"Skipped steps: {results.skipped_steps}.")
     return "\n".join([*lines, f"Run directory: {run_dir}"])
-
-
-def _training_lines(results: RunResults) -> list[str]:
-    """Return what a finished run that trains has to say besides its length."""
-    lines = []
-    if results.early_stop_step is not None:
-        lines.append(f"Stopped early, at step {results.early_stop_step}: train.patience ran out.")
-    lines.append(f"Test {results.metric}: {_test_scores(results)}.")
-    best_loss = number(results.best_dev_loss)
-    lines.append(f"Best step: {results.best_step} (validation loss {best_loss}).")
-    if results.worse_than_base:
-        lines.append(
-            f"{WORSE}, which is what export writes. Lower the learning rate, or do more steps."
-        )
-    if results.skipped_steps > 0:
-        lines.append(f"Skipped steps: {results.skipped_steps}.")
-    return lines
 
 
 def _test_scores(results: RunResults) -> str:
