@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 import lezo_ds
-from lezo_ds.config import dump_yaml
-from lezo_ds.distributed import cpu_name
+from lezo_ds import distributed
+from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE, failures_named, make_directory, write_atomically
 
@@ -151,8 +151,8 @@ class RunDirectory:
             outputs = [self._config, self._environment, *outputs]
         return [path for path in outputs if path.exists()]
 
-    def set_aside(self, paths: Sequence[Path], reason: str) -> None:
-        """Move files of another run to a new folder `earlier-N`."""
+    def set_aside(self, paths: Sequence[Path]) -> None:
+        """Move files of another run, or of unrecorded steps, to a new folder `earlier-N`."""
         if not paths:
             return
         candidates = (self.path / f"earlier-{number}" for number in itertools.count(1))
@@ -163,23 +163,21 @@ class RunDirectory:
                 make_directory(moved.parent)
                 path.rename(moved)
         names = ", ".join(str(path.relative_to(self.path)) for path in paths)
-        logger.warning("%s: %s %s; moved to %s", self.path, reason, names, target)
+        logger.warning("%s: an earlier run left %s; moved to %s", self.path, names, target)
 
-    def write_config_and_environment(
-        self, config: dict[str, Any], world_size: int, device: torch.device
-    ) -> None:
+    def write_config_and_environment(self, config: RunConfig) -> None:
         """Write config.yaml, and environment.json with versions, hardware and command."""
-        on_gpu = device.type == "cuda"
+        on_gpu = distributed.device().type == "cuda"
         environment = {
             "versions": library_versions(),
-            "device": torch.cuda.get_device_name() if on_gpu else cpu_name(),
+            "device": torch.cuda.get_device_name() if on_gpu else distributed.cpu_name(),
             "cores": os.cpu_count(),
             "platform": platform.platform(),
-            "world_size": world_size,
+            "world_size": distributed.world_size(),
             "threads": torch.get_num_threads(),
             "command": ["python", *sys.argv],
         }
-        self.write(self._config, dump_yaml(config))
+        self.write(self._config, dump_yaml(config_to_dict(config)))
         self.write_json(self._environment, environment)
 
     def cut_metrics(self, step: int) -> float:

@@ -39,7 +39,8 @@ def snapshot_sizes(config: RunConfig, num_parameters: int, num_trained: int) -> 
         every = eval_every(config)
     num_due = -(-train.steps // every) if every > 0 else 1
     num_kept = max(1, train.keep_snapshots)
-    if config.method != "adamw":
-        return [size] * min(num_kept + 1, num_due)
-    num_kept += 1  # that of the best step
-    return [size] * min(num_kept + 1, num_due) + [_ADAMW_BYTES * num_trained] * 2
+    checkpoints = []
+    if config.method == "adamw":
+        num_kept += 1  # that of the best step
+        checkpoints = [_ADAMW_BYTES * num_trained] * 2
+    return [size] * min(num_kept + 1, num_due) + checkpoints

@@ -135,14 +135,17 @@ def write_journal(path: Path, file: Path) -> int:
             fix="share the directory that lezo-ds export --out writes",
         )
     # The reader has neither the paths of this machine nor its number of ranks.
-    config = dict(run.header.config)
-    for key in ("deepspeed", "partition_size", "tensor_parallel"):
-        config[key] = None
-    config["elastic"] = {"lighthouse": None}
+    config = {
+        **run.header.config,
+        "deepspeed": None,
+        "partition_size": None,
+        "tensor_parallel": None,
+        "elastic": {"lighthouse": None},
+        "digests": {str(step): digest for step, digest in run.digests.items()},
+    }
     for key in ("model.path", *DATA_KEYS):
         section, name = key.split(".")
         config[section] = {**config[section], name: _public_name(config[section][name])}
-    config["digests"] = {str(step): digest for step, digest in run.digests.items()}
     content = encode_journal(replace(run.header, config=config), run.records)
     with failures_named(file):
         write_atomically(file, content)

@@ -178,8 +178,6 @@ class FirstOrderEngine(ModelEngine):
             path, _ = self._deepspeed.load_checkpoint(str(root), tag=source.name)
             if path is None:
                 raise FileNotFoundError("DeepSpeed finds no files")
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # for a damaged file, torch and DeepSpeed raise of many kinds
             if isinstance(error, RuntimeError) and distributed.lost_rank(error) is not None:
                 raise
@@ -259,7 +257,7 @@ class FirstOrderMethod(TrainingMethod):
         else:
             header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
             self._state = TrainingState(header, self.engine.world_size)
-            self.directory.set_aside(self.directory.outputs(), "an earlier run left")
+            self.directory.set_aside(self.directory.outputs())
         remove_snapshots(self.directory.checkpoints, [self._state.step])
         remove_snapshots(self.directory.snapshots, range(self._state.step + 1))
         return self._state

@@ -135,7 +135,4 @@ class TrainingMethod(ABC):
             logger.info("resuming at step %d of %d", num_steps, self.config.train.steps)
         root = self.directory.snapshots
         _, foreign_steps = own_snapshots(root, self.owner())
-        self.directory.set_aside(
-            [snapshot_path(root, step) for step in foreign_steps],
-            "of another run, or of steps that are no longer recorded:",
-        )
+        self.directory.set_aside([snapshot_path(root, step) for step in foreign_steps])

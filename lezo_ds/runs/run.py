@@ -60,7 +60,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.snapshots import prune_snapshots, remove_snapshots
-from lezo_ds.config import TRAINED, config_to_dict, eval_every
+from lezo_ds.config import TRAINED, eval_every
 from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.files import remove_directory
 from lezo_ds.forward.batch import MicroBatch
@@ -120,9 +120,7 @@ class Run:
             if self._writes:
                 self._prune_snapshots()
                 self._began = time.monotonic() - self.directory.cut_metrics(self.num_done)
-                self.directory.write_config_and_environment(
-                    config_to_dict(self.config), self.engine.world_size, self.engine.device
-                )
+                self.directory.write_config_and_environment(self.config)
             # The handler only sets a flag, which is this rank's vote in the next all-reduce. All
             # ranks thus stop after the same step, whichever of them got the signal.
             with on_stop_signals(lambda _: self.engine.request_stop()):

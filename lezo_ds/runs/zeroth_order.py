@@ -27,7 +27,6 @@ from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord, Journal, read_journal
 from lezo_ds.runs import records
 from lezo_ds.runs.method import StepMetrics, TrainingMethod
-from lezo_ds.runs.screen import number
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class ZerothOrderMethod(TrainingMethod):
         path = self.directory.journal
         base = self.engine.base
         if not path.exists():
-            self.directory.set_aside(self.directory.outputs(), "an earlier run left")
+            self.directory.set_aside(self.directory.outputs())
             header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
             self.journal = Journal.create(path, header)
             return []
@@ -78,8 +77,7 @@ class ZerothOrderMethod(TrainingMethod):
         if record.projected_grads:
             gradient = sum(record.projected_grads) / len(record.projected_grads)
         if not record.applied and distributed.rank() == 0:
-            message = "step %d skipped: loss %s, projected gradient %s"
-            logger.warning(message, record.step, number(record.loss), number(gradient))
+            logger.warning("step %d skipped: a loss or an estimate is not finite", record.step)
         return {"loss": record.loss, "projected_gradient": gradient, "applied": record.applied}
 
     def record(self, evaluation: EvaluationRecord) -> None:
@@ -95,7 +93,7 @@ class ZerothOrderMethod(TrainingMethod):
         """Bring the engine to the exact weights after `step` steps; None: after all recorded."""
         owner = None if self.journal is None else self.owner()
         steps = self._recorded_steps()
-        self.engine.load_checkpoint(self.directory.snapshots, steps, step=step, owner=owner)
+        self.engine.load_checkpoint(self.directory.snapshots, steps, step, owner)
 
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
         if self._starts_from_snapshot():

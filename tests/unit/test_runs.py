@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 import pytest
-import torch
 
 from lezo_ds.config import config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.config.schema import READER
@@ -294,7 +293,7 @@ def test_the_summary_of_a_run_is_short():
 
 @pytest.mark.parametrize("text", DAMAGED)
 def test_damaged_results_are_not_read_and_the_report_says_so(directory, text):
-    directory.write_config_and_environment(config_to_dict(config()), 1, torch.device("cpu"))
+    directory.write_config_and_environment(config())
     (directory.path / "results.json").write_bytes(text.encode(errors="surrogateescape"))
     assert RunResults.read(directory.results) is None
     assert "damaged results.json" in read_runs([directory.path])["problem"][0]
