@@ -80,8 +80,19 @@ class Lighthouse:
         """
         deadline = time.monotonic() + self._seconds
         while True:
+            limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             try:
-                return self._ask(statement, max(1.0, deadline - time.monotonic()))
+                if self._client is None:
+                    self._client = LighthouseClient(self._url, timedelta(seconds=_CONNECT_SECONDS))
+                self.beats_until = math.inf
+                ask = partial(self._client.quorum, self._replica_id, limit, data=statement)
+                # In the background, because no signal reaches the main thread inside torchft's
+                # call.
+                asked = in_background(ask)
+                while wait([asked], timeout=_NOTICE_SECONDS).not_done:
+                    logger.warning("waiting for replicas, or for the lighthouse %s", self._url)
+                members = asked.result().participants
+                return [member.data for member in members if re.fullmatch(_ID, member.replica_id)]
             except (RuntimeError, OSError) as error:
                 if time.monotonic() > deadline:
                     raise LostRankError(
@@ -90,18 +101,6 @@ class Lighthouse:
                     ) from error
                 logger.warning("waiting for the lighthouse %s", self._url)
                 time.sleep(1)
-
-    def _ask(self, statement: Mapping[str, Any], seconds: float) -> list[Any]:
-        if self._client is None:
-            self._client = LighthouseClient(self._url, timedelta(seconds=_CONNECT_SECONDS))
-        self.beats_until = math.inf
-        limit = timedelta(seconds=seconds)
-        # In the background, because no signal reaches the main thread inside torchft's call.
-        asked = in_background(partial(self._client.quorum, self._replica_id, limit, data=statement))
-        while wait([asked], timeout=_NOTICE_SECONDS).not_done:
-            logger.warning("waiting for replicas, or for the lighthouse %s", self._url)
-        members = asked.result().participants
-        return [member.data for member in members if re.fullmatch(_ID, member.replica_id)]
 
     def live_addresses(self) -> list[str]:
         """Return the addresses of replicas that may have lines; none if the lighthouse is away.

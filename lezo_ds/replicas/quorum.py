@@ -170,8 +170,6 @@ class Replicas:
 
     def _search_lines(self) -> Lines | None:
         for address in self._lighthouse.live_addresses():
-            if address == self._transport.address:
-                continue
             try:
                 lines = self._transport.fetch(address)
             except OSError:  # that replica has ended

@@ -142,9 +142,10 @@ class ReplicaRun(Run):
     def _take_over(self, lines: Lines) -> int:
         """Append lines of others, and do their steps. Return the number of lines."""
         if lines.start > 0:
-            return self.method.follow(lines.data)
-        self.method.replace_journal(lines.data)
-        self.replicas.journal = self.method.journal
+            self.method.follow(lines.data)
+        else:
+            self.method.replace_journal(lines.data)
+            self.replicas.journal = self.method.journal
         return lines.data.count(b"\n")
 
     # Evaluations.

@@ -330,12 +330,7 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
         scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         rows.append(f"| {_plain(record.split)} | {record.step} | {_plain(scores)} |")
     kind = config.peft.kind
-    optimizer = "LeZO, by forward passes only"
-    if config.method == "adamw":
-        optimizer = "AdamW"
-    verdict = ""
-    if is_worse_than_base(evaluations_of(run.records)):
-        verdict = f" {WORSE}."
+    is_worse = is_worse_than_base(evaluations_of(run.records))
     card = _CARD.format(
         library=_LIBRARIES[kind],
         method=config.method,
@@ -343,10 +338,10 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
         base=base,
         task=_plain(config.data.task),
         trained=_TRAINED[kind],
-        optimizer=optimizer,
+        optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
         step=step,
         num_steps=run.num_steps,
-        verdict=verdict,
+        verdict=f" {WORSE}." if is_worse else "",
         scores="\n".join(rows),
         load=_LOAD[kind].format(base=base),
         predict=_PREDICT if kind == "none" else "",

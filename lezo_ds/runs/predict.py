@@ -154,10 +154,8 @@ def unlabelled(task: Task) -> Task:
     `build_example` reads empty answers in their place. A conversation becomes a question: the model
     writes the answer to it.
     """
-    blanks = {}
-    for name in task.answer_fields:
-        kind = task.fields.get(name, object)
-        blanks[name] = _NO_ANSWER.get(kind, "")
+    kinds = {name: task.fields.get(name, object) for name in task.answer_fields}
+    blanks = {name: _NO_ANSWER.get(kind, "") for name, kind in kinds.items()}
     has_choices = task.kind in ("classification", "multiple_choice")
 
     def build(record: Record, index: int) -> Example:

@@ -71,7 +71,11 @@ def make_header(
     model = resolve_model(config.model.path)
     inputs = config_to_dict(config)
     del inputs["run_dir"]
-    inputs["tokenizer"] = _tokenizer_hash(model)
+    tokenizer = hashlib.sha256()
+    for file in sorted(model.iterdir()):
+        if file.name in _TOKENIZER_FILES:
+            tokenizer.update(file.name.encode() + file.read_bytes())
+    inputs["tokenizer"] = tokenizer.hexdigest()[:32]
     inputs["model_config"] = _model_config(model)
     inputs["data_fingerprints"] = {
         "train": data.train.fingerprint(),
@@ -171,14 +175,6 @@ def _model_config(model: Path) -> dict[str, Any]:
     # JSON has no infinity, but Python writes and reads one. The journal keeps it as a string.
     values = json.loads((model / "config.json").read_text(), parse_constant=str)
     return {key: value for key, value in values.items() if key not in _UNIMPORTANT}
-
-
-def _tokenizer_hash(model: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(model.iterdir()):
-        if file.name in _TOKENIZER_FILES:
-            digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:32]
 
 
 def _differences(

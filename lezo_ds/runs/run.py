@@ -329,13 +329,12 @@ class Run:
             return
         step = self.engine.global_steps
         self.directory.log_metrics({"step": step, **metrics, "seconds": self._seconds()})
-        if self.engine.monitor.enabled:
-            events = [
-                (f"train/{name}", float(value), step)
-                for name, value in metrics.items()
-                if value is not None
-            ]
-            self.engine.monitor.write_events(events)
+        events = [
+            (f"train/{name}", float(value), step)
+            for name, value in metrics.items()
+            if value is not None
+        ]
+        self.engine.monitor.write_events(events)
 
     def _seconds(self) -> float:
         """Return the seconds that all processes of this run have taken so far."""

@@ -129,18 +129,13 @@ class ZerothOrderMethod(TrainingMethod):
 
     # What a replica takes over from others (elastic.py).
 
-    def follow(self, lines: bytes) -> int:
-        """Append the next lines of another copy of the journal, and do their steps. A collective.
-
-        Returns:
-            The number of lines.
-        """
+    def follow(self, lines: bytes) -> None:
+        """Append the next lines of another copy of the journal; do their steps. A collective."""
         new = distributed.on_rank_zero(lambda: self._journal_of_rank_zero().extend(lines))
         self.engine.records += records.steps_of(new)
         self.engine.apply(self.engine.global_steps, len(self.engine.records))
         self.engine.global_steps = len(self.engine.records)
         self.evaluations += records.evaluations_of(new)
-        return len(new)
 
     def replace_journal(self, lines: bytes) -> None:
         """Go on with another journal of the same run, and do its steps. A collective.
