@@ -68,7 +68,7 @@ class ModelEngine:
         global_steps: number of steps since the base weights, including skipped ones.
         stop_agreed: whether the votes of the last step asked for a stop. It is the same on all
             ranks.
-        replicas: the link to other launches of the same run (`lezo_ds.replicas.Replicas`), or None.
+        replicas: the link to other launches of the same run (`Replicas`), or None.
     """
 
     def __init__(

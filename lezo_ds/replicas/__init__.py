@@ -7,10 +7,3 @@ group       the process group of the members' first ranks, and its sum
 patience    how long a member waits for the others
 transport   lines of journals from one replica to another
 """
-
-from lezo_ds.replicas.group import reaches
-from lezo_ds.replicas.member import FEW_LINES
-from lezo_ds.replicas.quorum import Place, Replicas, StepLostError
-from lezo_ds.replicas.transport import Lines, whole_lines
-
-__all__ = ["FEW_LINES", "Lines", "Place", "Replicas", "StepLostError", "reaches", "whole_lines"]

@@ -23,7 +23,10 @@ from contextlib import suppress
 from lezo_ds import distributed
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.replicas import FEW_LINES, Lines, Replicas, StepLostError, reaches, whole_lines
+from lezo_ds.replicas.group import reaches
+from lezo_ds.replicas.member import FEW_LINES
+from lezo_ds.replicas.quorum import Replicas, StepLostError
+from lezo_ds.replicas.transport import Lines, whole_lines
 from lezo_ds.runs import records
 from lezo_ds.runs.method import StepMetrics
 from lezo_ds.runs.run import Run
@@ -158,7 +161,7 @@ class ReplicaRun(Run):
         """Record the evaluations that the replicas of this round have brought along."""
         assert self.replicas.place is not None, "there was a round"
         for evaluation in self.replicas.place.evaluations:
-            if self.evaluation_of(evaluation.split, evaluation.step) is None:
+            if not self.has_evaluated(evaluation.split, evaluation.step):
                 self.method.record(evaluation)
         self.replicas.evaluations = []
 

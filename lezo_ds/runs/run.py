@@ -280,7 +280,7 @@ class Run:
         Raises:
             Stopped: all ranks agreed to stop meanwhile. Nothing is recorded.
         """
-        if self.engine.global_steps != at or self.evaluation_of(split, at) is not None:
+        if self.engine.global_steps != at or self.has_evaluated(split, at):
             return
         self.method.check()
         encoded = self.data.dev if split == "dev" else self.data.test
@@ -300,12 +300,10 @@ class Run:
         if self._writes:
             logger.info("%s", evaluation_line(evaluation, metric))
 
-    def evaluation_of(self, split: str, step: int) -> EvaluationRecord | None:
-        """Return the recorded evaluation of a split after `step` steps, or None."""
-        for evaluation in self.method.evaluations:
-            if evaluation.split == split and evaluation.step == step:
-                return evaluation
-        return None
+    def has_evaluated(self, split: str, step: int) -> bool:
+        """Return whether an evaluation of a split after `step` steps is recorded."""
+        recorded = {(record.split, record.step) for record in self.method.evaluations}
+        return (split, step) in recorded
 
     # Files.
 
@@ -352,10 +350,12 @@ class Run:
             best = records.best_evaluation(self.method.evaluations)
             trained = records.best_evaluation(self.method.evaluations, first_step=1)
         best_step = None if best is None else best.step
-        # In-context learning (icl) has examples in its prompts, so its score is not zero-shot.
-        zero_shot = None
-        if config.method in {*TRAINED, "zero_shot"}:
-            zero_shot = self._test_score(0, metric)
+        scores: dict[int | None, dict[str, float]] = {}  # of the test split, by steps
+        for evaluation in self.method.evaluations:
+            if evaluation.split == "test":
+                scores[evaluation.step] = evaluation.metrics
+        of_base = scores.get(0, {})
+        of_result = scores.get(best_step, {}) if config.method in TRAINED else of_base
         early_stop_step = None
         if self.num_done < self.num_steps and self.has_lost_patience():
             early_stop_step = self.num_done
@@ -366,9 +366,10 @@ class Run:
             metric=metric,
             protocol=config.data.protocol,
             finished=is_finished,
-            zero_shot=zero_shot,
-            test=self._test_score(best_step if config.method in TRAINED else 0, metric),
-            majority_class=self._test_score(0, MAJORITY_CLASS),
+            # In-context learning (icl) has examples in its prompts.
+            zero_shot=None if config.method == "icl" else of_base.get(metric),
+            test=of_result.get(metric),
+            majority_class=of_base.get(MAJORITY_CLASS),
             best_step=best_step,
             best_dev_loss=None if best is None else best.loss,
             trained_dev_loss=None if trained is None else trained.loss,
@@ -383,15 +384,6 @@ class Run:
             weights_digest=self.engine.weights.digest(),
             world_size=self.engine.world_size,
         )
-
-    def _test_score(self, step: int | None, name: str) -> float | None:
-        """Return a score of the test split after `step` steps, or None if there is none."""
-        if step is None:
-            return None
-        evaluation = self.evaluation_of("test", step)
-        if evaluation is None:
-            return None
-        return evaluation.metrics.get(name)
 
     def _peak_memory_bytes(self) -> int:
         """Return the most memory that a rank has used in any process of the run. A collective."""

@@ -43,13 +43,13 @@ def on_stop_signals(action: Callable[[signal.Signals], None]) -> Iterator[None]:
 
 def launchers() -> list[psutil.Process]:
     """Return DeepSpeed's launcher processes above this one; under mpirun or srun, none."""
-    return [process for process in psutil.Process().parents() if _is_launcher(process)]
-
-
-def _is_launcher(process: psutil.Process) -> bool:
-    # The name is within the first words of `python -u -m deepspeed.launcher.launch ...`.
-    first_words = {Path(word).name for word in process.cmdline()[:4]}
-    return not _LAUNCHERS.isdisjoint(first_words)
+    found = []
+    for process in psutil.Process().parents():
+        # The name is within the first words of `python -u -m deepspeed.launcher.launch ...`.
+        first_words = {Path(word).name for word in process.cmdline()[:4]}
+        if first_words & _LAUNCHERS:
+            found.append(process)
+    return found
 
 
 def any_ended(processes: Iterable[psutil.Process]) -> bool:

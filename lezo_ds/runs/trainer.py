@@ -86,7 +86,7 @@ def train(config: RunConfig) -> RunResults:
             run = Run(ZerothOrderMethod(config, data, directory, engine))
         else:
             # torchft is an extra, and only replicas load it.
-            from lezo_ds.replicas import Replicas
+            from lezo_ds.replicas.quorum import Replicas
             from lezo_ds.runs.elastic import ReplicaRun
 
             # The link comes first, so that a wrong address is refused before weights are loaded.

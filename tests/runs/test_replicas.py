@@ -31,10 +31,11 @@ from lezo_ds.zo.records import StepRecord
 pytestmark = pytest.mark.distributed
 pytest.importorskip("torchft", reason="pip install 'lezo_ds[elastic]'")
 
-from lezo_ds.replicas import Replicas, StepLostError, quorum, whole_lines  # noqa: E402
+from lezo_ds.replicas import quorum  # noqa: E402
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
 from lezo_ds.replicas.lighthouse import Lighthouse  # noqa: E402
-from lezo_ds.replicas.transport import JournalTransport  # noqa: E402
+from lezo_ds.replicas.quorum import Replicas, StepLostError  # noqa: E402
+from lezo_ds.replicas.transport import JournalTransport, whole_lines  # noqa: E402
 from lezo_ds.runs.elastic import ReplicaRun  # noqa: E402
 
 HEADER = Header(
