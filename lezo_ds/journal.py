@@ -50,19 +50,22 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import pydantic
+
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.files import failures_named, write_atomically
-from lezo_ds.zo.records import StepRecord, check_finite
+from lezo_ds.zo.records import StepRecord
 
 FORMAT = 1
+_STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class EvaluationRecord:
     """An evaluation of the weights after `step` steps.
 
@@ -78,18 +81,11 @@ class EvaluationRecord:
     loss: float | None
     metrics: dict[str, float]
 
-    def __post_init__(self) -> None:
-        if type(self.step) is not int or not isinstance(self.split, str):
-            raise ValueError(f"step {self.step!r} or split {self.split!r} has another type")
-        if self.loss is not None:
-            check_finite(self.loss)
-        check_finite(*self.metrics.values())
-
 
 JournalRecord = StepRecord | EvaluationRecord
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Header:
     """The inputs of a run, without which its steps mean nothing.
 
@@ -112,15 +108,6 @@ class Header:
     arithmetic: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        strings = [self.model_fingerprint, self.parameter_table_hash]
-        strings += [*self.libraries.values(), *self.arithmetic.values()]
-        has_strings = all(isinstance(value, str) for value in strings)
-        if (
-            not has_strings
-            or type(self.noise_version) is not int
-            or not isinstance(self.config, dict)
-        ):
-            raise ValueError("a value of the header has another type")
         # The round trip makes a new header equal to the same header read from a file.
         object.__setattr__(self, "config", json.loads(_to_json(self.config, sort_keys=True)))
 
@@ -206,11 +193,6 @@ class Journal(AbstractContextManager["Journal"]):
     def records(self) -> tuple[JournalRecord, ...]:
         """All records, oldest first."""
         return tuple(self._records)
-
-    @property
-    def header_checksum(self) -> str:
-        """The checksum of the header: two journals with the same one are of the same run."""
-        return self._marks[0].checksum
 
     @property
     def last_checksum(self) -> str:
@@ -390,7 +372,7 @@ def encode_journal(header: Header, records: Iterable[JournalRecord]) -> bytes:
 
 
 def header_checksum(header: Header) -> str:
-    """Return the checksum of a header's line."""
+    """Return the checksum of a header's line: journals with the same one are of the same run."""
     _, crc = _encode(header, previous_crc=0)
     return f"{crc:08x}"
 
@@ -515,7 +497,12 @@ def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, Mark]]:
 def _encode(item: Header | JournalRecord, previous_crc: int) -> tuple[bytes, int]:
     """Return the line of an item, with its newline, and the line's crc."""
     if isinstance(item, StepRecord):
-        members = _step_members(item)
+        # A member that has the default of StepRecord is left out.
+        members: dict[str, Any] = {"kind": "step"}
+        for member in fields(item):
+            value = getattr(item, member.name)
+            if value != member.default:
+                members[_MEMBERS.get(member.name, member.name)] = value
     elif isinstance(item, EvaluationRecord):
         members = {"kind": "evaluation", **vars(item)}
     else:
@@ -547,34 +534,15 @@ def _decode(line: bytes, previous_crc: int) -> tuple[Any, int]:
     raise ValueError(f"its kind {kind!r} is not one of format {FORMAT}")
 
 
-def _step_members(record: StepRecord) -> dict[str, Any]:
-    """Return the members of a step's line. Those that most steps share are left out."""
-    members = {
-        "kind": "step",
-        "step": record.step,
-        "key": record.key,
-        "dropped": record.dropped_layers,
-        "gradients": record.projected_grads,
-        "lr": record.learning_rate,
-        "scale": record.perturbation_scale,
-    }
-    if record.loss is not None:
-        members["loss"] = record.loss
-    if not record.applied:
-        members["applied"] = False
-    if record.layer_weights:
-        members["weights"] = record.layer_weights
-    return members
-
-
-_STEP_ATTRIBUTES = {
-    "dropped": "dropped_layers",
-    "gradients": "projected_grads",
-    "lr": "learning_rate",
-    "scale": "perturbation_scale",
-    "weights": "layer_weights",
+_MEMBERS = {
+    "dropped_layers": "dropped",
+    "projected_grads": "gradients",
+    "learning_rate": "lr",
+    "perturbation_scale": "scale",
+    "layer_weights": "weights",
 }
-"""Attributes of a StepRecord by their names in a line, where the two differ."""
+"""The names in a line of the attributes of a StepRecord, where the two differ."""
+_ATTRIBUTES = {member: attribute for attribute, member in _MEMBERS.items()}
 
 
 def _read_step(members: dict[str, Any]) -> StepRecord:
@@ -582,7 +550,7 @@ def _read_step(members: dict[str, Any]) -> StepRecord:
     for name, value in members.items():
         if isinstance(value, list):
             value = tuple(value)  # every list was a tuple
-        values[_STEP_ATTRIBUTES.get(name, name)] = value
+        values[_ATTRIBUTES.get(name, name)] = value
     return StepRecord(**values)
 
 

@@ -44,7 +44,7 @@ from urllib.parse import urlsplit
 
 from lezo_ds import distributed
 from lezo_ds.errors import DesyncError, LezoError, LostRankError, UserError
-from lezo_ds.journal import EvaluationRecord, Journal
+from lezo_ds.journal import EvaluationRecord, Journal, header_checksum
 from lezo_ds.replicas.group import ReplicaGroup
 from lezo_ds.replicas.lighthouse import Lighthouse
 from lezo_ds.replicas.member import (
@@ -195,7 +195,7 @@ class Replicas:
     def _meet(self) -> Place:
         assert self.journal is not None
         statement = Member(
-            run=self.journal.header_checksum,
+            run=header_checksum(self.journal.header),
             lines=len(self.journal.records),
             workers=self.num_workers,
             evaluations=tuple(self.evaluations),
