@@ -315,8 +315,12 @@ def start_steps(word: str, inputs: Inputs) -> Callable[[], float]:
             return reference.step(batches[distributed.rank()], inputs.loss)
 
         return published_step
-    shared_engine = inputs.split_engine if variant.kind == "tensor_parallel" else inputs.engine
-    engine = shared_engine.with_config(zo)
+    shared = inputs.split_engine if variant.kind == "tensor_parallel" else inputs.engine
+    # Another engine on the same weights, with its own settings, at step 0.
+    num_steps = inputs.config.train.steps
+    engine = LezoEngine(
+        shared._deepspeed, shared._perturbed, shared.sharded, zo, shared.seed, num_steps
+    )
     layout = LAYOUTS[variant.kind]
 
     def step() -> float:

@@ -8,11 +8,10 @@ All ranks call the same methods in the same order: most of them exchange message
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +68,8 @@ class ModelEngine:
         stop_agreed: whether the votes of the last step asked for a stop. It is the same on all
             ranks.
         replicas: the link to other launches of the same run (`Replicas`), or None.
+        journal: on rank 0, each zeroth-order step is written here before it is applied. A step's
+            record is on the disk before the next step is applied, and before a model is written.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ModelEngine:
         self.global_steps = 0
         self.stop_agreed = False
         self.replicas: Any = None
+        self.journal: Journal | None = None
         self._deepspeed = deepspeed_engine
         self._perturbed = perturbed
         self._stop_requested = False
@@ -126,8 +128,6 @@ class ModelEngine:
         """Return the logits or new tokens of a micro-batch at the current weights. A collective."""
         (outputs,) = self.run(to_device(micro_batch, self.device), None)
         return outputs
-
-    __call__ = forward
 
     def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
         """Run one forward pass, or write answers, with inputs that are on the device. A collective.
@@ -250,11 +250,18 @@ class ModelEngine:
                 claims = {**claims, BATCH: f"{claims[BATCH]} {agreement.batch_digest(batch)}"}
             by_rank = distributed.gather_objects((self.global_steps, dict(claims)))
             step_of_first, _ = by_rank[0]
-            self._disagree(step_of_first, [claims_of_rank for _, claims_of_rank in by_rank])
+            by_rank = [claims_of_rank for _, claims_of_rank in by_rank]
+            num_good = step_of_first
+            if len({claims_of_rank.get(_LAST_RESULT) for claims_of_rank in by_rank}) > 1:
+                # The ranks had different results in the last step, so they did different updates.
+                num_good -= 1
+            self._cut_journal(num_good)
+            raise agreement.disagreement(step_of_first, by_rank, num_good)
         return sums[: len(values)]
 
-    def _disagree(self, step: int, by_rank: Sequence[Claims]) -> NoReturn:
-        raise agreement.disagreement(step, by_rank, step)
+    def _cut_journal(self, num_good: int) -> None:
+        if self.journal is not None:
+            self.journal.cut(num_good)
 
 
 class LezoEngine(ModelEngine):
@@ -280,12 +287,8 @@ class LezoEngine(ModelEngine):
     ) -> None:
         super().__init__(deepspeed_engine, perturbed, sharded)
         self.seed = seed
-        self._num_steps = num_steps
-        self._configure(config)
-
-    def _configure(self, config: ZoConfig) -> None:
         self.config = config
-        self.learning_rates = make_schedule(config, self._num_steps)
+        self.learning_rates = make_schedule(config, num_steps)
         self.estimator = make_estimator(config)
         self.law = make_law(config)
         self.noise = noise_backend(self.device, self.law)
@@ -299,30 +302,15 @@ class LezoEngine(ModelEngine):
             has_weights=self.layer_policy.has_weights,
         )
         self.records: list[StepRecord] = []
+        self._num_steps = num_steps
         self._settings_agreed = False
-        self._journal: Journal | None = None
         self._witness: Witness | None = None
         self._num_checked = 0  # steps after which the weights were checked last
 
-    def with_config(self, config: ZoConfig) -> LezoEngine:
-        """Return another engine on the same weights, with its own settings, at step 0."""
-        other = copy.copy(self)
-        other._configure(config)
-        other.global_steps = 0
-        return other
-
-    def attach_journal(self, journal: Journal | None) -> None:
-        """From now on, write each step to this journal before it is applied. Only rank 0 has one.
-
-        A step's record is on the disk before the next step is applied, and before a model is
-        written.
-        """
-        self._journal = journal
-
     def finish_records(self) -> None:
         """Wait until the records of all steps are on the disk, or raise JournalError."""
-        if self._journal is not None:
-            self._journal.sync()
+        if self.journal is not None:
+            self.journal.sync()
 
     def write_model(self, target: Path, **options: Any) -> None:
         """Write the model after the records of its steps are on the disk. A collective."""
@@ -368,7 +356,14 @@ class LezoEngine(ModelEngine):
             self._agree_on_settings(len(batch))
         record = step.train_batch(self, batch, loss_function)
         self.global_steps += 1
-        self._check_divergence(record)
+        last = self.records[-MAX_SKIPPED_STEPS:]
+        if len(last) == MAX_SKIPPED_STEPS and not any(earlier.applied for earlier in last):
+            self.finish_records()
+            raise DivergenceError(
+                f"the loss was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step "
+                f"{record.step}; fix: start again in another run_dir, with a third of "
+                "zo.learning_rate, or with bf16 or fp32 instead of fp16"
+            )
         return record
 
     def _agree_on_settings(self, num_micro_batches: int) -> None:
@@ -377,13 +372,10 @@ class LezoEngine(ModelEngine):
         The number of probes and of micro-batches decides the length of a step's messages. If the
         lengths differ, gloo fails without a reason, and NCCL waits forever.
         """
-        settings = {f"zo.{key}": repr(value) for key, value in vars(self.config).items()}
-        settings["train.steps"] = repr(self._num_steps)
-        claims = {
-            **settings,
-            "number of micro-batches": str(num_micro_batches),
-            **self._last_result(),
-        }
+        claims = {f"zo.{key}": repr(value) for key, value in vars(self.config).items()}
+        claims["train.steps"] = repr(self._num_steps)
+        claims["number of micro-batches"] = str(num_micro_batches)
+        claims |= self._last_result()
         self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), claims)
         self._settings_agreed = True
 
@@ -404,8 +396,8 @@ class LezoEngine(ModelEngine):
 
     def write_ahead(self, record: StepRecord) -> None:
         """Append a record to the run's records, and to the journal if this rank has it."""
-        if self._journal is not None:
-            self._journal.append(record, wait=self.sharded.is_on_disk)
+        if self.journal is not None:
+            self.journal.append(record, wait=self.sharded.is_on_disk)
         self.records.append(record)
 
     def apply(self, start: int, stop: int) -> None:
@@ -415,32 +407,9 @@ class LezoEngine(ModelEngine):
     def _updates(self, start: int, stop: int) -> list[StepUpdate]:
         return step_updates(self.records, start, stop, self.config.weight_decay)
 
-    def _check_divergence(self, record: StepRecord) -> None:
-        last = self.records[-MAX_SKIPPED_STEPS:]
-        if len(last) < MAX_SKIPPED_STEPS or any(earlier.applied for earlier in last):
-            return
-        self.finish_records()
-        raise DivergenceError(
-            f"the loss was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step "
-            f"{record.step}; fix: start again in another run_dir, with a third of "
-            "zo.learning_rate, or with bf16 or fp32 instead of fp16"
-        )
-
     def _last_result(self) -> dict[str, str]:
         """Return the result of the last step, with every bit of its projected gradients."""
         return {_LAST_RESULT: repr(self.records[-1] if self.records else None)}
-
-    def _disagree(self, step: int, by_rank: Sequence[Claims]) -> NoReturn:
-        num_good = step
-        if len({claims[_LAST_RESULT] for claims in by_rank}) > 1:
-            # The ranks had different results in the last step, so they applied different updates.
-            num_good = step - 1
-        self._cut_journal(num_good)
-        raise agreement.disagreement(step, by_rank, num_good)
-
-    def _cut_journal(self, num_good: int) -> None:
-        if self._journal is not None:
-            self._journal.cut(num_good)
 
     def watch_weights(self) -> None:
         """Assume that the weights are right now, and let `check_weights` follow them from here."""
@@ -468,10 +437,10 @@ class LezoEngine(ModelEngine):
         if total_wrong or unlike:
             differences = []
             for rank, names in enumerate(distributed.gather_objects(wrong)):
-                for name in names:
-                    differences.append(
-                        f"on rank {rank} {name} is not what a replay of the journal gives"
-                    )
+                differences += [
+                    f"on rank {rank} {name} is not what a replay of the journal gives"
+                    for name in names
+                ]
             for rank, name in unlike:
                 differences.append(f"on rank {rank} {name} differs from its replica's")
             self._cut_journal(self._num_checked)

@@ -529,8 +529,9 @@ def _decode(line: bytes, previous_crc: int) -> tuple[Any, int]:
             return EvaluationRecord(**members), crc
         if kind == "header":
             return _read_header(members), crc
-    except (TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"its members are not those of format {FORMAT}: {error!r}") from error
+    except (TypeError, AttributeError, OverflowError, pydantic.ValidationError) as error:
+        problem = " ".join(str(error).split())  # pydantic's has several lines
+        raise ValueError(f"its members are not those of format {FORMAT}: {problem}") from error
     raise ValueError(f"its kind {kind!r} is not one of format {FORMAT}")
 
 

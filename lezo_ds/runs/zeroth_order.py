@@ -46,7 +46,7 @@ class ZerothOrderMethod(TrainingMethod):
     def open(self) -> None:
         self.evaluations = distributed.on_rank_zero(self._open_journal)
         self.restore(None)
-        self.engine.attach_journal(self.journal)
+        self.engine.journal = self.journal
         self.engine.watch_weights()
         if self._starts_from_snapshot() and self.engine.global_steps == 0:
             self.save()  # unless it is there

@@ -83,7 +83,7 @@ def attach_new_journal(engine, path):
             "config": {},
             "libraries": {},
         }
-        engine.attach_journal(Journal.create(path, Header(noise_version=1, **facts)))
+        engine.journal = Journal.create(path, Header(noise_version=1, **facts))
 
 
 def train(engine, num_steps, num_micro_batches=4, vocabulary=VOCABULARY):

@@ -70,7 +70,7 @@ def train_and_resume(directory, root, num_ranks):
     engine.save_training_state(root)
     steps += [do_step(engine), do_step(engine)]
     (batch,) = make_batch(0, num_micro_batches=1)
-    assert torch.equal(engine(batch), engine(batch)), "dropout acts in evaluations"
+    assert torch.equal(engine.forward(batch), engine.forward(batch)), "dropout acts in evaluations"
     fresh.load_training_state(root, 2)
     resumed = [*steps[:2], do_step(fresh), do_step(fresh)]
     before = gathered(broken)
