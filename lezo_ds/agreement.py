@@ -31,8 +31,6 @@ Claims = Mapping[str, str]
 """What a rank works on at a step. Error messages use the names."""
 
 BATCH = "batch"
-NUM_PROOF_NUMBERS = 5
-"""Numbers of the all-reduce that prove agreement: `cross_checksum` and four `claim_numbers`."""
 
 _PART_BITS = 20
 _CHECKSUM_BITS = 40  # float64 holds the sum of such numbers of 8192 ranks exactly
@@ -95,12 +93,11 @@ def cross_checksum(batch: StepBatch, own: Iterable[int], watched: Iterable[int])
     Returns:
         An integer in (-2**40, 2**40).
     """
-    return float(_slice_number(batch, own) - _slice_number(batch, watched))
-
-
-def _slice_number(batch: StepBatch, indices: Iterable[int]) -> int:
-    digest = batch_digest([batch[index] for index in indices])
-    return int(digest, 16) >> 64 - _CHECKSUM_BITS
+    numbers = []
+    for indices in (own, watched):
+        digest = batch_digest([batch[index] for index in indices])
+        numbers.append(int(digest, 16) >> 64 - _CHECKSUM_BITS)
+    return float(numbers[0] - numbers[1])
 
 
 def batch_digest(batch: Iterable[MicroBatch]) -> str:

@@ -90,14 +90,14 @@ def _train(parser: _Parser) -> None:
     relative to the file's folder if it begins with ./ or ../ or, except for run_dir, exists there.
     """
     add = parser.add_argument
-    add("--config", metavar="RECIPE", help=_RECIPE_HELP)
+    add("--config", help=_RECIPE_HELP)
     add(
         "--dry-run",
         action="store_true",
         help="check everything but the weights, and print memory, disk and time",
     )
-    add("--gpus", type=_positive, metavar="N", help="with --dry-run: plan for this number of GPUs")
-    add("--gpu-memory", type=float, metavar="GIB", help="with --dry-run: say what fits such GPUs")
+    add("--gpus", type=_positive, help="with --dry-run: plan for this number of GPUs")
+    add("--gpu-memory", type=float, help="with --dry-run: say what fits GPUs of so many GiB")
     add("--print-config", action="store_true", help="print the configuration as a YAML recipe")
     parser.add_keys()
 
@@ -144,11 +144,11 @@ def _add_weights(parser: _Parser) -> Callable[..., Any]:
     """Add the options that say which weights are opened, and return what adds more options."""
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=_path, metavar="DIR", help="directory of a run")
+    source.add_argument("--run", type=_path, help="directory of a run")
     source.add_argument(
         "--model", type=_name, metavar="DIR", help="directory of a model, or its hub id"
     )
-    add("--config", metavar="RECIPE", help="with --model: take everything else from this recipe")
+    add("--config", help="with --model: take everything else from this recipe")
     add(
         "--step",
         default="best",
@@ -229,10 +229,10 @@ def _export(parser: _Parser) -> None:
     lezo-ds export --journal FILE --step best --out DIR model.path=BASE_MODEL
     """
     add = parser.add_argument
-    add("--run", type=_path, metavar="DIR", help="directory of the run")
-    add("--journal", type=_path, metavar="FILE", help="with --run, write it; else read it")
+    add("--run", type=_path, help="directory of the run")
+    add("--journal", type=_path, help="a run as a file: with --run, write it; else read it")
     add("--step", default="best", help="best (lowest validation loss), last, or a number")
-    add("--out", type=_path, metavar="DIR", help="directory to write")
+    add("--out", type=_path, help="directory to write")
     add(
         "--low-bits",
         action="store_true",
@@ -277,15 +277,13 @@ def _sweep(parser: _Parser) -> None:
     set: its journal gives them back.
     """
     add = parser.add_argument
-    add("--config", required=True, metavar="RECIPE", help=_RECIPE_HELP)
-    add("--out", type=_path, required=True, metavar="DIR", help="directory of the sweep")
+    add("--config", required=True, help=_RECIPE_HELP)
+    add("--out", type=_path, required=True, help="directory of the sweep")
     add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
-    add("--tune", metavar="KEY", help="first search its best value, with the grid's first values")
+    add("--tune", help="a key: first search its best value, with the grid's first values")
     add("--launcher", default=shlex.quote(sys.executable), help='such as "deepspeed --num_gpus 2"')
     scope = parser.add_mutually_exclusive_group()
-    scope.add_argument(
-        "--index", type=int, metavar="N", help="start only this run, and write no table"
-    )
+    scope.add_argument("--index", type=int, help="start only this run, and write no table")
     scope.add_argument(
         "--list", action="store_true", help="only list the runs and write the tables"
     )
@@ -305,7 +303,7 @@ def _report(parser: _Parser) -> None:
         metavar="RUN",
         help="directory of a run, or a pattern: 'runs/*'",
     )
-    add("--html", type=_path, metavar="FILE", help="write a page instead of a table")
+    add("--html", type=_path, help="write a page instead of a table")
 
 
 def _init(parser: _Parser) -> None:
@@ -328,10 +326,10 @@ def _init(parser: _Parser) -> None:
         metavar="FILE",
         help="default: recipe.yaml",
     )
-    add("--text", metavar="COLUMN", help="the column that the model reads")
+    add("--text", help="the column that the model reads")
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--label", metavar="COLUMN", help="the column with the right label")
-    target.add_argument("--answer", metavar="COLUMN", help="the column with a text to write")
+    target.add_argument("--label", help="the column with the right label")
+    target.add_argument("--answer", help="the column with a text to write")
     target.add_argument(
         "--reward",
         metavar="MODULE:FUNCTION",

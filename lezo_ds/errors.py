@@ -134,18 +134,12 @@ def end_with(error: LezoError) -> NoReturn:
         time.sleep(_LOST_RANK_SECONDS)
     elif not is_lost and rank > 0:
         time.sleep(_SILENCE_SECONDS)
-    print(f"error: {_one_line(error)}", file=sys.stderr, flush=True)
+    # A message may quote a file of someone else, and a terminal would follow the commands in it.
+    line = cut(" ".join(str(error).split()), _MAX_LINE)
+    printable = "".join(char if char.isprintable() else "?" for char in line)
+    print(f"error: {printable}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if is_lost and rank == 1:
         time.sleep(_LOST_RANK_SECONDS)
     # Not sys.exit, which destroys the process group: that waits for ranks in a collective.
     os._exit(error.exit_code)
-
-
-def _one_line(error: LezoError) -> str:
-    """Return the message of an error without line breaks and unprintable characters.
-
-    A message may quote a file of someone else, and a terminal would follow the commands in it.
-    """
-    line = cut(" ".join(str(error).split()), _MAX_LINE)
-    return "".join(char if char.isprintable() else "?" for char in line)

@@ -211,15 +211,14 @@ class PlanFormat:
         step, key, learning_rate, scale, mask, *rest = struct.unpack(self._format, data)
         dropped = int.from_bytes(mask, "little")
         numbers = rest[: 2 * self.num_probes]
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
         return StepPlan(
-            step=step,
-            key=key,
-            learning_rate=learning_rate,
-            perturbation_scale=scale,
+            step,
+            key,
+            learning_rate,
+            scale,
             dropped_layers=tuple(layer for layer in range(self.num_groups) if dropped >> layer & 1),
             layer_weights=tuple(rest[2 * self.num_probes :]),
-            probes=tuple(Probe(direction, scale) for direction, scale in pairs),
+            probes=tuple(map(Probe, numbers[::2], numbers[1::2])),
         )
 
     @property

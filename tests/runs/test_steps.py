@@ -129,7 +129,7 @@ def _syncs_before_updates(directory, journal):
         return both
 
     engine.apply = noted("update", engine.apply)
-    engine._journal.sync = noted("sync", engine._journal.sync)
+    engine.journal.sync = noted("sync", engine.journal.sync)
     train(engine, 1)
     in_memory, order[:] = order[:], []
     offload = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
