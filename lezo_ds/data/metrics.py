@@ -36,7 +36,7 @@ def load_score(task: Task) -> Score | None:
     def score(predicted: Sequence[Prediction], examples: Sequence[Example]) -> float:
         value = call_of_user(name, metric, predicted, examples)
         try:
-            number = math.nan if isinstance(value, str) else float(value)
+            number = float(value)
         except (TypeError, ValueError, RuntimeError):
             number = math.nan
         if not math.isfinite(number):

@@ -121,7 +121,8 @@ class Task:
         kind: how the task is trained and scored.
         fields: every field that `build_example` reads, with its type: str, int, bool, list[str], or
             object for any. A dot leads into a nested field.
-        build_example: (record, row in its split) -> Example.
+        build_example: (record, index) -> Example. A run passes the index 0, and sets Example.index
+            when it knows the row of the record in its split.
         has_answers: whether records have right answers. If not, a reward alone judges the model's
             answers.
         metric: a name in `lezo_ds.tasks.metrics.METRICS`, or package.module:function.

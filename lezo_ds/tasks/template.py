@@ -73,15 +73,12 @@ def parse_template(key: str, text: str) -> Template:
     return Template(tuple(pieces))
 
 
-def field_path(record: Record, field: str) -> list[str]:
-    """Return the names that lead to a field; a column of a table may have a dot in its name."""
-    return [field] if field in record else field.split(".")
-
-
 def field_value(record: Record, field: str) -> Any:
-    """Return what a record holds in a field, whose presence was checked when it was read."""
+    """Return what a record holds in a field. KeyError or TypeError: it has no such field."""
+    if field in record:  # a column of a table may have a dot in its name
+        return record[field]
     value: Any = record
-    for name in field_path(record, field):
+    for name in field.split("."):
         value = value[name]
     return value
 
