@@ -110,12 +110,16 @@ def describe_task(data: DataConfig) -> Task:
 def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
     """Return the keys that may change when a run resumes.
 
-    train.steps may not if the learning rate of a step depends on it.
+    train.steps may not if the learning rate of a step depends on it. How answers are written may,
+    if a run writes none.
     """
+    may_differ = READER.may_differ
+    if config.data.messages is not None and config.train.objective == "task":
+        may_differ |= {"generation.stop", "generation.max_new_tokens"}
     schedule = SCHEDULES.find(config.zo.lr_schedule)
     if config.method == "adamw" or schedule.depends_on_length:
-        return READER.may_differ - {"train.steps"}
-    return READER.may_differ
+        may_differ -= {"train.steps"}
+    return may_differ
 
 
 def eval_every(config: RunConfig) -> int:

@@ -27,6 +27,10 @@ from lezo_ds.registry import FOLDERS
 from lezo_ds.tasks.custom import CUSTOM
 
 
+TOKENS_OF_TURN = 256
+"""The default of generation.max_new_tokens in a chat."""
+
+
 def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a recipe.
 
@@ -57,6 +61,22 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
         path = shipped[name]
     FOLDERS[:] = [str(path.parent.absolute())]
     return config_from_dict(read_recipe(path), str(path), overrides, folder=path.parent)
+
+
+def _answers_in_chat(flat: Mapping[str, Any]) -> bool:
+    """Return whether the model's answers are turns of a chat, given the flat values of a recipe."""
+    if flat.get("data.messages") is not None:
+        return True
+    has_candidates = any(flat.get(key) is not None for key in ("data.labels", "data.choices"))
+    is_judged = flat.get("train.objective", "task") != "task"
+    return flat.get("data.chat_template") is True and (is_judged or not has_candidates)
+
+
+def _tokens_of_turn(max_length: object) -> int:
+    """Return the default of generation.max_new_tokens in a chat: at most half of an input."""
+    if not isinstance(max_length, int):
+        return TOKENS_OF_TURN
+    return max(1, min(TOKENS_OF_TURN, max_length // 2))
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
@@ -92,6 +112,10 @@ def config_from_dict(
     flat |= resolve_paths(changes, None)
     if flat.get("data.prompt") is not None or flat.get("data.messages") is not None:
         flat.setdefault("data.task", CUSTOM)
+    if _answers_in_chat(flat):
+        # A recorded run has these keys, and they keep the meaning that they had when it began.
+        flat.setdefault("generation.stop", [])
+        flat.setdefault("generation.max_new_tokens", _tokens_of_turn(flat.get("data.max_length")))
     if overrides and values:
         where += " and the command line"
     config: RunConfig = READER.read(flat, where)

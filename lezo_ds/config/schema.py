@@ -264,10 +264,11 @@ class GenerationConfig:
     """How the model writes answers, in tasks that generate, and with a reward."""
 
     max_new_tokens: Size = 50
-    """An answer has at most this number of tokens. The default is MeZO's."""
+    """An answer has at most this number of tokens. The default is MeZO's; in a chat (data.messages,
+    or data.chat_template without candidates), it is 256, or half of data.max_length."""
     stop: ExactStrings | None = None
     """Any of these texts ends an answer, as the model's EOS does. Null is the first newline, as in
-    MeZO's tasks."""
+    MeZO's tasks. In a chat, the default is []: an answer ends at the end of its turn."""
     temperature: NonNegativeFloat = 0.0
     """In training, tokens are drawn at this temperature. 0 takes the most probable token, as
     evaluations always do."""

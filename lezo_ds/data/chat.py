@@ -61,6 +61,20 @@ def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
     return tuple(tokenizer.backend.encode(question, add_special_tokens=False, verbose=False))
 
 
+def end_of_turn(tokenizer: PromptTokenizer) -> TokenIds:
+    """Return the special token that the chat template writes after an answer, if it writes one.
+
+    It may be another one than the EOS of the tokenizer, as in models of the Llama 3 family.
+    """
+    answer = "An answer"
+    turns = (Message(USER, "A question"), Message(ASSISTANT, answer))
+    written = _Template(tokenizer.backend, Example("", (), None, 0)).write(turns)
+    after = written.rpartition(answer)[2].lstrip()
+    ids = tokenizer.backend.encode(after, add_special_tokens=False)[:1]
+    known = tokenizer.backend.added_tokens_decoder
+    return tuple(token for token in ids if token in known and known[token].special)
+
+
 def encode_conversation(
     tokenizer: PromptTokenizer,
     example: Example,

@@ -52,8 +52,13 @@ any."""
 _HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
-def generation_settings(tokenizer: PromptTokenizer, config: GenerationConfig) -> GenerationSettings:
-    """Return how answers are written that end at EOS or at one of the texts that a recipe names."""
+def generation_settings(
+    tokenizer: PromptTokenizer, config: GenerationConfig, end_ids: Sequence[int] = ()
+) -> GenerationSettings:
+    """Return how answers are written that end at EOS or at one of the texts that a recipe names.
+
+    `end_ids` are further tokens that end an answer.
+    """
     stops = (NEWLINE,) if config.stop is None else tuple(config.stop)
     # A stop has at most one token for each of its bytes. One more token is decoded before them,
     # because some decoders strip a space at the start.
@@ -70,7 +75,7 @@ def generation_settings(tokenizer: PromptTokenizer, config: GenerationConfig) ->
     may_spread = any(len(stop) > 1 or not stop.isascii() for stop in stops)
     return GenerationSettings(
         max_new_tokens=config.max_new_tokens,
-        stop_ids=tokenizer.stop_ids(stops),
+        stop_ids=tuple(sorted({*tokenizer.stop_ids(stops), *end_ids})),
         pad_id=tokenizer.pad_id,
         stops=stops,
         has_ended=has_ended if may_spread else None,

@@ -30,7 +30,7 @@ from torch import Tensor
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.batches import batch_indices
-from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question
+from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question, end_of_turn
 from lezo_ds.data.encoding import (
     NEWLINE,
     EncodedExample,
@@ -242,7 +242,12 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     model_config = load_model_config(directory)
     generation = None
     if task.kind == "generation" or objective.reads_answers:
-        generation = generation_settings(tokenizer, config.generation)
+        # A run of 0.4 in a chat, whose answers ended at a newline, goes on as it was.
+        in_chat = config.data.messages is not None or config.data.chat_template
+        ends_turn = in_chat and config.generation.stop is not None
+        generation = generation_settings(
+            tokenizer, config.generation, end_of_turn(tokenizer) if ends_turn else ()
+        )
     writes_answers = generation is not None
     encoder = _Encoder(config, task, objective, tokenizer, model_config)
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.

@@ -120,7 +120,10 @@ def _for_prediction(config: RunConfig) -> RunConfig:
     if label_field is None and (data.labels or data.choices):
         label_field = "label"
     data = replace(data, max_length=max_length, label_field=label_field, skip_unusable=False)
-    return replace(config, data=data)
+    generation = config.generation
+    if generation.max_new_tokens > max_length - 2:  # no room for a prompt
+        generation = replace(generation, max_new_tokens=max_length // 2)
+    return replace(config, data=data, generation=generation)
 
 
 def _check_files(task: Task, source: Path, out: Path) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from own_data import MARKED, PLAIN, THINKING, WITHOUT_SYSTEM, write_chat_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lezo_ds.data.batches import teacher_forcing_batch
-from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question
+from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question, end_of_turn
 from lezo_ds.data.encoding import cut_prompts, load_tokenizer
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
@@ -178,6 +178,24 @@ def test_a_question_ends_where_the_assistant_begins(tokenizers):
     assert (
         tokenizer.backend.decode(cut) == "<s>ssistant\n"
     )  # 10 tokens, the first of which is the BOS
+
+
+def test_the_end_of_a_turn_is_the_token_that_the_template_writes_after_an_answer(tmp_path):
+    template = PLAIN.replace("turn['content'] + '</s>", "turn['content'] + '<end_of_turn>")
+    directory = write_chat_model(tmp_path / "model", template)
+    backend = AutoTokenizer.from_pretrained(directory)
+    backend.add_tokens(["<end_of_turn>"], special_tokens=True)
+    backend.save_pretrained(directory)
+    tokenizer = load_tokenizer(str(directory))
+    end = tokenizer.backend.convert_tokens_to_ids("<end_of_turn>")
+    assert end_of_turn(tokenizer) == (end,)
+    assert end != tokenizer.eos_id
+
+
+@pytest.mark.parametrize(("name", "ends"), [("plain", True), ("marked", True), ("endless", False)])
+def test_a_template_may_end_a_turn_with_the_eos_or_with_no_token(name, ends, tokenizers):
+    expected = (tokenizers[name].eos_id,) if ends else ()
+    assert end_of_turn(tokenizers[name]) == expected
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -153,3 +153,27 @@ def test_components_of_a_module_are_named_where_registered_ones_are():
     assert make_estimator(zo) == MyEstimator(perturbation_scale=1e-3, num_directions=1, size=2.0)
     with pytest.raises(UserError, match="names no estimator"):
         make_estimator(ZoConfig(estimator="test_own_tasks:MINE"))
+
+
+@pytest.mark.parametrize(
+    ("data", "objective", "written"),
+    [
+        (CHAT, "task", ([], 256)),
+        (ANSWER, "task", ([], 256)),
+        (ANSWER | {"max_length": 100}, "task", ([], 50)),
+        (COMPLETION, "task", (None, 50)),
+        (CLASSES | {"chat_template": True}, "task", (None, 50)),
+        (CLASSES | {"chat_template": True}, "rewards:polite", ([], 256)),
+    ],
+)
+def test_an_answer_in_a_chat_ends_at_the_end_of_its_turn(data, objective, written):
+    config = config_of(data, train={"objective": objective})
+    assert (config.generation.stop, config.generation.max_new_tokens) == written
+    asked = config_of(data, generation={"stop": None, "max_new_tokens": 7})
+    assert (asked.generation.stop, asked.generation.max_new_tokens) == (None, 7)
+
+
+def test_a_run_of_0_4_in_a_chat_keeps_the_newline_that_ended_its_answers():
+    values = config_to_dict(config_of(ANSWER, generation={"stop": None, "max_new_tokens": 50}))
+    recorded = config_from_dict(values, "run", recorded=True)
+    assert (recorded.generation.stop, recorded.generation.max_new_tokens) == (None, 50)

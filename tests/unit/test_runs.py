@@ -128,6 +128,21 @@ def test_some_keys_may_differ_and_libraries_and_processors_may_with_a_warning(ca
     ]
 
 
+def test_a_chat_of_0_4_goes_on_unless_its_answers_would_end_elsewhere():
+    older_keys = ("generation.stop=null", "generation.max_new_tokens=50")
+    chat = ("data.train=t.jsonl", "data.messages=turns")
+    assert_same_run(header(*chat, *older_keys), header(*chat), may_differ_on_resume(config(*chat)))
+    asked = ("data.train=t.jsonl", "data.prompt={q}", "data.completion={a}")
+    asked += ("data.chat_template=true",)
+    recorded = replace(header(*asked, *older_keys), libraries={"lezo_ds": "0.4.0"})
+    ours = replace(header(*asked), libraries={"lezo_ds": "0.5.0"})
+    may_differ = may_differ_on_resume(config(*asked))
+    message = r"max_new_tokens differs .* by lezo_ds 0.4.0 \(this is 0.5.0\): it is 256, and was 50"
+    with pytest.raises(UserError, match=message):
+        assert_same_run(recorded, ours, may_differ)
+    assert_same_run(recorded, header(*asked, *older_keys), may_differ)
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_the_number_of_steps_may_differ_unless_the_learning_rate_depends_on_it(schedule):
     key = f"zo.lr_schedule={schedule}"

@@ -159,6 +159,19 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     assert data.loss(tokens, two).tolist() == [-2.0, 0.0]
 
 
+def test_a_reward_in_a_chat_gets_all_lines_of_an_answer(assets, tmp_path):
+    model = write_chat_model(tmp_path / "model")
+    path = tmp_path / "prompts.jsonl"
+    write_records(path, [{"text": f"say {number}"} for number in range(9)])
+    values = {"run_dir": "none", **own_values(model, train=str(path), prompt="{text}")}
+    values["data"]["chat_template"] = True
+    values["train"]["objective"] = "test_task_data:num_words"
+    data = load_task_data(config_from_dict(values, "test"))
+    answer = '{\n "city": "Oslo"\n}'
+    (ids,) = data.tokenizer.backend([f"{answer}</s>\n<s>user"])["input_ids"]
+    assert data.answers(torch.tensor([ids])) == [answer]
+
+
 def test_a_gold_answer_ends_with_what_ends_generated_ones(assets):
     for stop, ending in ((None, "\n"), ([";", "."], ";"), ([], "</s>")):
         data = load(assets, "squad", generation__stop=stop)
