@@ -26,7 +26,6 @@ from lezo_ds.errors import UserError, did_you_mean
 from lezo_ds.registry import FOLDERS
 from lezo_ds.tasks.custom import CUSTOM
 
-
 TOKENS_OF_TURN = 256
 """The default of generation.max_new_tokens in a chat."""
 
