@@ -397,7 +397,7 @@ class LezoEngine(ModelEngine):
     def write_ahead(self, record: StepRecord) -> None:
         """Append a record to the run's records, and to the journal if this rank has it."""
         if self.journal is not None:
-            self.journal.append(record, wait=self.sharded.is_on_disk)
+            self.journal.append(record, wait=False)
         self.records.append(record)
 
     def apply(self, start: int, stop: int) -> None:

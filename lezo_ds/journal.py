@@ -207,8 +207,8 @@ class Journal(AbstractContextManager["Journal"]):
     def append(self, record: JournalRecord, *, wait: bool = True) -> None:
         """Write the next record, and wait until it is synced, or return before.
 
-        Without `wait`, a power cut can lose this record, and no earlier one. Weights in memory are
-        lost with it. Weights on disks must wait.
+        Without `wait`, a power cut can lose this record, and no earlier one. The updated weights
+        are lost with it, because a run that starts again loads its weights anew.
 
         Raises:
             ValueError: the record is out of order.

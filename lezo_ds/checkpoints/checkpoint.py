@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +22,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.files import DAMAGE
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
+from lezo_ds.noise import ALL
 from lezo_ds.sharding.files import WeightFiles, has_safetensors
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-_HUB_SECONDS = 2.0
+_USE_A_DECODER = "set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2"
 _HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors"]
 
 
@@ -44,9 +44,9 @@ def resolve_model(model: str) -> Path:
     directory = Path(model)
     if not directory.is_dir():
         directory = _download(model)
-    if not _has_config(directory):
+    if not (directory / "config.json").is_file():
         raise UserError(
-            f"model.path {model} has no config.json, or a damaged one",
+            f"model.path {model} has no config.json",
             fix="set model.path to the directory that holds config.json and the weights",
         )
     if not has_safetensors(directory):
@@ -73,13 +73,6 @@ def _download(model: str) -> Path:
         ) from error
 
 
-def _has_config(directory: Path) -> bool:
-    try:
-        return isinstance(json.loads((directory / "config.json").read_bytes()), dict)
-    except DAMAGE:
-        return False
-
-
 @functools.cache
 def hub_problem() -> str:
     """Return why the hub does not answer within 2 s, or "". Its own clients try for minutes.
@@ -88,13 +81,11 @@ def hub_problem() -> str:
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", _HUB_SECONDS))
+    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", "2"))
     try:
         # In a thread, because a slow name server does not respect the timeout.
-        answer = ThreadPoolExecutor(1).submit(
-            get_session().head, constants.ENDPOINT, timeout=seconds
-        )
-        answer.result(seconds)
+        head = get_session().head
+        ThreadPoolExecutor(1).submit(head, constants.ENDPOINT, timeout=seconds).result(seconds)
     except Exception as error:  # of the network, a proxy or certificates
         return (
             f"{constants.ENDPOINT} does not answer within {seconds:g} s (HF_HUB_ETAG_TIMEOUT=10 "
@@ -112,9 +103,9 @@ def load_model_config(directory: Path) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
+    except DAMAGE as error:
         raise UserError(
-            f"the config of {directory} is not that of a model that transformers knows: "
+            f"{directory / 'config.json'} is not that of a model that transformers knows: "
             f"{_first_line(error)}",
             fix="update transformers, or use another model (remote code is never run)",
         ) from error
@@ -148,22 +139,19 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
                 own_config, dtype=dtype, trust_remote_code=False
             )
     except Exception as error:  # of many types, for a config.json that is damaged
-        name = type(config).__name__
-        raise _not_causal(
-            f"{name} is not that of a causal language model: {_first_line(error)}"
+        raise UserError(
+            f"{type(config).__name__} is not that of a causal language model: {_first_line(error)}",
+            fix=_USE_A_DECODER,
         ) from error
     is_decoder = getattr(model.config, "is_decoder", False)
     if model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
-        name = type(model).__name__
-        raise _not_causal(f"{name} is an encoder: its tokens see those that follow them")
+        raise UserError(
+            f"{type(model).__name__} is an encoder: its tokens see those that follow them",
+            fix=_USE_A_DECODER,
+        )
     model.tie_weights()
     model.config.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
-
-
-def _not_causal(problem: str) -> UserError:
-    fix = "set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2"
-    return UserError(problem, fix=fix)
 
 
 def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
@@ -189,9 +177,9 @@ def check_files(model: nn.Module, directory: Path) -> None:
     files.find(names, {name: tuple(state[name].shape) for name in names})
     parameters = {alias for aliases in names.values() for alias in aliases}
     for name in state.keys() - parameters:
-        if name not in files:
+        if name not in files.tensors:
             continue
-        stored = files.read([name]).to(state[name])
+        stored = files.read([name], ALL, state[name].numel()).to(state[name])
         if not torch.equal(stored, state[name].flatten()):
             raise UserError(
                 f"{directory} holds values of {name}, which are neither loaded nor saved: it is no "

@@ -74,12 +74,6 @@ class ShardedModel:
     adapter: Adapter | None
     engine: Any = None
 
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether DeepSpeed keeps the shards in files, which outlive the process."""
-        offload = self.ds_config["zero_optimization"].get("offload_param") or {}
-        return bool(offload.get("device") == "nvme")
-
     def load_initial(self) -> None:
         """Set the weights to those before the first update, bit for bit. A collective."""
         if self.adapter is None:
@@ -122,7 +116,10 @@ def load_sharded_model(
         restore = adapter.hide(module) if adapter else lambda: None
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
     else:
-        ds_config = _with_gathering_limits(ds_config, module, layout)
+        limits = gathering_limits(gather_sizes(module, layout))
+        # A user's limits come first.
+        zero = {**limits, **ds_config["zero_optimization"]}
+        ds_config = {**ds_config, "zero_optimization": zero}
         zero3.shard_model(module, ds_config, partition_size)
     shards = _shards_of(module, layout, parameter_ids(aliases), own_name, splits)
     weights = ShardedWeights(
@@ -134,22 +131,8 @@ def load_sharded_model(
     base = BaseModel(model, directory, fingerprint, hash_of_names)
     if adapter is not None:
         adapter.fill(weights, module, seed)
-        zero3.finish_updates()
         weights.keep_initial()
     return ShardedModel(module, weights, layout, base, ds_config, adapter, engine)
-
-
-def _with_gathering_limits(
-    ds_config: Mapping[str, Any], module: nn.Module, layout: BlockLayout
-) -> dict[str, Any]:
-    """Return the configuration with limits for a model not sharded yet. A user's come first."""
-    limits = gathering_limits(gather_sizes(module, layout))
-    # DeepSpeed's hooks, which first-order training uses, keep a weight that the pass uses again
-    # within this distance (docs/deepspeed.md). It covers the full pass, so that a tied embedding is
-    # gathered once.
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    reuse = {"stage3_max_reuse_distance": 2 * numel}
-    return {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
 
 
 def _shards_of(

@@ -192,23 +192,18 @@ def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
 def _publish(temporary: Path, target: Path, facts: Mapping[str, Any], card: Card | None) -> None:
     """Sync all files, write the manifest, and rename the directory."""
     files: dict[str, dict[str, Any]] = {}
-
-    def note(path: Path) -> None:
-        sync(path)
-        files[str(path.relative_to(temporary))] = _file_facts(path)
-
     for path in temporary.rglob("*"):
+        sync(path)  # of a folder, the names of its files
         if path.is_file():
-            note(path)
+            files[str(path.relative_to(temporary))] = _file_facts(path)
     if card is not None:
         # It may replace the README.md of the base model.
         readme = temporary / README
         readme.write_text(card(_weights_sha256(files)), encoding="utf-8")
-        note(readme)
+        sync(readme)
+        files[README] = _file_facts(readme)
     manifest = json.dumps({**facts, "files": files}, indent=1, sort_keys=True)
     write_atomically(temporary / MANIFEST, manifest)
-    if (temporary / LOW_BITS_DIRECTORY).is_dir():
-        sync(temporary / LOW_BITS_DIRECTORY)
     _replace_directory(temporary, target)
 
 

@@ -23,7 +23,6 @@ from lezo_ds.distributed.collectives import (
     gather_objects,
     on_rank_zero,
     rank,
-    sum_integers,
     sum_vector,
     world_size,
 )

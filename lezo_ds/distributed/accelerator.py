@@ -17,9 +17,6 @@ from torch import Tensor
 from lezo_ds.errors import UserError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-# cuBLAS repeats its results if its workspace has a fixed size (its documentation, "Results
-# reproducibility"). This is the size that torch 2.13 gives it on Hopper GPUs anyway.
-_DEFAULT_WORKSPACE = ":4096:8"
 
 
 def local_rank() -> int:
@@ -98,7 +95,9 @@ def _gather_by_broadcasts(
 
 def fix_arithmetic() -> None:
     """Switch off what trades precision for speed in products. Call this before CUDA starts."""
-    os.environ.setdefault(_WORKSPACE, _DEFAULT_WORKSPACE)
+    # cuBLAS repeats its results if its workspace has a fixed size (its documentation, "Results
+    # reproducibility"). This is the size that torch 2.13 gives it on Hopper GPUs anyway.
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -107,16 +106,6 @@ def fix_arithmetic() -> None:
 
 def describe_arithmetic(device: torch.device) -> dict[str, str]:
     """Return, by name, what decides the last bits of a result besides the versions of libraries."""
-    matmul = torch.backends.cuda.matmul
-    uses_tf32 = (
-        matmul.allow_tf32
-        or torch.backends.cudnn.allow_tf32
-        or os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"
-    )
-    reduces_precision = (
-        matmul.allow_fp16_reduced_precision_reduction
-        or matmul.allow_bf16_reduced_precision_reduction
-    )
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
     else:
@@ -124,17 +113,16 @@ def describe_arithmetic(device: torch.device) -> dict[str, str]:
         processor = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     return {
         "processor": processor,
-        "TF32": "on" if uses_tf32 else "off",
-        "reduced-precision reductions": "on" if reduces_precision else "off",
+        # `fix_arithmetic` switches both off, but this variable overrules it.
+        "TF32": "on" if os.environ.get("NVIDIA_TF32_OVERRIDE") == "1" else "off",
+        "reduced-precision reductions": "off",
         _WORKSPACE: os.environ.get(_WORKSPACE, "not set"),
     }
 
 
 def cpu_name() -> str:
     """Return the name of this machine's CPU, or of its architecture if Linux does not tell it."""
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.machine()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -55,17 +55,13 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def sum_vector(values: torch.Tensor) -> list[float]:
-    """Return the sum over all ranks of a float64 vector on this rank's device. One all-reduce."""
-    comm.all_reduce(values)
+def sum_vector(values: torch.Tensor, group: Any = None) -> list[float]:
+    """Return the sum over the ranks of a vector on this rank's device. One all-reduce.
+
+    The vector is of float64, or of int64, whose sums are integers modulo 2**64.
+    """
+    comm.all_reduce(values, group=group)
     return values.cpu().tolist()
-
-
-def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:
-    """Return the element-wise sum of signed 64-bit integers over the ranks, modulo 2**64."""
-    vector = torch.tensor(values, dtype=torch.int64, device=device())
-    comm.all_reduce(vector, group=group)
-    return vector.cpu().tolist()
 
 
 @contextmanager

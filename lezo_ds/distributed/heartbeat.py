@@ -55,9 +55,7 @@ class Heartbeat:
         self.stopped = threading.Event()
         self._rank = rank
         self._limit = limit_seconds
-        self._watched = list(range(1, num_ranks))
-        if rank > 0:
-            self._watched = [0]
+        self._watched = [0] if rank > 0 else list(range(1, num_ranks))
         # The counting thread alone writes these two.
         self._counts: dict[int, int] = {}  # of the watched ranks that have joined
         self._store_is_gone = False
@@ -79,10 +77,13 @@ class Heartbeat:
     def _count(self) -> None:
         try:
             # The connection is not shared: the process group's may wait for hours for a late rank.
-            host = os.environ["MASTER_ADDR"]
-            port = int(os.environ["MASTER_PORT"])
-            timeout = timedelta(seconds=2 * self._limit)
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=2 * self._limit),
+            )
             while not self.stopped.is_set():
                 store.add(f"heartbeat {self._rank}", 1)
                 for rank in self._watched:
@@ -103,8 +104,16 @@ class Heartbeat:
                 self._report("rank 0 has ended")
             self._look()
             waited += self._interval
-            if waited % _NOTICE_SECONDS < self._interval:
-                self._name_absent_ranks(waited)
+            absent = ", ".join(str(rank) for rank in self._watched if rank not in self._counts)
+            is_time = waited % _NOTICE_SECONDS < self._interval
+            if absent and is_time and self._rank < 2:
+                logger.error(
+                    "waiting for rank %s to join at %s, port %s, for %.0f s",
+                    cut(absent, 60),
+                    os.environ["MASTER_ADDR"],
+                    os.environ["MASTER_PORT"],
+                    waited,
+                )
 
     def _look(self) -> None:
         """Add up how long each rank has not counted, and report one that is lost."""
@@ -120,14 +129,6 @@ class Heartbeat:
                 self._report(
                     f"rank {rank} has shown no sign of life for {self._missed[rank]:.0f} s"
                 )
-
-    def _name_absent_ranks(self, waited: float) -> None:
-        absent = ", ".join(str(rank) for rank in self._watched if rank not in self._counts)
-        if absent and self._rank < 2:
-            where = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
-            logger.error(
-                "waiting for rank %s to join at %s, for %.0f s", cut(absent, 60), where, waited
-            )
 
     def _report(self, problem: str) -> None:
         if not self.stopped.is_set():

@@ -172,8 +172,7 @@ def prepare_rendezvous() -> str:
     unless told otherwise. Ranks that torchrun started use torchrun's own store.
     """
     if is_loopback(os.environ["MASTER_ADDR"]):
-        interfaces = [name for _, name in socket.if_nameindex()]
-        loopback = next((name for name in interfaces if name.startswith("lo")), "lo")
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, loopback)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -189,8 +188,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def listen_at(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on the host's address only, or None if that cannot be.
+def listen_at(host: str, port: int) -> int | None:
+    """Return a descriptor that listens on the host's address only, or None if that cannot be.
 
     torch then listens on all addresses. The other machines may know this one by an address that it
     does not have: its own name may resolve to its loopback, or the address may belong to a machine
@@ -204,7 +203,7 @@ def listen_at(host: str, port: int) -> socket.socket | None:
         address = str(found[0])
         if is_loopback(address) and not is_loopback(host):
             return None
-        return socket.create_server((address, port), family=family, backlog=4096)
+        return socket.create_server((address, port), family=family, backlog=4096).detach()
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
@@ -217,9 +216,9 @@ def listen_at(host: str, port: int) -> socket.socket | None:
 
 def open_store(host: str) -> TCPStore:
     """Return a store for other replicas, which listens on a free port of this address only."""
-    listener = listen_at(host, 0)
-    assert listener is not None, "the address is one of this machine"
-    return TCPStore(host, 0, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    descriptor = listen_at(host, 0)
+    assert descriptor is not None, "the address is one of this machine"
+    return TCPStore(host, 0, None, True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def address_towards(host: str, port: int) -> str:
@@ -257,8 +256,6 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[TCPStore, int
     port = int(os.environ["MASTER_PORT"])
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    listener = listen_at(host, port) if rank == 0 else None
-    descriptor = listener.detach() if listener is not None else None
     # The heartbeat is the first to end this process if another rank never comes.
     store = TCPStore(
         host,
@@ -268,7 +265,7 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[TCPStore, int
         timeout=2 * timeout,
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=descriptor,
+        master_listen_fd=listen_at(host, port) if rank == 0 else None,
     )
     # torch asks for a second item only if ranks join again.
     yield store, rank, world_size

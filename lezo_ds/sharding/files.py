@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,19 +33,17 @@ from transformers.core_model_loading import (
 
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE
-from lezo_ds.noise import ALL, Region
+from lezo_ds.noise import Region
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors spells them
 
 
 class _StoredTensor(NamedTuple):
-    """Where a tensor is stored, its shape, and its dtype as safetensors spells it."""
+    """Where a tensor is stored, and its shape."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str
 
 
 class WeightFiles:
@@ -58,6 +57,7 @@ class WeightFiles:
 
     Attributes:
         directory: of the model.
+        tensors: all that are stored, by name.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -73,17 +73,13 @@ class WeightFiles:
     ) -> None:
         self.directory = directory
         self._prefix = prefix
-        self._tensors: dict[str, _StoredTensor] = {}
+        self.tensors: dict[str, _StoredTensor] = {}
         for file in _files_of(directory) if single is None else [directory / single]:
             with _opened(file) as handle:
                 for name in handle.keys():  # noqa: SIM118  (not a dict)
-                    view = handle.get_slice(name)
-                    shape = tuple(view.get_shape())
-                    self._tensors[name] = _StoredTensor(file, shape, view.get_dtype())
-        self._stored = stored_parameters(self._tensors, conversions)
-
-    def __contains__(self, tensor: str) -> bool:
-        return tensor in self._tensors
+                    shape = tuple(handle.get_slice(name).get_shape())
+                    self.tensors[name] = _StoredTensor(file, shape)
+        self._stored = stored_parameters(self.tensors, conversions)
 
     def find(
         self, names: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]]
@@ -95,7 +91,7 @@ class WeightFiles:
             shapes: of each parameter, by its first name.
 
         Raises:
-            UserError: a parameter is missing, has another shape, or is not stored as floats.
+            UserError: a parameter is missing or has another shape.
         """
         found: dict[str, tuple[str, ...]] = {}
         for name, aliases in names.items():
@@ -107,64 +103,56 @@ class WeightFiles:
                         found.setdefault(name, self._stored[spelling])
         missing = sorted(names.keys() - found.keys())
         if missing:
-            examples = ", ".join(sorted(self._tensors)[:3])
+            examples = ", ".join(sorted(self.tensors)[:3])
             raise UserError(
                 f"{self.directory} lacks {len(missing)} of the model's {len(names)} parameters, "
                 f"such as {missing[0]}; it has {examples}, ...",
                 fix="use a checkpoint that belongs to the config.json",
             )
         for name, tensors in found.items():
-            self._check(name, tensors, shapes[name])
+            if not tensors:
+                raise UserError(
+                    f"{self.directory} stores parameter {name} in a form that cannot be read in "
+                    "slices",
+                    fix="load it with transformers and save it with save_original_format=False",
+                )
+            stored = [self.tensors[tensor].shape for tensor in tensors]
+            shape = shapes[name]
+            fits = stored == [shape]
+            if len(stored) > 1:
+                fits = sum(map(math.prod, stored)) == math.prod(shape)
+            if not fits:
+                raise UserError(
+                    f"{tensors[0]} in {self.directory} has shape {stored[0]}, and the model needs "
+                    f"{shape}",
+                    fix="use a checkpoint that belongs to the config.json",
+                )
         return found
 
-    def _check(self, name: str, tensors: Sequence[str], shape: tuple[int, ...]) -> None:
-        if not tensors:
-            raise UserError(
-                f"{self.directory} stores parameter {name} in a form that cannot be read in slices",
-                fix="load it with transformers and save it with save_original_format=False",
-            )
-        for tensor in tensors:
-            dtype = self._tensors[tensor].dtype
-            if dtype not in _FLOATS:
-                raise UserError(
-                    f"{tensor} in {self.directory} has type {dtype}, not floats",
-                    fix="set model.path to the checkpoint before it was quantized",
-                )
-        shapes = [self._tensors[tensor].shape for tensor in tensors]
-        if len(shapes) == 1:
-            fits = shapes[0] == shape
-        else:
-            fits = sum(map(math.prod, shapes)) == math.prod(shape)
-        if not fits:
-            raise UserError(
-                f"{tensors[0]} in {self.directory} has shape {shapes[0]}, and the model needs "
-                f"{shape}",
-                fix="use a checkpoint that belongs to the config.json",
-            )
-
-    def read(
-        self, tensors: Sequence[str], region: Region = ALL, count: int | None = None
-    ) -> Tensor:
+    def read(self, tensors: Sequence[str], region: Region, count: int) -> Tensor:
         """Read elements of a parameter from its tensors, in their stored dtype.
 
         Args:
             tensors: of the parameter, as `find` returned them.
             region: which elements, counted in the full parameter.
-            count: number of elements; None reads all from the start of the region.
+            count: number of elements.
 
         Returns:
             [count], on the CPU.
         """
         if region.width and count:
             (tensor,) = tensors  # only one tensor has rows of its parameter's width
-            return self._read_rows(tensor, region, count)
-        stop = math.inf if count is None else region.start + count
+            row, column = divmod(region.start, region.stride)
+            with _opened(self.tensors[tensor].file) as handle:
+                columns = slice(column, column + region.width)
+                rectangle = handle.get_slice(tensor)[row : row + count // region.width, columns]
+                return rectangle.reshape(-1)  # type: ignore[no-any-return]
         slices: list[Tensor] = []
         begin = 0  # of the tensor, counted in the parameter
         for tensor in tensors:
-            end = begin + math.prod(self._tensors[tensor].shape)
+            end = begin + math.prod(self.tensors[tensor].shape)
             first = max(region.start, begin)
-            last = int(min(stop, end))
+            last = min(region.start + count, end)
             if first < last:
                 slices.append(self._read_slice(tensor, first - begin, last - begin))
             begin = end
@@ -174,7 +162,7 @@ class WeightFiles:
 
     def _read_slice(self, tensor: str, start: int, stop: int) -> Tensor:
         """Return the elements [start, stop) of a flattened tensor. Only whole rows can be read."""
-        file, shape, _ = self._tensors[tensor]
+        file, shape = self.tensors[tensor]
         width = math.prod(shape[1:])
         first_row = start // width
         # The file is memory-mapped. Pages that were read count as this process's memory until the
@@ -183,15 +171,6 @@ class WeightFiles:
             view = handle.get_slice(tensor)
             rows: Tensor = view[first_row : math.ceil(stop / width)] if shape else view[...]
             return rows.reshape(-1)[start - first_row * width : stop - first_row * width]
-
-    def _read_rows(self, tensor: str, region: Region, count: int) -> Tensor:
-        """Return a rectangle of a matrix, flattened."""
-        row, column = divmod(region.start, region.stride)
-        num_rows = count // region.width
-        with _opened(self._tensors[tensor].file) as handle:
-            view = handle.get_slice(tensor)
-            rows: Tensor = view[row : row + num_rows, column : column + region.width]
-            return rows.reshape(-1)
 
 
 def has_safetensors(directory: Path) -> bool:
@@ -259,8 +238,7 @@ def stored_parameters(
         lists = [by_pattern.get(pattern, []) for pattern in rule.source_patterns]
         stored[target] = ()
         if _keeps_order(rule) and len(set(map(len, lists))) == 1:
-            experts = zip(*lists, strict=True)
-            stored[target] = tuple(name for expert in experts for name in expert)
+            stored[target] = tuple(chain.from_iterable(zip(*lists, strict=True)))
     return stored | {name: (name,) for name in names}
 
 

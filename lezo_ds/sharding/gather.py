@@ -49,9 +49,8 @@ class Bundle:
         self._group = first.ds_process_group
         self._rank = first.ds_zero_partition_rank
         self._num_ranks = first.ds_zero_partition_world_size
-        self._like = {"dtype": first.dtype, "device": device()}
         self._are_here = all(is_on_device(parameter) for parameter in parameters)
-        self._released = torch.empty(0, **self._like)
+        self._released = torch.empty(0, dtype=first.dtype, device=device())
         self._message: tuple[Tensor, Any] | None = None  # on its way
         self._is_gathered = False
 
@@ -60,7 +59,7 @@ class Bundle:
         if self._is_gathered or self._message is not None:
             return
         with get_accelerator().stream(self._stream):
-            flat = torch.empty(self._num_ranks, sum(self._sizes), **self._like)
+            flat = self._released.new_empty(self._num_ranks, sum(self._sizes))
             mine = flat[self._rank]
             if self._are_here:
                 torch.cat([parameter.ds_tensor for parameter in self._parameters], out=mine)
@@ -84,7 +83,7 @@ class Bundle:
         self._message = None
         with get_accelerator().stream(self._stream):
             work.wait()
-            padded = [torch.empty(self._num_ranks, size, **self._like) for size in self._sizes]
+            padded = [self._released.new_empty(self._num_ranks, size) for size in self._sizes]
             torch.split_with_sizes_copy(flat, self._sizes, dim=1, out=padded)
         if self._stream is not None:
             get_accelerator().current_stream().wait_stream(self._stream)
@@ -111,13 +110,9 @@ class GatherAhead:
     Args:
         model: whose parameters are sharded by ZeRO-3.
         blocks: its transformer blocks. Other modules with parameters are gathered one by one.
-        is_ahead: whether the bundles of the next module are gathered while one runs.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], *, is_ahead: bool = False
-    ) -> None:
-        self._is_ahead = is_ahead
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self._following: dict[int, Sequence[Bundle]] = {}
         self._last: Sequence[Bundle] = ()
         self._bundles = _bundles_of(model, blocks)
@@ -140,9 +135,8 @@ class GatherAhead:
             bundle.wait()
         self._following[id(self._last)] = bundles
         self._last = bundles
-        if self._is_ahead:
-            for bundle in self._following.get(id(bundles), ()):
-                bundle.start()
+        for bundle in self._following.get(id(bundles), ()):
+            bundle.start()
 
     def release(self, bundles: Sequence[Bundle], *_: object) -> None:
         """Free the bundles of a module, except those that other modules use."""
@@ -167,9 +161,6 @@ def _bundles_of(
     inside = {module for block in blocks for module in block.modules()}
     for module in set(model.modules()) - inside:
         used_by[module] = list(module.parameters(recurse=False))
-        for child in module.children():
-            if isinstance(child, nn.ParameterDict | nn.ParameterList):  # they do not run themselves
-                used_by[module] += child.parameters()
     num_users = Counter(parameter for used in used_by.values() for parameter in used)
     accelerator = get_accelerator()
     stream = None if accelerator.is_synchronized_device() else accelerator.Stream()

@@ -59,6 +59,9 @@ class Shard(ABC):
         numel: number of elements of the full parameter.
         decays: whether weight decay applies: to matrices, but not to biases and norms, as in MeZO's
             code.
+        is_trained: whether updates change the parameter.
+        dtype: of what modules compute with.
+        device: where the stored elements are; the CPU if they are in a file.
     """
 
     parameter: Any
@@ -75,21 +78,9 @@ class Shard(ABC):
         self.name = self.named.name
         self.numel = math.prod(self.shape)
         self.decays = len(self.shape) > 1
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether updates change the parameter."""
-        return bool(self.parameter.requires_grad)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of what modules compute with."""
-        return self.parameter.dtype  # type: ignore[no-any-return]
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where the stored elements are; the CPU if they are in a file."""
+        self.is_trained: bool = self.parameter.requires_grad
+        self.dtype: torch.dtype = self.parameter.dtype
+        self.device: torch.device = self.parameter.device
 
     @property
     def is_in_memory(self) -> bool:
@@ -145,10 +136,7 @@ class FlatShard(Shard):
             min(self._size, numel - start),
             parameter.ds_process_group,
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self.parameter.ds_tensor.device  # type: ignore[no-any-return]
+        self.device = parameter.ds_tensor.device
 
     @property
     def is_in_memory(self) -> bool:
@@ -217,14 +205,15 @@ class RectangleShard(Shard):
         self.is_replicated = not split.pieces
         region = ALL
         if split.pieces:
-            region = _region_of(split.pieces[comm.get_rank(split.group)])
+            # A piece is a view of the full parameter: an offset and strides.
+            piece = split.pieces[comm.get_rank(split.group)]
+            stride = piece.source_strides[0]
+            region = Region(piece.source_offset)  # full rows: one run of elements
+            if len(piece.shape) > 1 and math.prod(piece.shape[1:]) != stride:
+                region = Region(piece.source_offset, piece.shape[-1], stride)
         named = replace(named, region=region)
         count = parameter.numel()
         super().__init__(parameter, named, split.shape, region, count, split.group)
-
-    @property
-    def device(self) -> torch.device:
-        return self.parameter.device  # type: ignore[no-any-return]
 
     def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
         return nullcontext(self.parameter.data.view(-1))
@@ -241,14 +230,6 @@ class RectangleShard(Shard):
         for values, piece in zip(by_rank, self._pieces, strict=True):
             piece.source_view(full).copy_(values[: piece.numel].view(piece.shape))
         return full.view(self.shape)
-
-
-def _region_of(piece: AffinePiece) -> Region:
-    """Return where a piece lies, which is a view of the full parameter: an offset and strides."""
-    stride = piece.source_strides[0]
-    if len(piece.shape) == 1 or math.prod(piece.shape[1:]) == stride:
-        return Region(piece.source_offset)  # full rows: one run of elements
-    return Region(piece.source_offset, piece.shape[-1], stride)
 
 
 def _gather_padded(stored: Tensor, size: int, group: Any) -> Tensor:

@@ -75,7 +75,7 @@ def shard_model(
     """
     section = ds_config["tensor_parallel"]
     config: Any = model.config
-    _refuse_uneven_heads(config.get_text_config(), int(section["autotp_size"]))
+    _refuse_uneven_heads(config.get_text_config(), section["autotp_size"])
     inside = set(model.get_submodule(blocks_path).modules())
     outside = {
         name: module
@@ -106,8 +106,6 @@ def shard_model(
     finally:
         del model.to
         groups.mpu = None  # or later engines of this process would take their groups from this one
-    if not any(split.pieces for split in splits.values()):
-        raise UserError(f"AutoTP splits no parameter of {type(model).__name__}", fix=_FIX)
     # It broadcasts the first batch to compare it. The ranks compare their batches at every step.
     engine.first_dataloader_check.remove()
     run_without_engine_hooks(engine, model)
@@ -160,8 +158,7 @@ def _put_back(
         model.set_submodule(name, module)
         for parameter in module._parameters.values():
             if parameter is not None:
-                shape = shapes[parameter]
-                parameter.data = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                parameter.data = parameter.new_empty(shapes[parameter])
                 vars(parameter).pop(DS_AUTOTP_UC_META, None)
 
 
@@ -171,7 +168,7 @@ def _give_memory(model: nn.Module) -> dict[nn.Parameter, Split]:
     replacements: dict[nn.Parameter, nn.Parameter] = {}
     splits = {}
     for name, parameter in model.named_parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device())
+        empty = torch.empty_like(parameter, device=device())
         replacement = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         replacements[parameter] = replacement
         splits[replacement] = _split_of(name, parameter, group)
@@ -248,10 +245,9 @@ def whole_logits(head: nn.Module, logits: Tensor) -> Tensor:
     """
     if not isinstance(head, VocabParallelLinear):
         return logits
-    full: Tensor = GatherFromTensorParallelRegion.apply(
+    return GatherFromTensorParallelRegion.apply(  # type: ignore[no-any-return]
         head.mp_group, logits, head._partition_sizes
     )
-    return full
 
 
 def sums_outputs(module: nn.Module) -> bool:

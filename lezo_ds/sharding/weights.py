@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.noise import UpdateTarget, noise_backend
+from lezo_ds.noise import Region, UpdateTarget, noise_backend
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.integrity import Witness, shard_digest
@@ -112,6 +112,7 @@ class ShardedWeights:
 
     def keep_initial(self) -> None:
         """Keep a copy of the adapter's shards for `restore_initial`. They are small."""
+        finish_updates()
         for shard in self.adapter_shards:
             low = self.low_bits.get(shard.name)
             if low is not None:
@@ -169,21 +170,21 @@ class ShardedWeights:
     def unlike_replicas(self) -> list[tuple[int, str]]:
         """Return (rank, name) of each shard that differs from its first replica. A collective.
 
-        Ranks at the same position of different groups store the same elements. Of a parameter that
-        is replicated, all ranks do.
+        Shards of the same elements of a parameter are replicas: those of ranks in different groups,
+        and all of a parameter that each rank stores in full.
         """
-        group_size = distributed.world_size(self.shards[0].group)
-        has_groups = group_size < distributed.world_size()
+        has_groups = distributed.world_size(self.shards[0].group) < distributed.world_size()
         compared = [shard for shard in self.shards if has_groups or shard.is_replicated]
         if not compared:
             return []
-        by_rank = distributed.gather_objects(self._shard_digests(compared))
+        elements = [(shard.name, shard.region) for shard in compared]
+        own = dict(zip(elements, self._shard_digests(compared), strict=True))
+        first: dict[tuple[str, Region], int] = {}
         unlike = []
-        for rank, digests in enumerate(by_rank):
-            for index, shard in enumerate(compared):
-                first = 0 if shard.is_replicated else rank % group_size
-                if digests[index] != by_rank[first][index]:
-                    unlike.append((rank, shard.name))
+        for rank, digests in enumerate(distributed.gather_objects(own)):
+            for (name, region), digest in digests.items():
+                if digest != first.setdefault((name, region), digest):
+                    unlike.append((rank, name))
         return unlike
 
     def digest(self, shards: Sequence[Shard] | None = None) -> str:
@@ -203,7 +204,7 @@ class ShardedWeights:
             for index, shard in enumerate(shards):
                 if shard.is_replicated:
                     digests[index] = 0
-        sums = distributed.sum_integers(digests, group)
+        sums = distributed.sum_vector(torch.tensor(digests, device=distributed.device()), group)
         by_name = sorted(zip([shard.name for shard in shards], sums, strict=True))
         text = ";".join(f"{name}:{total}" for name, total in by_name)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -51,7 +51,7 @@ def shard_model(
     init = deepspeed.zero.Init(config_dict_or_path=dict(ds_config), data_parallel_group=group)
     sharded: dict[nn.Parameter, Any] = {}
     for parameter in model.parameters():
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=init.local_device)
+        full = torch.empty_like(parameter, device=init.local_device)
         sharded[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
         # zero.Init would also broadcast from rank 0 (_zero_init_param). Nothing is loaded yet.
         init._convert_to_deepspeed_param(sharded[parameter])
@@ -109,7 +109,7 @@ def start_forward_engine(
         return engine
     if not get_accelerator().is_synchronized_device():
         keep_in_step(blocks)
-    GatherAhead(model, blocks, is_ahead=engine.zero_prefetch_bucket_size() > 0)
+    GatherAhead(model, blocks)
     return engine
 
 

@@ -64,6 +64,7 @@ def flat_shard(values, *, in_file):
         ds_zero_partition_rank=0,
         ds_zero_partition_world_size=1,
         dtype=torch.float32,
+        device=torch.device("cpu"),
         requires_grad=True,
         nvme_swapper=files,
     )
@@ -124,8 +125,6 @@ class _CodedShard(Shard):
         )
         self.codes = torch.zeros(NUMEL, dtype=torch.int8)
         self.scale = 1.0
-
-    device = torch.device("cpu")
 
     @contextmanager
     def open(self, *, write=False):
