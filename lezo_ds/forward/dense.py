@@ -60,7 +60,13 @@ class DensePerturber(Perturber):
     ) -> Any:
         state = self.state
         if type(module).forward in LOOKUP_FORWARDS:
-            return self._look_up(module, active[0], args, kwargs)
+            # An embedding: perturb only the rows that its tokens read.
+            (ids,) = [*args, *kwargs.values()]  # nn.Embedding calls its argument `input`
+
+            def rows_of_probe(_: int, ids: Tensor) -> Tensor:
+                return self.rows_of(active[0], ids)
+
+            return look_up(module, ids, lambda own: state.run_in_parts(1, rows_of_probe, [own], {}))
         names = [entry.name for entry in active]
         copies = dict(zip(names, self._copies(active), strict=True))
         num_probes = len(state.current.probes)
@@ -73,29 +79,11 @@ class DensePerturber(Perturber):
             weights = {name: of_probes[probe] for name, of_probes in copies.items()}
             return call_with_weights(module, own_forward, weights, args, kwargs)
 
-        if not is_16_bit_norm(module):
-            return state.run_in_parts(1, run_probe, args, kwargs)
-        args, kwargs = cast_floats((list(args), kwargs), torch.float32)
+        is_norm = is_16_bit_norm(module)
+        if is_norm:
+            args, kwargs = cast_floats((list(args), kwargs), torch.float32)
         output = state.run_in_parts(1, run_probe, args, kwargs)
-        return cast_floats(output, active[0].parameter.dtype)
-
-    def _look_up(
-        self,
-        module: nn.Module,
-        table: TrainedParameter,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Tensor:
-        """Run an embedding: perturb only the rows that its tokens read."""
-        (all_ids,) = [*args, *kwargs.values()]  # nn.Embedding calls its argument `input`
-
-        def read(ids: Tensor) -> Tensor:
-            rows: Tensor = self.state.run_in_parts(
-                1, lambda _, ids_of_probe: self.rows_of(table, ids_of_probe), [ids], {}
-            )
-            return rows
-
-        return look_up(module, all_ids, read)
+        return cast_floats(output, active[0].parameter.dtype) if is_norm else output
 
     def rows_of(self, table: TrainedParameter, rows: Tensor) -> Tensor:
         weight = _weight(table)._replace(rows=rows.reshape(-1))

@@ -78,10 +78,9 @@ class LoraAdapter:
 
     def own_name(self, module_name: str) -> str:
         """Return a parameter's own name, given its name in the module tree."""
-        # peft puts a module around the model's own, which it calls base_layer.
-        name = module_name.replace(".base_layer.", ".")
-        name = name.replace(".lora_A.default.", ".lora_A.")
-        return name.replace(".lora_B.default.", ".lora_B.")
+        # peft puts a module around the model's own, which it calls base_layer, and calls the
+        # adapter default.
+        return module_name.replace(".base_layer.", ".").replace(".default.", ".")
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """Set the initial values, which depend only on the seed."""
