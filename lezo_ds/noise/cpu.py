@@ -3,8 +3,8 @@
 The library lies in the user's cache under a name that is a hash of its source, its flags, and what
 the compiler says of itself and of this processor. A new version of any of them is another file.
 
-A call passes the address of one structure of cpu_kernels.cpp, with its fields in order. Memory
-belongs to PyTorch, and the kernels never keep an address.
+A call passes the address of one structure, which has the fields of its namesake in cpu_kernels.cpp.
+Memory belongs to PyTorch, and the kernels never keep an address.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import hashlib
 import logging
 import os
 import shutil
-import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,11 +50,45 @@ PRECISIONS: dict[UpdatePrecision, int] = {"stochastic": 0, "fp32_master": 1}
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-# The structures of cpu_kernels.cpp, as the module struct writes them: q and i are signed integers
-# of 64 and 32 bits, Q and I unsigned ones, f is a float and P an address.
-CALL = "4q I 3i"
-PERTURB_CALL = CALL + "4P Q f i"
-UPDATE_CALL = CALL + "3P q i"
+class Call(ctypes.Structure):
+    """The elements that a kernel works on; see cpu_kernels.cpp for the fields of all structures."""
+
+    _fields_: ClassVar[Sequence[Any]] = (
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("stride", c_int64),
+        ("start", c_int64),
+        ("parameter_id", c_uint32),
+        ("format", c_int32),
+        ("distribution", c_int32),
+        ("num_threads", c_int32),
+    )
+
+
+class PerturbCall(Call):
+    """What `lezo_perturb` is called with."""
+
+    _fields_ = (
+        ("theta", c_void_p),
+        ("rows", c_void_p),
+        ("plus", c_void_p),
+        ("minus", c_void_p),
+        ("key", c_uint64),
+        ("scale", c_float),
+        ("out_format", c_int32),
+    )
+
+
+class UpdateCall(Call):
+    """What `lezo_update` is called with."""
+
+    _fields_ = (
+        ("theta", c_void_p),
+        ("low", c_void_p),
+        ("updates", c_void_p),
+        ("num_updates", c_int64),
+        ("precision", c_int32),
+    )
 
 
 class CpuNoise(NoiseBackend):
@@ -87,18 +122,17 @@ class CpuNoise(NoiseBackend):
                 shape = torch.Size((len(rows), theta.shape[1]))
                 region = Region(region.start, width=shape[1], stride=shape[1])
             of_weight = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
-            call = struct.pack(
-                PERTURB_CALL,
+            call = PerturbCall(
                 *self._elements(region, shape.numel(), parameter_id, theta.dtype),
-                theta.data_ptr(),
-                0 if rows is None else rows.data_ptr(),
-                of_weight[0].data_ptr(),
-                of_weight[1].data_ptr() if num_signs == 2 else 0,
-                key,
-                scale,
-                FORMATS[out_dtype],
+                theta=theta.data_ptr(),
+                rows=None if rows is None else rows.data_ptr(),
+                plus=of_weight[0].data_ptr(),
+                minus=of_weight[1].data_ptr() if num_signs == 2 else None,
+                key=key,
+                scale=scale,
+                out_format=FORMATS[out_dtype],
             )
-            self._kernels.lezo_perturb(call)
+            self._kernels.lezo_perturb(ctypes.byref(call))
             copies.append(of_weight)
         return copies
 
@@ -110,21 +144,20 @@ class CpuNoise(NoiseBackend):
     ) -> None:
         packed = pack_updates(updates)
         for values, region, parameter_id, low in targets:
-            call = struct.pack(
-                UPDATE_CALL,
+            call = UpdateCall(
                 *self._elements(region, values.numel(), parameter_id, values.dtype),
-                values.data_ptr(),
-                0 if low is None else low.data_ptr(),
-                packed.ctypes.data,
-                len(packed),
-                PRECISIONS[precision],
+                theta=values.data_ptr(),
+                low=None if low is None else low.data_ptr(),
+                updates=packed.ctypes.data,
+                num_updates=len(packed),
+                precision=PRECISIONS[precision],
             )
-            self._kernels.lezo_update(call)
+            self._kernels.lezo_update(ctypes.byref(call))
 
     def _elements(
         self, region: Region, count: int, parameter_id: int, dtype: torch.dtype
     ) -> tuple[int, ...]:
-        """Return the fields of `Call`, in order."""
+        """Return the fields of `Call`."""
         return (
             *region.rows(count),
             region.start,
