@@ -15,28 +15,28 @@ from packaging.version import Version
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-CODE_TOKENS = 119_300
+CODE_TOKENS = 106_000
 """Most code tokens of Python in lezo_ds. Comments, docstrings and layout are free, and so are
 lines."""
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 500},
-    {"registry": 900, "files": 400},
-    {"zo": 4_200},
-    {"noise": 11_700, "tasks": 5_800, "journal": 2_900},
-    {"config": 9_200},
-    {"distributed": 3_600},
-    {"replicas": 4_400},
-    {"sharding": 10_700},
-    {"forward": 10_600},
-    {"checkpoints": 5_000},
-    {"data": 18_000},
+    {"registry": 700, "files": 400},
+    {"zo": 3_400},
+    {"noise": 8_400, "tasks": 5_400, "journal": 2_800},
+    {"config": 8_900},
+    {"distributed": 3_400},
+    {"replicas": 4_000},
+    {"sharding": 9_400},
+    {"forward": 9_300},
+    {"checkpoints": 4_200},
+    {"data": 16_500},
     {"agreement": 900},
     {"step": 1_300},
-    {"engine": 3_300},
-    {"runs": 20_400},
-    {"tools": 15_000},
-    {"cli": 2_900},
+    {"engine": 3_100},
+    {"runs": 17_900},
+    {"tools": 13_600},
+    {"cli": 2_700},
 )
 """The rooms of the package from the ground up, with the most code tokens of each: a tenth more
 than it has.
