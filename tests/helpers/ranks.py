@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -27,6 +28,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     ]
 )
 
+_random = random.SystemRandom()  # not seeded: the workers of one pytest would draw the same ports
+_PORTS = range(15_000, 32_768)  # Linux gives 32768 to 60999 to connections
 _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
 
 
@@ -101,6 +104,16 @@ def _run_rank(connection: Connection, function, arguments, rank, num_ranks, port
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port on which nothing listens and which Linux does not give to a connection.
+
+    A port that the kernel chooses (`bind` to 0) is one of those that it gives to connections, too:
+    between this call and rank 0's `listen`, any process of the other tests may receive it.
+    """
+    while True:
+        port = _random.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
