@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,17 @@ def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     return ds_config
 
 
+def shared_by(world_size: int, config: RunConfig) -> RunConfig:
+    """Return the configuration with which `world_size` ranks open weights, to read them.
+
+    The run may have had other ranks. ZeRO-3 over all ranks replaces groups that do not fit these.
+    """
+    sizes = (tensor_parallel_of(config), config.partition_size or 1)
+    if all(world_size % size == 0 for size in sizes):
+        return config
+    return replace(config, tensor_parallel=1, partition_size=None)
+
+
 def check_shares(config: RunConfig, ds_config: Mapping[str, Any], world_size: int) -> None:
     """Refuse a training run whose work does not split evenly among `world_size` ranks."""
     if config.method in TRAINED:
@@ -95,20 +107,19 @@ def load_ds_config(
 
     Args:
         path: A file, or the name of one in ds_configs, such as zero3_bf16. None is ZeRO-3 with
-            defaults, or AutoTP if `tensor_parallel` is above 1.
+            defaults.
         dtype: The type of the weights: fp32, bf16 or fp16.
         world_size: The number of ranks.
         micro_batch_size: The number of examples in a forward pass of a rank.
-        tensor_parallel: The number of ranks that split each weight. None takes that of the JSON.
+        tensor_parallel: The number of ranks that split each weight, whatever the JSON says of
+            sharding. None takes that of the JSON.
 
     Raises:
         UserError: The file cannot be read, or has a setting that cannot be used.
     """
     source = str(path or "the default")
-    if path is None:
-        stage = 3 if tensor_parallel in (None, 1) else 0
-        config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    else:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    if path is not None:
         config = _read_json(str(path))
     for name in ("zero_optimization", "tensor_parallel", dtype):
         if not isinstance(config.get(name, {}), dict):
@@ -116,12 +127,7 @@ def load_ds_config(
                 f"{name} in {source} is not an object", fix=f'write it like "{name}": {{...}}'
             )
     if tensor_parallel is not None:
-        section = config.setdefault("tensor_parallel", {"autotp_size": tensor_parallel})
-        if section.get("autotp_size") != tensor_parallel:
-            raise UserError(
-                f"tensor_parallel={tensor_parallel}, and {source} has {json.dumps(section)}",
-                fix="remove tensor_parallel",
-            )
+        _set_tensor_parallel(config, tensor_parallel, source)
     _check_sharding(config, world_size, source)
     size = tensor_parallel_size(config)
     if "optimizer" in config or "scheduler" in config:
@@ -143,7 +149,10 @@ def load_ds_config(
             problem = "set a value"
         if value not in allowed:
             setting = f"{key}={json.dumps(value)} in {source}"
-            raise UserError(f"{setting} cannot be used: {problem}", fix=f"remove {key}")
+            fix = f"remove {key}"
+            if key in ("bf16.enabled", "fp16.enabled") and value is True:
+                fix = f"set deepspeed=null, or model.dtype={key.removesuffix('.enabled')}"
+            raise UserError(f"{setting} cannot be used: {problem}", fix=fix)
     if dtype != "fp32":
         config[dtype] = {**config.get(dtype, {}), "enabled": True}
     if size == 1:
@@ -156,6 +165,22 @@ def load_ds_config(
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
     _let_deepspeed_check(config, source)
     return config
+
+
+def _set_tensor_parallel(config: dict[str, Any], size: int, source: str) -> None:
+    """Let `size` ranks split each weight. What the JSON says of sharding gives way to that."""
+    config["tensor_parallel"] = {**config.get("tensor_parallel", {}), "autotp_size": size}
+    zero = config.get("zero_optimization", {})
+    if size == 1:
+        config["zero_optimization"] = {**zero, "stage": zero.get("stage") or 3}
+        return
+    offload = zero.get("offload_param") or {}
+    if offload.get("device", "none") != "none":
+        raise UserError(
+            f"tensor_parallel={size} keeps the weights on the GPUs, and {source} offloads them",
+            fix="set deepspeed=null, or tensor_parallel=null",
+        )
+    config["zero_optimization"] = {"stage": 0}
 
 
 def _check_sharding(config: Mapping[str, Any], world_size: int, source: str) -> None:

@@ -317,8 +317,8 @@ class RunConfig:
     all ranks."""
     tensor_parallel: Annotated[Size | None, _MAY_DIFFER] = None
     """This number of ranks, a divisor of the number of all ranks, splits each weight by DeepSpeed's
-    AutoTP instead of ZeRO-3. Weights stay where they are, and activations travel. Null takes the
-    number in the DeepSpeed JSON."""
+    AutoTP instead of ZeRO-3. Weights stay where they are, and activations travel. The rest of the
+    DeepSpeed JSON serves. Null takes the number in it."""
     deepspeed: Annotated[str | None, _MAY_DIFFER] = None
     """DeepSpeed reads this JSON: a path, or a name in ds_configs such as zero3_bf16. Null is ZeRO-3
     with defaults."""

@@ -31,6 +31,7 @@ from lezo_ds.config import (
     load_config,
 )
 from lezo_ds.config.components import DESCRIBING_KEYS
+from lezo_ds.config.deepspeed import shared_by
 from lezo_ds.config.schema import READER, ModelConfig, PeftConfig
 from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import load_task_data
@@ -127,7 +128,11 @@ def open_model(
         }
         config = config_from_dict(values, f"model {model}", overrides, recorded=has_task)
         _refuse_recorded_code(config, overrides)
-    return Opened({"model": model}, config, lambda: make_engine(config))
+    return Opened(
+        {"model": model},
+        config,
+        lambda: make_engine(shared_by(distributed.world_size(), config)),
+    )
 
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:

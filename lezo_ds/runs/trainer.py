@@ -24,7 +24,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
 from lezo_ds.checkpoints.snapshots import snapshot_path
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, make_layer_policy
-from lezo_ds.config.deepspeed import check_shares, ds_config_of
+from lezo_ds.config.deepspeed import check_shares, ds_config_of, shared_by
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
@@ -200,7 +200,8 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
             fix="use the version of lezo_ds that wrote it, or open one of its snapshots",
         )
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
-    engine = make_engine(replace(run.config, zo=replace(run.config.zo, **_REPLAY_ONLY)))
+    config = replace(run.config, zo=replace(run.config.zo, **_REPLAY_ONLY))
+    engine = make_engine(shared_by(distributed.world_size(), config))
     if engine.base.fingerprint != run.header.model_fingerprint:
         raise UserError(
             f"{run.config.model.path} is not the base model of the run: its fingerprint is another",

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from assets import recipe_values, write_data, write_reader
+from assets import recipe_values, write_data, write_reader, write_recipe
 from commands import run_forked_well
 from eager_noise import draw
 from ranks import run_ranks
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, OPTConfig
 
 from lezo_ds import distributed
 from lezo_ds.config import config_from_dict
-from lezo_ds.config.deepspeed import ds_config_of
+from lezo_ds.config.deepspeed import ds_config_of, load_ds_config
 from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import read_journal
@@ -299,8 +299,10 @@ def test_heads_that_are_not_split_are_blamed_on_tensor_parallelism(message):
             "partition_size and method=adamw need ZeRO-3",
         ),
         ({"tensor_parallel": 2, "method": "adamw"}, "partition_size and method=adamw need ZeRO-3"),
-        ({"tensor_parallel": 2, "deepspeed": "zero3_bf16"}, "zero3_bf16 has ZeRO stage 3"),
-        ({"tensor_parallel": 2, "deepspeed": "tensor_parallel_bf16"}, '"autotp_size": 4'),
+        (
+            {"tensor_parallel": 2, "deepspeed": "zero3_cpu_offload"},
+            "zero3_cpu_offload offloads them; fix: set deepspeed=null",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes, text):
@@ -310,6 +312,36 @@ def test_settings_that_contradict_each_other_are_refused(changes, text):
     config = config_from_dict(values | changes, "the test")
     with pytest.raises(UserError, match=re.escape(text)):
         ds_config_of(config, 4)
+
+
+def test_the_key_replaces_what_the_json_says_of_sharding_and_leaves_the_rest(tmp_path):
+    monitor = {"enabled": True, "output_path": "x"}
+    path = tmp_path / "ds.json"
+    for zero in ({"stage": 3, "overlap_comm": True}, {"stage": 0}):
+        path.write_text(json.dumps({"zero_optimization": zero, "csv_monitor": monitor}))
+        split = load_ds_config(path, "fp32", 4, 2, tensor_parallel=2)
+        assert split["zero_optimization"] == {"stage": 0}
+        assert (split["tensor_parallel"], split["csv_monitor"]) == ({"autotp_size": 2}, monitor)
+    split = load_ds_config("tensor_parallel_bf16", "bf16", 4, 2, tensor_parallel=2)
+    assert split["tensor_parallel"] == {"autotp_size": 2}
+    assert load_ds_config(path, "fp32", 4, 2, tensor_parallel=1)["zero_optimization"]["stage"] == 3
+
+
+@pytest.mark.parametrize("keys", [["tensor_parallel=2"], ["partition_size=2"]])
+def test_a_run_of_two_ranks_is_read_by_one(keys, tmp_path):
+    recipe = write_recipe(tmp_path)
+    run_dir, shown = tmp_path / "run", tmp_path / "new.jsonl"
+    few = [f"run_dir={run_dir}", "train.steps=2", "train.eval_every=1", *keys]
+    run_forked_well(["--config", recipe, *few], num_ranks=2)
+    shown.write_text((tmp_path / "data" / "validation.jsonl").read_text())
+    read = ["--run", run_dir, "--step", "2"]
+    said = run_forked_well([*read, "--out", tmp_path / "exported"], program="export")
+    assert "the same as in the run" in said.err
+    run_forked_well([*read, shown, "--out", tmp_path / "labelled.jsonl"], program="predict")
+    for ranks in (1, 2):
+        run_forked_well(read, program="evaluate", num_ranks=ranks)
+    model = ["--model", tmp_path / "exported", "--config", recipe, *keys]
+    run_forked_well(model, program="evaluate")
 
 
 def test_a_run_goes_on_under_zero_3_and_its_journal_gives_its_weights(tmp_path):

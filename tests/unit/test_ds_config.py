@@ -65,7 +65,10 @@ def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
             {"zero_optimization": STAGE_3 | {"sub_group_size": "auto"}},
             'size="auto" .* cannot be used',
         ),
-        ({"fp16": {"enabled": True}}, "fp16.enabled=true .* contradicts model.dtype=bf16"),
+        (
+            {"fp16": {"enabled": True}},
+            "fp16.enabled=true .* model.dtype=bf16; fix: set deepspeed=null, or model.dtype=fp16",
+        ),
         ({"fp16": True}, "DeepSpeed refuses .* must be a mapping"),
         (
             {"zero_optimization": STAGE_3 | {"ofload": {}}},
