@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
 PAGE = (REPOSITORY / "docs" / "opt-30b.md").read_text()
 CHANGES = {
     # Two ranks, because they are on two cores, in bf16, because DeepSpeed does fp16 only on GPUs.
-    "tensor_parallel=4)": "tensor_parallel=2 model.dtype=bf16)",
+    "tensor_parallel=4)": "tensor_parallel=2 model.dtype=bf16 deepspeed=zero3_bf16)",
     "--ntasks-per-node=4 --gpus-per-node=4": "--ntasks-per-node=2 --gpus-per-node=2",
     "--gpus 4 --gpu-memory": "--gpus 2 --gpu-memory",
     # 200 steps, and two seeds.
