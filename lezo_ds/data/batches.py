@@ -140,8 +140,9 @@ def token_batch(
             only, are one row of input_ids.
 
     Returns:
-        A batch whose weight is the number of these tokens. Its labels are "target_ids",
-        int64 [tokens], and "token_slots", int64 [candidates, longest candidate].
+        A batch whose weight is the number of these tokens, and which selects the log-probability
+        of each. Its labels are "target_ids", int64 [tokens], and "token_slots",
+        int64 [candidates, longest candidate].
     """
     fed: list[TokenIds] = []
     row_of: dict[TokenIds, int] = {}
@@ -159,11 +160,12 @@ def token_batch(
             positions.append(position - 1)
             target_ids.append(ids[position])
     token_slots = _slots([len(example.targets(number)) for example, number in candidates])
+    targets = torch.tensor(target_ids)
     return MicroBatch(
         {"input_ids": _pad(fed, pad_id)},
         len(target_ids),
-        {"target_ids": torch.tensor(target_ids), "token_slots": token_slots},
-        LogitSelection(torch.tensor(rows), torch.tensor(positions)),
+        {"target_ids": targets, "token_slots": token_slots},
+        LogitSelection(torch.tensor(rows), torch.tensor(positions), targets=targets),
     )
 
 

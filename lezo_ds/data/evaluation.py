@@ -239,7 +239,7 @@ class _Evaluation:
 
         def score(items: Sequence[int]) -> Tensor:
             examples = [encoded[item] for item in items]
-            batch = teacher_forcing_batch(examples, self.data.tokenizer.pad_id)
+            batch = teacher_forcing_batch(examples, self.data.tokenizer.pad_id).with_logits()
             batch, logits = self._forward(batch)
             return torch.stack(
                 [teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], dim=1

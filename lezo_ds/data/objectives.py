@@ -55,7 +55,7 @@ def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
     are the logits of the candidates, float32 [E, C], which have the same softmax.
 
     Args:
-        logits: the selected logits of a `candidate_batch`.
+        logits: the selected logits or log-probabilities of a `candidate_batch`.
         batch: this batch.
     """
     if "target_ids" not in batch.labels:
@@ -169,7 +169,7 @@ def load_objective(name: str, task: Task) -> Objective:
     def build_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
         assert own.build_batch is not None
         # The task's own loss may be a mean over tokens, and a user's is one over examples.
-        return replace(own.build_batch(examples, pad_id), weight=len(examples))
+        return replace(own.build_batch(examples, pad_id).with_logits(), weight=len(examples))
 
     def loss(logits: Tensor, batch: MicroBatch) -> Tensor:
         losses = call_of_user(f"train.objective={name}", function, logits, batch)
@@ -235,7 +235,12 @@ def call_of_user(name: str, function: Callable[..., Any], *arguments: Any) -> An
 
 
 def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Return minus the log-probability of every target token, float32 [tokens]."""
+    """Return minus the log-probability of every target token, float32 [tokens].
+
+    The model has returned these log-probabilities, [tokens], or the logits, [tokens, vocabulary].
+    """
+    if logits.dim() == 1:
+        return -logits
     target_ids = batch.labels["target_ids"]
     return F.cross_entropy(logits.float(), target_ids, reduction="none")
 

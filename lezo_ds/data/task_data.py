@@ -157,8 +157,7 @@ class TaskData:
             of_micro_batch: list[int] = rows[first : first + size].tolist()
             if self.objective.reads_answers:
                 return self._answer_batch(config, step, of_micro_batch)
-            batch = self.objective_batch(self.train, of_micro_batch)
-            return pack(batch) if self.packed else batch
+            return self.training_batch(of_micro_batch)
 
         return StepBatch(weights.tolist(), build, content=rows.tobytes())
 
@@ -182,6 +181,11 @@ class TaskData:
             batch = self.objective.build_batch(encoded, self.tokenizer.pad_id)
         examples = tuple(split.examples[row] for row in rows)
         return replace(batch, examples=examples)
+
+    def training_batch(self, rows: Sequence[int]) -> MicroBatch:
+        """Return the batch of some training examples, which share rows if the model allows it."""
+        batch = self.objective_batch(self.train, rows)
+        return pack(batch) if self.packed else batch
 
     def prompt_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of the prompts of some examples, for the model to continue."""

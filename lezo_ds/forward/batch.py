@@ -24,13 +24,16 @@ class LogitSelection:
         rows: int64 [N], the sequence of each row of logits.
         positions: int64 [N], the hidden state that is read. Its logits predict the next token.
         vocabulary: int64 [K], the entries of the vocabulary; None selects all of them.
+        targets: int64 [N], the token whose log-probability is needed in the place of each row of
+            logits; None if the logits are needed.
 
-    The logits have the shape [N, K].
+    The output has the shape [N, K], or [N] with targets: float32 log-probabilities.
     """
 
     rows: Tensor
     positions: Tensor
     vocabulary: Tensor | None = None
+    targets: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,14 @@ class MicroBatch:
     generation: GenerationSettings | None = None
     examples: tuple[Example, ...] = ()
 
+    def with_logits(self) -> MicroBatch:
+        """Return a batch that selects logits, where this one selects log-probabilities."""
+        assert self.selection is not None
+        return replace(self, selection=replace(self.selection, targets=None))
+
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
-"""(logits or new tokens at one probe, micro-batch) -> summed loss of each example, [examples]."""
+"""(what the pass returns at one probe, micro-batch) -> summed loss of each example, [examples]."""
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -92,10 +100,8 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
     selection = batch.selection
     if selection is not None:
-        vocabulary = None if selection.vocabulary is None else selection.vocabulary.to(device)
-        selection = LogitSelection(
-            selection.rows.to(device), selection.positions.to(device), vocabulary
-        )
+        given = {name: tensor for name, tensor in vars(selection).items() if tensor is not None}
+        selection = LogitSelection(**move(given))
     return replace(batch, inputs=move(batch.inputs), labels=move(batch.labels), selection=selection)
 
 

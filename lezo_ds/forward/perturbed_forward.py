@@ -10,6 +10,7 @@ One pass of k probes gathers each weight once, and runs all probes (probes.py dr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.dense import DensePerturber
 from lezo_ds.forward.perturber import PassState
 from lezo_ds.forward.probes import Perturbation, ProbePass
-from lezo_ds.forward.wrappers import SelectingHead, Trainable, wrap_block, wrap_module
+from lezo_ds.forward.wrappers import (
+    SelectingHead,
+    Trainable,
+    target_log_probabilities,
+    wrap_block,
+    wrap_module,
+)
 
 
 class PerturbedForward:
@@ -60,6 +67,9 @@ class PerturbedForward:
         get_head = getattr(model, "get_output_embeddings", lambda: None)
         head: Any = get_head()
         self._has_head = head is not None
+        # Whether the model returns what its head returns. Some scale or cap the logits first; the
+        # first pass shows it.
+        self._ends_with_head = True
         if self._has_head:
             head.forward = SelectingHead(head, self._state, trainable).forward
 
@@ -78,8 +88,8 @@ class PerturbedForward:
 
         Returns:
             What `call` returns at each probe: the logits, [selected rows, entries] if the batch
-            selects some of them and else [rows, tokens, vocabulary]; or new tokens, int64 [rows,
-            tokens].
+            selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
+            it selects, [targets]; or new tokens, int64 [rows, tokens].
 
         Raises:
             UserError: the batch selects logits, and the model has no output head.
@@ -102,14 +112,26 @@ class PerturbedForward:
             )
             self._num_unperturbed = self._num_equal_blocks(perturbation)
         inputs = {name: torch.cat([value] * num_copies) for name, value in batch.inputs.items()}
+        targets = None if batch.selection is None else batch.selection.targets
         state.selection = batch.selection
+        if batch.selection is not None and not self._ends_with_head:
+            state.selection = replace(batch.selection, targets=None)
         try:
             output = call(**inputs)
+            of_head = state.log_probabilities
         finally:
             state.finish()
             self._num_unperturbed = 0
-        logits: Tensor = getattr(output, "logits", output)
-        return logits.chunk(num_copies)
+        found: Tensor = getattr(output, "logits", output)
+        copies = found.chunk(num_copies)
+        if targets is None:
+            return copies
+        if of_head is None:
+            return tuple(target_log_probabilities(logits, targets) for logits in copies)
+        if found.shape == of_head.shape and found.data_ptr() == of_head.data_ptr():
+            return copies
+        self._ends_with_head = False
+        return self(batch, perturbation, call)
 
     def _num_equal_blocks(self, perturbation: Perturbation) -> int:
         """Return how many blocks come before the first perturbed one and may share a copy."""

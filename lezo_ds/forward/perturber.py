@@ -30,6 +30,7 @@ class PassState:
         current: the pass, or the part of it that runs now.
         perturber: runs the modules with perturbed parameters; None at theta.
         selection: the logits that the pass needs; None stands for all.
+        log_probabilities: what the head has returned if the selection has targets.
         num_equal_blocks: all copies of the batch are equal before this block, because no block
             before it is perturbed. These blocks run on one copy.
     """
@@ -42,6 +43,7 @@ class PassState:
         self.current = AT_THETA
         self.perturber: Perturber | None = None
         self.selection: LogitSelection | None = None
+        self.log_probabilities: Tensor | None = None
         self.num_equal_blocks = 0
 
     def active(self, owned: Sequence[TrainedParameter]) -> Sequence[TrainedParameter]:

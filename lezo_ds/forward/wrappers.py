@@ -30,6 +30,9 @@ from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, look_up, whole_log
 
 Trainable = Mapping[nn.Parameter, NamedParameter]
 
+TARGETS_AT_ONCE = 128
+"""Most targets whose logits are copied to float32 at a time."""
+
 
 def wrap_module(module: nn.Module, state: PassState, trainable: Trainable) -> None:
     """Let a module that owns parameters run at the probes of the pass."""
@@ -90,6 +93,21 @@ def wrap_block(block: nn.Module, index: int, state: PassState, trainable: Traina
     block.forward = forward
 
 
+def target_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probability of the target of each row of logits, float32 [N].
+
+    Args:
+        logits: [N, vocabulary].
+        targets: int64 [N].
+    """
+    # Slices, because float32 copies of all logits may take more memory than the model.
+    losses = []
+    for first in range(0, len(targets), TARGETS_AT_ONCE):
+        part = slice(first, first + TARGETS_AT_ONCE)
+        losses.append(F.cross_entropy(logits[part].float(), targets[part], reduction="none"))
+    return -torch.cat(losses)
+
+
 class SelectingHead:
     """The forward method of an output head, whose own forward runs at the probes already.
 
@@ -98,6 +116,7 @@ class SelectingHead:
         [copies * rows, tokens, vocabulary]   if the batch selects no logits
         [copies * N, vocabulary]              if it selects N positions
         [copies * N, K]                       if it selects K entries of the vocabulary, too
+        [copies * N]                          if it selects the log-probabilities of N targets
     """
 
     def __init__(self, head: Any, state: PassState, trainable: Trainable) -> None:
@@ -123,6 +142,9 @@ class SelectingHead:
         selected = hidden[rows, positions]  # [copies * N, width]
         state.current = current._replace(rows=len(selection.rows))
         try:
+            if selection.targets is not None:
+                state.log_probabilities = self._log_probabilities(selection.targets, selected)
+                return state.log_probabilities
             if selection.vocabulary is None:
                 return self._all_entries(selected)
             if not self._is_linear:
@@ -133,6 +155,21 @@ class SelectingHead:
 
     def _all_entries(self, hidden: Tensor) -> Tensor:
         return whole_logits(self._head, self._run(hidden))
+
+    def _log_probabilities(self, targets: Tensor, hidden: Tensor) -> Tensor:
+        """Return the log-probabilities of the targets, [copies * N].
+
+        Only the logits of the probes that run at once are in memory.
+        """
+        state = self._state
+
+        def run_part(_: int, hidden: Tensor) -> Tensor:
+            logits = self._all_entries(hidden)
+            return target_log_probabilities(logits, targets.repeat(len(logits) // len(targets)))
+
+        num_probes = 1 if state.perturber is None else state.perturber.probes_at_once
+        found: Tensor = state.run_in_parts(num_probes, run_part, [hidden], {})
+        return found
 
     def _entries(self, entries: Tensor, hidden: Tensor) -> Tensor:
         """Return the logits of some entries of the vocabulary: [copies * N, K]."""

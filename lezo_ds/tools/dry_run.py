@@ -50,7 +50,16 @@ _MAX_SHOWN = 160  # characters of the first example
 _OFFLOAD = "zero3_cpu_offload"
 
 
-def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | None = None) -> str:
+LONG_STEP = 10.0
+"""Seconds. If a step takes longer, the text says what would be faster."""
+
+
+def dry_run(
+    config: RunConfig,
+    num_gpus: int | None = None,
+    gpu_memory: float | None = None,
+    seconds: tuple[float, float] | None = None,
+) -> str:
     """Check a configuration, and describe its run. A collective.
 
     Args:
@@ -58,6 +67,7 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
         num_gpus: Plan for so many GPUs with a rank on each. None plans for the ranks and devices
             of this process group.
         gpu_memory: GiB of a GPU. The text then says which settings fit it.
+        seconds: The result of `plan_time`, if it is known.
 
     Returns:
         The text, without a line break at its end.
@@ -100,7 +110,9 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
                 lines += plan.what_fits(int(gpu_memory * GIB))
         if data is not None and directory is not None:
             if on_gpu == has_gpu and config.method != "adamw":
-                lines.append(_time_line(config, model, directory, data, num_ranks))
+                if seconds is None:
+                    seconds = plan_time(config, directory, data, model.num_blocks)
+                lines += _time_lines(config, data, num_ranks, seconds)
             else:
                 fix = "run this where such GPUs are, with a method other than adamw"
                 lines.append(("time", f"not estimated: {fix}"))
@@ -241,22 +253,21 @@ class Plan:
         return plan.config, memory
 
 
-def _time_line(
-    config: RunConfig, model: ModelSizes, directory: Path, data: TaskData, num_ranks: int
-) -> Line:
+def _time_lines(
+    config: RunConfig, data: TaskData, num_ranks: int, seconds: tuple[float, float]
+) -> list[Line]:
     """Estimate the time on `num_ranks` ranks from a measurement on those that are here.
 
     All ranks share the work evenly, so the time is inversely proportional to their number.
     """
     num_here = distributed.world_size()
-    seconds = plan_time(config, directory, data, model.num_blocks)
     step_seconds, example_seconds = (value * num_here / num_ranks for value in seconds)
     test_seconds = example_seconds * len(data.test.examples)
     origin = f"estimated from two blocks of random weights on {num_here} of {num_ranks} ranks"
     if num_here == 1 < num_ranks:
         origin += ", without their messages"
     if config.method not in TRAINED:
-        return "time", f"about {duration(test_seconds)} to score the test examples; {origin}"
+        return [("time", f"about {duration(test_seconds)} to score the test examples; {origin}")]
     num_steps = config.train.steps or 0
     num_validations = 1 + math.ceil(num_steps / eval_every(config))  # one before the first step
     dev_seconds = example_seconds * len(data.dev.examples)
@@ -267,7 +278,25 @@ def _time_line(
         f"2 tests of {duration(test_seconds)}",
     ]
     besides = "besides loading and snapshots"
-    return "time", f"about {duration(total)}, {besides}: {', '.join(terms)}; {origin}"
+    lines = [("time", f"about {duration(total)}, {besides}: {', '.join(terms)}; {origin}")]
+    if step_seconds > LONG_STEP:
+        lines.append(("faster", faster(config, data)))
+    return lines
+
+
+def faster(config: RunConfig, data: TaskData) -> str:
+    """Return what would make a step faster."""
+    ways = ["shorter texts (data.max_length)", "a smaller model", "more ranks", "a GPU"]
+    if config.zo.directions > 7:  # FZOO needs four
+        ways.insert(0, f"zo.directions={config.zo.directions // 2}")
+    half = config.train.batch_size // 2
+    if half:
+        size = math.gcd(half, config.train.micro_batch_size)
+        ways.insert(0, f"train.batch_size={half} train.micro_batch_size={size}")
+    options = data.train.encoded[0].option_lengths
+    if len(options) > 1 and max(options) > 1:
+        ways.insert(0, "labels of one token each (a map in data.labels)")
+    return ", ".join(ways)
 
 
 def _data_lines(config: RunConfig, data: TaskData) -> list[Line]:

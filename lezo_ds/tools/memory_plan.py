@@ -23,8 +23,13 @@ forward pass (zo.probes_per_pass), a rank has
                  blocks:
                      b x c x tokens x activation width
                      b x c x (tokens + new tokens) x blocks x cached width
-    logits       of the answers, and what the loss makes of one copy of them in float32:
+    logits       of the tokens of answers, at most 2 copies at a time, and what their
+                 log-probabilities take, 128 tokens at a time:
+                     (b x min(c, 2) x tokens of answers + 8 x 128) x vocabulary
+                 A function of logits reads those of all copies, and makes two float32 tensors:
                      (b c + 8) x tokens of answers x vocabulary
+                 With them, there are copies of the head. The blocks have run before, so only what
+                 exceeds their copies + activations counts, unless answers are written
     snapshot     on rank 0, which writes one file after the other: a file of 1 GiB (on a GPU, in
                  the host's memory), and the largest parameter with rank 0's part of it. A forward
                  pass and a snapshot do not happen at the same time, so only what exceeds
@@ -45,6 +50,7 @@ from lezo_ds.checkpoints.snapshots import MAX_FILE_BYTES
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, num_passes
 from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
 from lezo_ds.forward.dense import PROBES_AT_ONCE
+from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.tools.sizes import HIDDEN_STATES, InputSizes, ModelSizes
 
 GIB = 1 << 30
@@ -127,6 +133,13 @@ def rank_memory(
     whole_blocks = on_gpu and not is_offloaded
     in_pass["copies"] = _copies(config, own_model, inputs, whole_blocks=whole_blocks)
     in_pass |= _activations(config, own_model, inputs)
+    if not inputs.new_tokens:  # otherwise keys and values stay while the head runs
+        of_blocks = in_pass["copies"] + in_pass["activations"]
+        of_head = in_pass["logits"]
+        if config.method in ZEROTH_ORDER and inputs.num_labels is None:
+            num_copies = min(copies_per_pass(config), PROBES_AT_ONCE)
+            of_head += num_copies * own_model.head * model.itemsize
+        in_pass["logits"] = max(0, of_head - of_blocks)
     snapshot = _snapshot(config, model, num_shards * split, on_gpu=on_gpu)
     terms = {
         "reserve": GPU_RESERVE if on_gpu else CPU_RESERVE,
@@ -183,8 +196,8 @@ def received_bytes(
         weight_bytes = model.num_parameters * model.itemsize
         return round(passes_of_rank * weight_bytes * (sharing - 1) / sharing)
     num_groups = ranks // split
-    rows = num_passes(config) * copies_per_pass(config) * config.train.micro_batch_size / num_groups
-    tokens = rows * (inputs.mean_length or inputs.length)
+    num_examples = num_passes(config) * copies_per_pass(config) * config.train.micro_batch_size
+    tokens = num_examples / num_groups * inputs.rows * (inputs.mean_length or inputs.length)
     num_sums = 2 * model.num_blocks
     if model.has_split_vocabulary:
         num_sums += 1
@@ -213,7 +226,7 @@ def _shards(
 
 
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_blocks: bool) -> int:
-    """Return the bytes of perturbed weights.
+    """Return the bytes of perturbed weights of blocks, or while answers are written, of all.
 
     Args:
         config: The run.
@@ -230,7 +243,7 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_b
         perturbed = model.blocks_trained * kept_share + model.head
         return int(num_copies * perturbed) * model.itemsize
     largest = model.largest_perturbed
-    if inputs.num_labels is None:  # otherwise only a few rows of the head are perturbed
+    if inputs.new_tokens:
         largest = max(largest, model.head)
     if whole_blocks and num_copies <= PROBES_AT_ONCE:
         largest = max(largest, model.blocks_trained // model.num_blocks)
@@ -240,29 +253,39 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_b
 def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> dict[str, int]:
     """Return the bytes of activations and of logits in the largest pass.
 
-    That is a pass of training or of an evaluation. The loss makes two float32 tensors of the
-    logits, a copy at a time.
+    That is a pass of training or of an evaluation.
     """
     # An evaluation runs one copy, and compares all entries of the vocabulary.
     scored_rows = config.train.eval_batch_size
-    largest_rows = scored_rows
-    loss_bytes = 2 * _FP32
-    logits = scored_rows * (model.itemsize + loss_bytes) * model.vocabulary_size
+    largest_rows: float = scored_rows
+    logits = _logits(model, inputs, scored_rows * inputs.answer_tokens, 1)
     if config.method in TRAINED:
-        num_rows = config.train.micro_batch_size  # examples, or answers that are drawn for prompts
-        if inputs.trains_on_answers:
-            num_rows *= config.generation.num_samples
+        num_examples = config.train.micro_batch_size
+        if inputs.trains_on_answers:  # that are drawn for prompts
+            num_examples *= config.generation.num_samples
         num_copies = copies_per_pass(config)
-        largest_rows = max(scored_rows, num_copies * num_rows)
-        num_entries = inputs.num_labels or model.vocabulary_size
-        row_bytes = num_copies * model.itemsize + loss_bytes
-        logits = max(logits, num_rows * row_bytes * num_entries)
+        largest_rows = max(scored_rows, num_copies * num_examples * inputs.rows)
+        # The logits of a few entries, one row for each example, take next to nothing.
+        if inputs.num_labels is None:
+            num_targets = math.ceil(num_examples * inputs.targets)
+            logits = max(logits, _logits(model, inputs, num_targets, num_copies))
     size = largest_rows * inputs.length * model.activation_width
     if inputs.new_tokens:
         written_rows = largest_rows if inputs.trains_on_answers else scored_rows
         written_length = inputs.length + inputs.new_tokens
         size += written_rows * written_length * model.num_blocks * model.cached_width
-    return {"activations": size * model.itemsize, "logits": inputs.answer_tokens * logits}
+    return {"activations": math.ceil(size * model.itemsize), "logits": logits}
+
+
+def _logits(model: ModelSizes, inputs: InputSizes, num_targets: int, num_copies: int) -> int:
+    """Return the bytes of a pass's logits, and of the float32 tensors that the loss makes."""
+    if inputs.reads_logits:
+        num_logits = num_targets * num_copies
+        num_reduced = num_targets
+    else:
+        num_logits = num_targets * min(num_copies, PROBES_AT_ONCE)
+        num_reduced = min(num_targets, TARGETS_AT_ONCE)
+    return (num_logits * model.itemsize + num_reduced * 2 * _FP32) * model.vocabulary_size
 
 
 def _snapshot(config: RunConfig, model: ModelSizes, num_shards: int, *, on_gpu: bool) -> int:

@@ -104,16 +104,23 @@ class InputSizes:
     Attributes:
         length: Tokens of the longest input, with its padding.
         mean_length: Tokens of a training example on average; 0 if that is not known.
-        answer_tokens: Tokens of the longest answer whose probability is computed.
+        rows: Rows of this length for a training example: about one for each candidate, and fewer
+            if examples share rows.
+        targets: Rows of logits for a training example: one for each token of its answers.
+        answer_tokens: Rows of logits for a row of an evaluation.
         num_labels: Entries of the vocabulary that training compares; None for all of them.
+        reads_logits: Whether a function reads logits, and not log-probabilities of tokens.
         new_tokens: Tokens that the model writes after a prompt in an evaluation.
         trains_on_answers: Whether the model writes answers in training, too.
     """
 
     length: int
     mean_length: float = 0
+    rows: float = 1
+    targets: float = 1
     answer_tokens: int = 1
     num_labels: int | None = None
+    reads_logits: bool = False
     new_tokens: int = 0
     trains_on_answers: bool = False
 
@@ -191,17 +198,36 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     lengths = [example.num_tokens for example in examples]
     for split in splits:
         lengths += [len(ids) for ids in split.prompts]
-    answer_lengths = [length for example in examples for length in example.option_lengths]
+    length = math.ceil(max(lengths) / PAD_MULTIPLE) * PAD_MULTIPLE
+    answer_tokens = 1
+    for example in examples:
+        longest_option = max(example.option_lengths, default=1)
+        # Options of one token share a row.
+        num_selected = len(example.option_lengths) if longest_option == 1 else longest_option
+        answer_tokens = max(answer_tokens, num_selected)
+    training = data.train.encoded or data.test.encoded
+    by_length = sorted(range(len(training)), key=lambda row: training[row].num_tokens)
+    longest = by_length[-config.train.micro_batch_size :]
+    batch = data.training_batch(longest)
+    targets = float(answer_tokens)
     num_labels = None
-    selection = data.objective_batch(data.train, [0]).selection
-    if selection is not None and selection.vocabulary is not None:
-        num_labels = len(selection.vocabulary)
-    training_examples = data.train.encoded or data.test.encoded
+    selection = batch.selection
+    # An evaluation of a chat counts the tokens that are the model's first choice.
+    reads_logits = selection is None or data.task.kind == "chat"
+    if selection is not None:
+        targets = len(selection.rows) / len(longest)
+        if selection.vocabulary is not None:
+            num_labels = len(selection.vocabulary)
+        elif selection.targets is None:
+            reads_logits = True
     return InputSizes(
-        length=math.ceil(max(lengths) / PAD_MULTIPLE) * PAD_MULTIPLE,
-        mean_length=mean(example.num_tokens for example in training_examples),
-        answer_tokens=max(answer_lengths, default=1),
+        length=length,
+        mean_length=mean(example.num_tokens for example in training),
+        rows=batch.inputs["input_ids"].numel() / len(longest) / length,
+        targets=targets,
+        answer_tokens=answer_tokens,
         num_labels=num_labels,
+        reads_logits=reads_logits,
         new_tokens=0 if data.generation is None else data.generation.max_new_tokens,
         trains_on_answers=data.objective.reads_answers,
     )

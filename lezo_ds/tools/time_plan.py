@@ -9,11 +9,15 @@ follow those of the real model with B blocks, D of which a step drops:
 
     forward outside + D x in the dropped block + (B - D) x in the kept block
         + update x (weights that a step of the real model updates) / (those of the measured step)
+
+The measured step has one micro-batch for each rank, and on a CPU, whose time is in proportion to
+its work, a few examples. The forward terms are multiplied by what the real step has more.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -37,8 +41,11 @@ from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.zo.layers import num_dropped
 
-# How often an action is measured. The first time compiles kernels and is not counted.
-_ROUNDS = 5
+# How often an action is measured. The first time compiles kernels and is not counted, unless it
+# takes so many seconds that no other follows.
+_ROUNDS = 3
+_MAX_SECONDS = 5.0
+_FEW_EXAMPLES = 4
 # These random numbers fill the weights again and again. Drawing new ones for all weights of a large
 # model would take minutes.
 _NUM_NOISE = 1 << 16
@@ -78,12 +85,14 @@ def plan_time(
         The seconds of a step (0 if the method does not train) and of scoring an example, if all
         work were done on the ranks here.
     """
-    engine = _engine_of_two_blocks(config, directory)
+    if distributed.rank() == 0:
+        print("measuring parts of a step, for some seconds", file=sys.stderr, flush=True)
+    measured = _measured_part(config)
+    engine = _engine_of_two_blocks(measured, directory)
     blocks = engine.module.get_submodule(engine.layout.path).children()
     clocks = [_BlockClock(block) for block in blocks]
-    batch_size = config.train.eval_batch_size
-    # Two batches for each rank are enough.
-    num_scored = min(len(data.dev.examples), 2 * batch_size * distributed.world_size())
+    batch_size = measured.train.eval_batch_size
+    num_scored = min(len(data.dev.examples), batch_size * distributed.world_size())
     scored = replace(
         data.dev,
         examples=data.dev.examples[:num_scored],
@@ -97,10 +106,11 @@ def plan_time(
         return 0.0, example
 
     # A generator, because a step of a run also draws its examples.
-    batches = (data.step_batch(config, step) for step in range(_ROUNDS))
+    batches = (data.step_batch(measured, step) for step in range(_ROUNDS))
     outside, dropped, kept = _fastest(clocks, lambda: engine.train_batch(next(batches), data.loss))
     # This applies the last step's record again and again. No block runs meanwhile.
-    update, _, _ = _fastest(clocks, lambda: engine.apply(_ROUNDS - 1, _ROUNDS))
+    done = engine.global_steps
+    update, _, _ = _fastest(clocks, lambda: engine.apply(done - 1, done))
     num_dropped_blocks = num_dropped(config.zo.sparsity or 0.0, num_blocks)
     num_kept_blocks = num_blocks - num_dropped_blocks
     # Trained elements of this rank: in the dropped block (0), in the kept one (1), and outside.
@@ -110,13 +120,27 @@ def plan_time(
             num_trained[shard.named.block] += shard.count
     num_measured = num_trained.total() - num_trained[0]
     num_updated = num_measured + num_trained[1] * (num_kept_blocks - 1)
-    seconds = (
-        (outside - update)
-        + num_dropped_blocks * dropped
-        + num_kept_blocks * kept
-        + update * num_updated / num_measured
+    forward = (outside - update) + num_dropped_blocks * dropped + num_kept_blocks * kept
+    forward *= config.train.batch_size / measured.train.batch_size
+    return forward + update * num_updated / num_measured, example
+
+
+def _measured_part(config: RunConfig) -> RunConfig:
+    """Return a run of smaller steps: one micro-batch for each rank here, if the ranks may."""
+    train = config.train
+    num_micro_batches = train.batch_size // train.micro_batch_size
+    if num_micro_batches % distributed.world_size() == 0:
+        num_micro_batches = distributed.world_size()
+    size = train.micro_batch_size
+    scored = train.eval_batch_size
+    if distributed.device().type == "cpu":
+        size = min(size, _FEW_EXAMPLES)
+        scored = min(scored, _FEW_EXAMPLES)
+    batch_size = num_micro_batches * size
+    return replace(
+        config,
+        train=replace(train, batch_size=batch_size, micro_batch_size=size, eval_batch_size=scored),
     )
-    return seconds, example
 
 
 def _engine_of_two_blocks(config: RunConfig, directory: Path) -> LezoEngine:
@@ -144,15 +168,19 @@ def _engine_of_two_blocks(config: RunConfig, directory: Path) -> LezoEngine:
 
 
 def _fastest(clocks: list[_BlockClock], action: Callable[[], object]) -> tuple[float, float, float]:
-    """Repeat an action, and return the seconds of its fastest repetition. A collective.
+    """Repeat an action for some seconds, and return those of its fastest run. A collective.
 
     Returns:
         The seconds of everything but the forward passes of the blocks, of those of the first block,
         which steps drop, and of those of the second block, which steps perturb.
     """
-    times = []
-    for _ in range(_ROUNDS):
-        distributed.barrier()
+    times: list[tuple[float, float, float]] = []
+    begin = now()
+    while len(times) < _ROUNDS:
+        # The sum is the same on all ranks, and also a barrier.
+        spent = torch.tensor([now() - begin], dtype=torch.float64, device=distributed.device())
+        if distributed.sum_vector(spent)[0] > _MAX_SECONDS * distributed.world_size():
+            break
         for clock in clocks:
             clock.seconds = 0.0
         start = now()
@@ -160,7 +188,7 @@ def _fastest(clocks: list[_BlockClock], action: Callable[[], object]) -> tuple[f
         total = now() - start
         first, second = [clock.seconds for clock in clocks]
         times.append((total - first - second, first, second))
-    return min(times[1:], key=sum)
+    return min(times[1:] or times, key=sum)
 
 
 def _write_model(config: RunConfig, source: Path, folder: Path) -> None:

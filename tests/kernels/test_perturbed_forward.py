@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
+from lezo_ds.forward import wrappers
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.perturbed_forward import PerturbedForward
@@ -34,6 +35,11 @@ SELECTIONS = {
     "all entries": LogitSelection(torch.tensor([0, 0, 2, 1]), torch.tensor([9, 3, 0, 3])),
     "some entries": LogitSelection(
         torch.tensor([0, 1, 2, 2, 2]), torch.tensor([9, 3, 0, 0, 5]), torch.tensor([40, 3, 47, 3])
+    ),
+    "log-probabilities": LogitSelection(
+        torch.tensor([0, 1, 2]),
+        torch.tensor([9, 3, 0]),
+        targets=torch.tensor([5, 47, 3]),
     ),
 }
 
@@ -102,6 +108,8 @@ def select(logits, selection):
     if selection is None:
         return logits
     rows = logits[selection.rows, selection.positions]
+    if selection.targets is not None:
+        return rows.log_softmax(dim=1)[torch.arange(len(rows)), selection.targets]
     return rows if selection.vocabulary is None else rows[:, selection.vocabulary]
 
 
@@ -295,6 +303,40 @@ def test_selected_logits_are_the_full_ones_indexed(family, tuned, selection):
         full = run(perturbed, model, token_batch(), change)
         selected = run(perturbed, model, token_batch(selection), change)
         assert_equal_to_rounding(selected, [select(logits, selection) for logits in full])
+
+
+@pytest.mark.parametrize("family", ["opt", "gemma2"])
+def test_log_probabilities_have_the_bits_of_those_of_all_logits(family, monkeypatch):
+    """gemma2 caps the logits after its head. The slices are of two rows, and of the three at once.
+
+    However many probes a pass has, only the logits of two are there at a time.
+    """
+    model = tiny_model(family)
+    selection = SELECTIONS["log-probabilities"]
+    trainable = tunable(model, in_blocks(model))
+    probes = tuple(KeyedProbe(key, SCALE) for key in range(4))
+    whole = Perturbation(probes, frozenset(), NOISE)
+    perturbed = PerturbedForward(model, trainable)
+    logits = run(perturbed, model, token_batch(replace(selection, targets=None)), whole)
+    expected = [
+        -F.cross_entropy(of_probe, selection.targets, reduction="none") for of_probe in logits
+    ]
+    rows_of_logits = []
+    own_reduction = wrappers.target_log_probabilities
+
+    def noted(logits, targets):
+        rows_of_logits.append(len(logits))
+        return own_reduction(logits, targets)
+
+    monkeypatch.setattr(wrappers, "target_log_probabilities", noted)
+    for at_once in (2, 128):
+        monkeypatch.setattr(wrappers, "TARGETS_AT_ONCE", at_once)
+        for first, last in ((0, 4), (0, 2), (2, 4)):
+            some = replace(whole, probes=probes[first:last])
+            found = run(perturbed, model, token_batch(selection), some)
+            for mine, theirs in zip(found, expected[first:last], strict=True):
+                assert torch.equal(mine, theirs)
+    assert set(rows_of_logits) == {2 * 3}
 
 
 # Modules of unusual models.

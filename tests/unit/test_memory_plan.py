@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from assets import write_reader, write_recipe
+from own_data import own_values, write_byte_model, write_tickets
 from ranks import run_ranks
 from tiny_runs import write_model
 from transformers import OPTConfig
@@ -30,7 +31,7 @@ from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools import memory_plan, time_plan
 from lezo_ds.tools.dry_run import Plan, dry_run
 from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, rank_memory, received_bytes
-from lezo_ds.tools.sizes import InputSizes, model_sizes
+from lezo_ds.tools.sizes import InputSizes, measured_inputs, model_sizes
 from lezo_ds.tools.time_plan import plan_time
 
 STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -57,7 +58,7 @@ def resident(field):
     return int(line.split()[1]) * 1024
 
 
-def measure_steps(config):
+def measure_steps(config, options):
     """Return this process's memory before a model loads, its peak in steps, and in a snapshot."""
     torch.set_num_threads(1)
     snapshots.MAX_FILE_BYTES = MAX_FILE_BYTES
@@ -68,7 +69,8 @@ def measure_steps(config):
     PEAK.write_text("5")
     before = resident("VmRSS")
     engine = make_engine(config)
-    example = EncodedExample(((*range(3, 67), 5), (*range(3, 67), 9)), (1, 1), 0, False)
+    sequences = tuple((*range(3, 67), *option) for option in options)
+    example = EncodedExample(sequences, tuple(map(len, options)), 0, False)
     micro_batch = candidate_batch([example] * config.train.micro_batch_size, 1)
     for _ in range(2):
         engine.train_batch([micro_batch] * distributed.world_size(), classification_loss)
@@ -79,8 +81,18 @@ def measure_steps(config):
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not PEAK.exists(), reason="the peak of a process can be reset on Linux only")
-@pytest.mark.parametrize("split", [None, 2])
-def test_the_formula_is_within_a_fifth_of_the_measured_peak(split, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("split", "options", "inputs"),
+    [
+        (None, ((5,), (9,)), INPUTS),
+        (2, ((5,), (9,)), INPUTS),
+        (None, (tuple(range(3, 67)),) * 3, InputSizes(128, rows=3, targets=3 * 64)),
+    ],
+    ids=["ZeRO-3", "tensor parallelism", "long answers"],
+)
+def test_the_formula_is_within_a_fifth_of_the_measured_peak(
+    split, options, inputs, tmp_path, monkeypatch
+):
     monkeypatch.setattr(memory_plan, "MAX_FILE_BYTES", MAX_FILE_BYTES)
     sizes = {
         "hidden_size": 1024,
@@ -92,10 +104,10 @@ def test_the_formula_is_within_a_fifth_of_the_measured_peak(split, tmp_path, mon
     write_model(shape, tmp_path)
     changes = {"model__dtype": "fp32", "run_dir": str(tmp_path / "run"), "tensor_parallel": split}
     config = recipe(tmp_path, train__micro_batch_size=4, **changes)
-    memory = rank_memory(config, model_sizes(config, tmp_path), INPUTS, world_size=2, on_gpu=False)
-    before, peak, with_snapshot = run_ranks(measure_steps, 2, config)[0]
+    memory = rank_memory(config, model_sizes(config, tmp_path), inputs, world_size=2, on_gpu=False)
+    before, peak, with_snapshot = run_ranks(measure_steps, 2, config, options)[0]
     assert memory.total - CPU_RESERVE == pytest.approx(with_snapshot - before, rel=0.2)
-    assert memory.total - CPU_RESERVE - memory.parts["snapshot"] == pytest.approx(
+    assert memory.total - CPU_RESERVE - memory.parts.get("snapshot", 0) == pytest.approx(
         peak - before, rel=0.2
     )
 
@@ -169,7 +181,8 @@ def test_long_answers_need_the_whole_head_all_logits_and_their_keys_and_values()
     parts = memory_of(
         inputs=replace(INPUTS, num_labels=None, answer_tokens=100, new_tokens=50)
     ).parts
-    assert parts["logits"] == 8 * 100 * 50272 * (2 + 8)  # of an evaluation: 8 examples
+    # Of an evaluation of 8 examples, whose log-probabilities are made of 128 rows at a time.
+    assert parts["logits"] == (8 * 100 * 2 + 128 * 8) * 50272
     assert (
         parts["activations"] - memory_of().parts["activations"] == 8 * (64 + 50) * 48 * 2 * 7168 * 2
     )
@@ -194,6 +207,36 @@ def test_what_fits_is_for_few_ranks_of_zero3_and_offloads_only_if_nothing_else_f
         zip(sizes, ("does not fit", "fits", "fits"), (False,) * 3, strict=True)
     )
     assert lines(16)[-1] == ("partition_size=4", "fits", True)
+
+
+def test_every_token_of_every_label_is_counted(tmp_path):
+    """A token is a byte, and a space comes before a label. An example has three rows."""
+    write_byte_model(tmp_path / "model")
+    tickets = write_tickets(tmp_path / "tickets.csv", num_rows=30)
+    labels = ["billing", "bug", "shipping"]
+    values = own_values(
+        tmp_path / "model",
+        train=str(tickets),
+        prompt="{text}\nTopic:",
+        label_field="topic",
+        labels=labels,
+    )
+    config = config_from_dict({**values, "run_dir": str(tmp_path / "run")}, "the test")
+    data = load_task_data(config)
+    inputs = measured_inputs(config, replace(data, packed=False))
+    assert inputs.targets == sum(1 + len(label) for label in labels)
+    assert (inputs.answer_tokens, inputs.num_labels, inputs.reads_logits) == (9, None, False)
+    assert 2.5 < inputs.rows <= 3
+    # Examples that share rows run fewer tokens, and as many of them count.
+    packed = measured_inputs(config, replace(data, packed=True))
+    assert packed.targets == inputs.targets and packed.rows <= inputs.rows
+    parts = memory_of(inputs=replace(inputs, targets=21_000)).parts
+    head = 2 * 2 * HEAD + (2 * 21_000 * 2 + 128 * 8) * 50272
+    assert parts["logits"] == head - parts["copies"] - parts["activations"]
+    distributed.init_distributed()
+    seconds = {step: dry_run(config, seconds=(step, 0.1)) for step in (9, 11)}
+    ways = "labels of one token each (a map in data.labels), train.batch_size=4"
+    assert f"faster        {ways}" in seconds[11] and "faster" not in seconds[9]
 
 
 def test_a_dry_run_checks_all_but_the_weights_and_prints_the_facts(tmp_path):
