@@ -1,8 +1,9 @@
 """lezo-ds init: writes a commented recipe for a model and a table of records.
 
 The task follows from the columns of the table (`describe_task`), the sizes of a step from the
-number of records and GPUs, and the learning rate from the width of the model. A dry run of the
-recipe then checks it, and a recipe that is refused is removed.
+number of records and GPUs, and the learning rate from the width of the model. On a CPU, a step that
+would take long is made smaller. A dry run of the recipe then checks it, and a recipe that is
+refused is removed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,14 +22,15 @@ from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, load_config
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import read_source
-from lezo_ds.data.task_data import load_task_data
+from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.template import field_text
-from lezo_ds.tools.dry_run import dry_run
+from lezo_ds.tools.dry_run import LONG_STEP, dry_run, faster
 from lezo_ds.tools.memory_plan import rank_memory
 from lezo_ds.tools.sizes import measured_inputs, model_sizes
+from lezo_ds.tools.time_plan import plan_time
 
 _FEWEST_RECORDS = 10
 _MAX_LABELS = 200  # a column with more different values is not taken for labels, unless it is named
@@ -70,7 +72,7 @@ _PARTITION = (
 )
 _FZOO = """\
   estimator: fzoo
-  directions: 15  # with the weights as they are, 16 probes a step
+  directions: {directions}  # with the weights as they are, {num_probes} probes a step
   probes_per_pass: {probes}  # perturbed copies in a forward pass: 2 needs the least memory
   noise_distribution: rademacher
   layer_policy: fixed  # the last third of the blocks is trained, and nothing else
@@ -85,6 +87,22 @@ _LEZO = """\
   perturbation_scale: 1.0e-3
   sparsity: {sparsity}  # the share of the transformer blocks that each step leaves out; 0 is MeZO
 """
+
+
+class _StepSize(NamedTuple):
+    """How much a step computes."""
+
+    examples: int
+    directions: int  # of FZOO, which has one probe more
+
+
+# From the best to the fastest.
+_STEP_SIZES = (
+    _StepSize(_BATCH_SIZE, 15),
+    _StepSize(8, 15),
+    _StepSize(4, 15),
+    _StepSize(4, 7),
+)
 
 
 @dataclass(frozen=True)
@@ -130,22 +148,90 @@ def main(arguments: Namespace) -> None:
     if machine.num_ranks > 1:
         launcher = f"deepspeed --num_gpus {machine.num_ranks} --module lezo_ds"
     command = f"{launcher} train --config {target}"
-    recipe = f"# {' '.join(title.split())}. Check the prompt and the labels.\n# {command}\n"
-    recipe += _recipe(arguments, machine, directory, task, len(records))
-    with failures_named(target):
-        write_atomically(target, recipe)
+    heading = f"# {' '.join(title.split())}. Check the prompt and the labels.\n# {command}\n"
+
+    def written(size: _StepSize, end: str = "") -> RunConfig:
+        recipe = _recipe(arguments, machine, directory, task, len(records), size)
+        with failures_named(target):
+            write_atomically(target, heading + recipe + end)
+        return load_config(target)
+
+    size = _STEP_SIZES[0]
     try:
-        config = load_config(target)
-        if _fits_one_gpu(config, directory, machine):
-            with failures_named(target):
-                write_atomically(target, recipe + _PARTITION)
-            config = load_config(target)
-        on_gpu = machine.gpu_bytes is not None
-        print(dry_run(config, num_gpus=machine.num_ranks if on_gpu else None))
-    except UserError:
-        target.unlink()
+        config = written(size)
+        data = load_task_data(config)
+        if _shorten_labels(task, data):
+            heading += "# Labels are scored by their first tokens; a list scores whole labels.\n"
+            config = written(size)
+            data = load_task_data(config)
+        if machine.gpu_bytes is not None:
+            if _fits_one_gpu(config, directory, machine):
+                config = written(size, _PARTITION)
+            plan = dry_run(config, num_gpus=machine.num_ranks)
+        else:
+            num_blocks = model_sizes(config, directory).num_blocks
+            full_step, example = plan_time(config, directory, data, num_blocks)
+            size, step = _affordable(config, full_step)
+            if full_step > LONG_STEP:
+                heading += _cost(written(size), data, step, full_step)
+                config = written(size)
+            plan = dry_run(config, seconds=(step, example))
+    except BaseException:  # Ctrl-C, too: the same command then works again
+        target.unlink(missing_ok=True)
         raise
+    print(plan)
     print(f"\n{target} is written; next: {command}")
+
+
+def _shorten_labels(task: dict[str, Any], data: TaskData) -> bool:
+    """Give each label its first token as its text, if these differ and each begins its label.
+
+    The model then scores all labels after one row of tokens, instead of a row for each label.
+
+    Args:
+        task: Keys of the section `data`, of which `labels` may be changed.
+        data: The run's examples, with the labels as their texts.
+    """
+    example = data.train.encoded[0]
+    if "labels" not in task or max(example.option_lengths) == 1:
+        return False
+    labels = task["labels"]
+    texts = []
+    for ids, length in zip(example.sequences, example.option_lengths, strict=True):
+        texts.append(data.tokenizer.decode([ids[-length]]).strip())
+    different = {text.casefold() for text in texts if text}
+    if len(different) < len(labels) or not all(map(str.startswith, labels, texts)):
+        return False
+    task["labels"] = dict(zip(labels, texts, strict=True))
+    return True
+
+
+def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float]:
+    """Return the first size whose step is not long, or the fastest one; and its seconds.
+
+    Args:
+        config: A run whose steps have the first of the sizes.
+        seconds: Of such a step. They are in proportion to examples and probes.
+    """
+    full = _STEP_SIZES[0]
+    for size in _STEP_SIZES:
+        share = size.examples / full.examples
+        if config.zo.estimator == "fzoo":
+            share *= (size.directions + 1) / (full.directions + 1)
+        if seconds * share <= LONG_STEP:
+            break
+    return size, seconds * share
+
+
+def _cost(config: RunConfig, data: TaskData, step: float, full_step: float) -> str:
+    """Return comments on the seconds of a step, and of one of the first size."""
+    comments = (
+        f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all directions, "
+        f"it would take {full_step:.0f} s.\n"
+    )
+    if step > LONG_STEP:
+        comments += f"# Faster: {faster(config, data)}.\n"
+    return comments
 
 
 def _this_machine() -> _Machine:
@@ -181,6 +267,7 @@ def _recipe(
     directory: Path,
     task: Mapping[str, Any],
     num_records: int,
+    size: _StepSize,
 ) -> str:
     """Return the recipe as YAML with comments, without its first lines.
 
@@ -190,21 +277,27 @@ def _recipe(
         directory: The model's folder.
         task: Keys of the section `data` that describe the task.
         num_records: Number of the records, from which some are taken to validate and to test.
+        size: Of a step.
     """
     decoder = load_model_config(directory).get_text_config()
     max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
     shrinking = min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5)
     if arguments.method == "fzoo":
-        steps = num_steps(num_records)
-        micro_batch = _BATCH_SIZE  # the ranks share the probes
+        steps = num_steps(num_records, size.examples)
+        micro_batch = size.examples  # the ranks share the probes
+        num_probes = size.directions + 1
         # A larger perturbation for rewards: it changes fewer answers than losses.
         scale = 5e-3 if arguments.reward is None else 1e-2
         zo = _FZOO.format(
-            probes=16 // max(2, machine.num_ranks), scale=scale * shrinking, rate=8e-3 * shrinking
+            directions=size.directions,
+            num_probes=num_probes,
+            probes=num_probes // max(2, machine.num_ranks),
+            scale=scale * shrinking,
+            rate=8e-3 * shrinking,
         )
     else:
         steps = _MAX_STEPS
-        micro_batch = _BATCH_SIZE // machine.num_ranks
+        micro_batch = size.examples // machine.num_ranks
         sparsity = 0.75 if arguments.method == "lezo" else 0.0
         zo = _LEZO.format(rate=3e-5 * shrinking**3, sparsity=sparsity)
     # JSON is YAML on one line.
@@ -225,13 +318,13 @@ def _recipe(
         objective=objective,
         steps=steps,
         eval_every=steps // 5,
-        batch_size=_BATCH_SIZE,
+        batch_size=size.examples,
         micro_batch=micro_batch,
         deepspeed="zero3_cpu" if machine.gpu_bytes is None else f"zero3_{machine.dtype}",
     )
 
 
-def num_steps(num_records: int) -> int:
+def num_steps(num_records: int, batch_size: int = _BATCH_SIZE) -> int:
     """Return the number of FZOO's steps for a table: about five passes over the records that train.
 
     The number is a multiple of 10 from 100 to 1,000. With more steps, FZOO overfits.
@@ -242,7 +335,7 @@ def num_steps(num_records: int) -> int:
     num_validation = min(500, num_records // 5)
     num_test = min(1000, num_records // 5)
     num_train = num_records - num_validation - num_test
-    five_passes = 5 * num_train // _BATCH_SIZE
+    five_passes = 5 * num_train // batch_size
     return max(100, min(_MAX_STEPS, five_passes // 10 * 10))
 
 

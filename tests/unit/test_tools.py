@@ -12,6 +12,7 @@ from own_data import write_chat_model, write_tickets
 
 from lezo_ds.cli import run_command
 from lezo_ds.config import load_config
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.tools import init
 from lezo_ds.tools.init import describe_task, num_steps
@@ -134,6 +135,67 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
     speeds = answer_speeds(config, rounds=1)
     assert "240 tokens, 5 probes" in speeds and all(name in speeds for name in ("generate", "ours"))
     assert [num_steps(records) for records in (30, 1667, 100_000)] == [100, 310, 1000]
+
+
+def init_tickets(monkeypatch, directory, classes, *words):
+    """Write a recipe for a table of 40 tickets of these classes, and return its text."""
+    monkeypatch.chdir(directory)
+    write_chat_model(directory / "model")
+    rows = [f"{text},{classes[number % 2]}" for number, text in enumerate(TEXTS)]
+    (directory / "own.csv").write_text("\n".join(["text,topic", *rows]))
+    monkeypatch.setattr(sys, "argv", ["init", "model", "own.csv", *words])
+    run_command("init")
+    return (directory / "recipe.yaml").read_text()
+
+
+def test_init_scores_labels_by_their_first_tokens_if_these_differ(tmp_path, monkeypatch):
+    """The tokens of this model are bytes."""
+    for classes, labels in (
+        (("defekt", "lob"), {"defekt": "d", "lob": "l"}),
+        (("bug", "billing"), ["billing", "bug"]),
+        (("a", "b"), ["a", "b"]),
+        (("ärger", "lob"), ["lob", "ärger"]),
+    ):
+        (tmp_path / "recipe.yaml").unlink(missing_ok=True)
+        text = init_tickets(monkeypatch, tmp_path, classes)
+        config = load_config(tmp_path / "recipe.yaml")
+        assert config.data.labels == labels
+        assert ("first tokens" in text) == isinstance(labels, dict)
+        lengths = load_task_data(config).train.encoded[0].option_lengths
+        if isinstance(labels, dict):
+            assert lengths == (1, 1)
+
+
+def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_faster(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(init, "LONG_STEP", 1e-9)
+    monkeypatch.setattr("lezo_ds.tools.dry_run.LONG_STEP", 1e-9)
+    text = init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
+    config = load_config(tmp_path / "recipe.yaml")
+    assert (config.train.batch_size, config.zo.directions, config.zo.probes_per_pass) == (4, 7, 4)
+    ways = "labels of one token each (a map in data.labels), train.batch_size=2 "
+    assert "# A step takes about 0 s here; with 16 examples" in text
+    assert f"# Faster: {ways}" in text
+    captured = capsys.readouterr()
+    assert f"faster        {ways}" in captured.out and "measuring" in captured.err
+    monkeypatch.setattr(init, "LONG_STEP", 10.0)
+    sizes = [init._affordable(config, seconds) for seconds in (9, 20, 40, 80, 800)]
+    steps = [(*size, seconds) for size, seconds in sizes]
+    assert steps == [(16, 15, 9), (8, 15, 10), (4, 15, 10), (4, 7, 10), (4, 7, 100)]
+
+
+def test_init_that_is_stopped_leaves_no_recipe(tmp_path, monkeypatch):
+    def stop(*_):
+        assert (tmp_path / "recipe.yaml").exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(init, "plan_time", stop)
+        with pytest.raises(KeyboardInterrupt):
+            init_tickets(stopping, tmp_path, ("bug", "billing"))
+    assert not (tmp_path / "recipe.yaml").exists()
+    assert init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
 
 
 @pytest.mark.parametrize(
