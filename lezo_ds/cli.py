@@ -29,7 +29,7 @@ from lezo_ds import __version__
 from lezo_ds.config import config_to_dict, dump_yaml, load_config
 from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.schema import READER
-from lezo_ds.errors import LezoError, UserError, did_you_mean, end_with, launched_rank
+from lezo_ds.errors import LezoError, UserError, did_you_mean, end_with, launched_rank, printable
 
 _RECIPE_HELP = (
     "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
@@ -405,10 +405,12 @@ def _prepare_process() -> None:
     # Otherwise a lost rank is 30 lines of a C++ stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
-    sys.stdout = _without_broken_pipe(sys.stdout)
-    sys.stderr = _without_broken_pipe(sys.stderr)
+    sys.stdout = _Screen(sys.stdout, has_bars=False)
+    sys.stderr = _Screen(sys.stderr, has_bars=True)
     level = logging.INFO if launched_rank() == 0 else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter())
+    logging.basicConfig(level=level, handlers=[handler])
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
@@ -456,7 +458,22 @@ class _Output(io.FileIO):
             return memoryview(data).nbytes
 
 
-def _without_broken_pipe(stream: TextIO) -> TextIO:
-    stream.flush()
-    buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
+class _Screen(io.TextIOWrapper):
+    """A standard stream of this process, whose text may quote a run or a model of anyone."""
+
+    def __init__(self, stream: TextIO, *, has_bars: bool) -> None:
+        stream.flush()
+        buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+        super().__init__(buffer, stream.encoding, stream.errors, line_buffering=True)
+        self._has_bars = has_bars
+
+    def write(self, text: str) -> int:
+        super().write(printable(text, has_bars=self._has_bars))
+        return len(text)
+
+
+class _Formatter(logging.Formatter):
+    """Shows the message of a line of the log, which has no bars."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

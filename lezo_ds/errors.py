@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import threading
 import time
@@ -25,6 +26,11 @@ _LOST_RANK_SECONDS = 3.0
 # The longest error line, in characters. Messages quote values of the user, which may be long.
 _MAX_LINE = 2000
 
+# What a terminal would follow as a command, or what changes the order of the characters in a line.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# A progress bar goes back to the start of its line, and bars of several downloads go up a line.
+_COMMANDS_BUT_OF_BARS = re.compile(rf"(?!\r|\x1b\[A){_COMMANDS.pattern}")
+
 # Held by the thread that ends the process, and never released.
 _ending = threading.Lock()
 
@@ -32,6 +38,19 @@ _ending = threading.Lock()
 def cut(text: str, limit: int) -> str:
     """Return a text as an error shows it: cut off after `limit` characters."""
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def printable(text: str, *, has_bars: bool = False) -> str:
+    """Return a text with "?" for each character that commands a terminal. Newlines and tabs stay.
+
+    What is printed may quote a run, a model or a file of anyone.
+
+    Args:
+        text: what is printed.
+        has_bars: whether what progress bars write stays, too.
+    """
+    commands = _COMMANDS_BUT_OF_BARS if has_bars else _COMMANDS
+    return commands.sub("?", text)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
@@ -134,10 +153,8 @@ def end_with(error: LezoError) -> NoReturn:
         time.sleep(_LOST_RANK_SECONDS)
     elif not is_lost and rank > 0:
         time.sleep(_SILENCE_SECONDS)
-    # A message may quote a file of someone else, and a terminal would follow the commands in it.
     line = cut(" ".join(str(error).split()), _MAX_LINE)
-    printable = "".join(char if char.isprintable() else "?" for char in line)
-    print(f"error: {printable}", file=sys.stderr, flush=True)
+    print(f"error: {printable(line)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if is_lost and rank == 1:
         time.sleep(_LOST_RANK_SECONDS)

@@ -9,6 +9,7 @@ A file is written under a temporary name, synced, and renamed:
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -50,6 +51,18 @@ def make_directory(path: Path) -> None:
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
     sync(path.parent)
+
+
+def assert_regular(path: Path) -> None:
+    """Raise an OSError if a path is there and no file, such as a pipe, which would never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a file that may come from anyone. OSError: see `assert_regular`."""
+    assert_regular(path)
+    return path.read_bytes()
 
 
 @contextmanager

@@ -57,7 +57,7 @@ from typing import Any, NamedTuple, Self
 import pydantic
 
 from lezo_ds.errors import JournalError, UserError
-from lezo_ds.files import failures_named, write_atomically
+from lezo_ds.files import assert_regular, failures_named, write_atomically
 from lezo_ds.zo.records import StepRecord
 
 FORMAT = 1
@@ -239,7 +239,7 @@ class Journal(AbstractContextManager["Journal"]):
                 record, crc = _decode(line, marks[-1].crc)
                 marks.append(marks[-1].after(record, len(line) + 1, crc))
                 records.append(record)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise JournalError(
                 f"a replica sends damaged lines: {error}; fix: restart it"
             ) from error
@@ -468,6 +468,7 @@ def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, Mark]]:
     mark = Mark()
     number = 1  # of the line
     try:
+        assert_regular(path)
         with path.open("rb") as file:
             while True:
                 line = file.readline(max_line)

@@ -20,7 +20,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lezo_ds.errors import HubError, UserError
-from lezo_ds.files import DAMAGE
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.noise import ALL
 from lezo_ds.sharding.files import WeightFiles, has_safetensors
@@ -28,6 +27,8 @@ from lezo_ds.sharding.files import WeightFiles, has_safetensors
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _USE_A_DECODER = "set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2"
+_MOST_LAYERS = 2000
+"""Most layers of a model. The largest ones have some hundred; building a million takes hours."""
 _HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors"]
 
 
@@ -39,7 +40,8 @@ def resolve_model(model: str) -> Path:
 
     Raises:
         HubError: the hub cannot be reached, and the model is not in the local cache.
-        UserError: the hub has no such model, or the directory has no config.json or no safetensors.
+        UserError: the hub has no such model, or the directory has no config.json, no safetensors,
+            or a link to a file elsewhere.
     """
     directory = Path(model)
     if not directory.is_dir():
@@ -54,7 +56,29 @@ def resolve_model(model: str) -> Path:
             f"model.path {model} has no weights as safetensors",
             fix="convert .bin files once with transformers: from_pretrained, then save_pretrained",
         )
+    for file in directory.iterdir():
+        _assert_own_file(file)
     return directory
+
+
+def _assert_own_file(file: Path) -> None:
+    """Refuse what is no file of a model's directory: a link to a file elsewhere, or a pipe.
+
+    A model may come from anyone. Its texts are copied to each snapshot and export, so a link to a
+    private file would be published, and reading a pipe would never end. In the hub's cache,
+    `models--NAME/snapshots/REVISION` has links to `models--NAME/blobs`.
+    """
+    target = Path(os.path.realpath(file))  # Path.resolve would raise if links go round
+    folder = target.parent
+    is_in_cache = folder.name == "blobs" and folder.parent.name.startswith("models--")
+    root = Path(os.path.realpath(file.parent))
+    problem = ""
+    if not is_in_cache and not target.is_relative_to(root):
+        problem = f"is a link to {target}, out of the model's directory"
+    elif file.exists() and not file.is_file() and not file.is_dir():
+        problem = "is no regular file"
+    if problem:
+        raise UserError(f"{file} {problem}", fix="remove it, or put a copy of a file in its place")
 
 
 def _download(model: str) -> Path:
@@ -98,12 +122,12 @@ def load_model_config(directory: Path) -> Any:
     """Return the transformers config of a model.
 
     Raises:
-        UserError: transformers does not know the model, its weights are quantized, or its config
-            names code on the hub. Code that comes with a model is never run.
+        UserError: transformers does not know the model, its weights are quantized, it has too many
+            layers, or its config names code on the hub. Code that comes with a model is never run.
     """
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except DAMAGE as error:
+    except Exception as error:  # of many types, for a config.json that is damaged
         raise UserError(
             f"{directory / 'config.json'} is not that of a model that transformers knows: "
             f"{_first_line(error)}",
@@ -116,6 +140,13 @@ def load_model_config(directory: Path) -> Any:
             fix="set model.path to the checkpoint before it was quantized",
         )
     for section in (config, *(getattr(config, name) for name in config.sub_configs)):
+        num_layers = getattr(section, "num_hidden_layers", 0)
+        if isinstance(num_layers, int) and num_layers > _MOST_LAYERS:
+            raise UserError(
+                f"{directory / 'config.json'} asks for {num_layers:.4g} layers, and "
+                f"{_MOST_LAYERS} is the most",
+                fix="download the model again, or use another one",
+            )
         attention = getattr(section, "_attn_implementation", None)
         # Transformers 5 would load an implementation whose name has a slash from the hub.
         if attention is not None and "/" in str(attention):

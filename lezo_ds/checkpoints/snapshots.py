@@ -32,7 +32,14 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import open_weights
 from lezo_ds.checkpoints.sharded_model import ShardedModel
 from lezo_ds.errors import LezoError
-from lezo_ds.files import DAMAGE, make_directory, sha256_file, sync, write_atomically
+from lezo_ds.files import (
+    DAMAGE,
+    make_directory,
+    read_regular,
+    sha256_file,
+    sync,
+    write_atomically,
+)
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.weights import LOW_BITS_DIRECTORY
 
@@ -282,7 +289,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 def read_facts(directory: Path) -> dict[str, Any] | None:
     """Return the manifest of a snapshot without looking at its files, or None if it has none."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = json.loads(read_regular(directory / MANIFEST))
     except DAMAGE:
         return None
     return manifest if isinstance(manifest, dict) else None

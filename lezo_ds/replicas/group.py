@@ -12,6 +12,7 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.replicas.member import Member
+from lezo_ds.replicas.transport import NO_ANSWER
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,6 @@ def reaches(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=2).close()
-    except OSError:
+    except NO_ANSWER:
         return False
     return True

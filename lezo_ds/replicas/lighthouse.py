@@ -13,7 +13,6 @@ An id is NUMBER@HOST:PORT, with the address of the replica's journal transport.
 
 from __future__ import annotations
 
-import http.client
 import logging
 import math
 import re
@@ -31,6 +30,7 @@ from torchft.coordination import LighthouseClient
 
 from lezo_ds.errors import LostRankError, cut
 from lezo_ds.replicas.patience import in_background
+from lezo_ds.replicas.transport import NO_ANSWER
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,6 @@ class Lighthouse:
         try:
             with opener.open(f"{self._url}/status", timeout=_CONNECT_SECONDS) as answer:
                 page = answer.read(_MOST_PAGE_BYTES).decode("utf-8", "replace")
-        except (OSError, http.client.HTTPException):
+        except NO_ANSWER:
             return []
         return list(dict.fromkeys(_BEATING.findall(page) + _LAST_MEMBER.findall(page)))

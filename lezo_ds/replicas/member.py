@@ -63,14 +63,16 @@ _READER = TypeAdapter(Member)
 def read_members(statements: Sequence[Any]) -> list[Member]:
     """Return the members of a quorum from what they have sent, without those that are no replicas.
 
-    The first one decides who is a replica. Otherwise, two versions that do not understand each
-    other would each leave the other out, and train on their own.
+    Of replicas, the first one decides who is one. Otherwise, two versions that do not understand
+    each other would each leave the other out, and train on their own.
 
     Raises:
         UserError: this replica does not understand the first one.
     """
     members = []
     for statement in statements:
+        if not isinstance(statement, dict) or "next_group" not in statement:
+            continue  # another program
         try:
             content = json.dumps(statement, allow_nan=False)
             members.append(_READER.validate_json(content))

@@ -17,12 +17,15 @@ import hmac
 import http.client
 import secrets
 import threading
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
 from lezo_ds.errors import LezoError
 
+NO_ANSWER = (OSError, http.client.HTTPException, ValueError, OverflowError)
+"""What asking an address may raise. The last two are of an address that none can have."""
 MAX_BYTES = 64 << 20
 _SILENCE_SECONDS = 3.0  # after which nobody is at the other end
 _PROOF = "X-Proof"
@@ -61,15 +64,13 @@ class JournalTransport(ThreadingHTTPServer):
         path = "/"
         nonce = secrets.token_hex(16)
         proof = self.prove(nonce, path.encode())
-        connection = http.client.HTTPConnection(address, timeout=_SILENCE_SECONDS)
         try:
-            connection.request("GET", path, headers={_NONCE: nonce, _PROOF: proof})
-            answer = connection.getresponse()
-            data = answer.read(MAX_BYTES + 1)
-        except http.client.HTTPException as error:
+            with closing(http.client.HTTPConnection(address, timeout=_SILENCE_SECONDS)) as link:
+                link.request("GET", path, headers={_NONCE: nonce, _PROOF: proof})
+                answer = link.getresponse()
+                data = answer.read(MAX_BYTES + 1)
+        except NO_ANSWER as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
         if answer.length and len(data) <= MAX_BYTES:  # some of the announced bytes are missing
             raise ConnectionError(f"{address} has ended")
         if not _equal(answer.headers[_PROOF], self.prove(nonce, data)):
@@ -111,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def whole_lines(path: Path) -> bytes:
     """Return the whole lines of a journal that may grow meanwhile; none if there is no file."""
-    data = path.read_bytes() if path.exists() else b""
+    data = path.read_bytes() if path.is_file() else b""
     return data[: data.rfind(b"\n") + 1]
 
 

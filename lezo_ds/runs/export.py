@@ -26,7 +26,7 @@ from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import ZEROTH_ORDER, RunConfig
 from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.data.encoding import load_tokenizer
-from lezo_ds.errors import LezoError, UserError
+from lezo_ds.errors import JournalError, LezoError, UserError
 from lezo_ds.files import DAMAGE, failures_named, write_atomically
 from lezo_ds.journal import (
     EvaluationRecord,
@@ -83,6 +83,7 @@ def export_run(
 
     Raises:
         UserError: the run or the step is not there, or `target` is not empty.
+        JournalError: an exported journal is damaged, or was cut short before the step.
         LezoError: the weights are not those that the run had, or cannot be written.
     """
     distributed.init_distributed()
@@ -91,7 +92,11 @@ def export_run(
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             problem = f"{target} exists and is not an empty directory"
             raise UserError(problem, fix="set another --out")
-        run = (read_file if path.is_file() else read_run)(path, overrides)
+        if path.is_file():
+            run = read_file(path, overrides)
+            _assert_has_step(run, step)
+        else:
+            run = read_run(path, overrides)
         return run, run.find_step(step)
 
     run, number = distributed.on_rank_zero(read)
@@ -118,6 +123,26 @@ def export_run(
         recipe=recipe_of(run.config),
     )
     return number
+
+
+def _assert_has_step(run: RecordedRun, step: str) -> None:
+    """Refuse a step of an exported journal that was cut short, unless it is before the cut.
+
+    "best" and "last" may be other steps than in the whole journal.
+    """
+    file = run.directory.path
+    problem = ""
+    if not file.read_bytes().endswith(b"\n"):
+        problem = "its last line is not complete"
+    last = max(run.digests, default=0)
+    if last > run.num_steps:
+        problem = f"its header has the digest of step {last}"
+    if not problem:
+        return
+    problem = f"{file} was cut short: it ends after {run.num_steps} steps, and {problem}"
+    if not step.isdecimal() or int(step) > run.num_steps:
+        raise JournalError(f"{problem}; fix: copy it again, or set --step to 0 to {run.num_steps}")
+    logger.warning("%s", problem)
 
 
 def write_journal(path: Path, file: Path) -> int:
@@ -204,8 +229,11 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     fits = _is_replayable(config)
     if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
         fits = False  # such a rank could ask for any amount of memory
+    num_groups = text_config.num_hidden_layers
+    if not config.zo.only_blocks:
+        num_groups += 2  # two are outside the blocks
     for record, _ in lines:  # one in memory at a time
-        fits = fits and _fits(record, text_config.num_hidden_layers, config.zo.directions)
+        fits = fits and _fits(record, num_groups, config.zo.directions)
     if not fits:
         raise UserError(
             f"{file} is not of a run of {config.model.path}",
@@ -216,17 +244,16 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     return RecordedRun(**vars(recorded), directory=directory, config=config, digests=digests)
 
 
-def _fits(record: JournalRecord, num_blocks: int, num_directions: int) -> bool:
-    """Return whether a record can be of a run of this number of blocks and directions."""
+def _fits(record: JournalRecord, num_groups: int, num_directions: int) -> bool:
+    """Return whether a record can be of a run of this number of groups and directions."""
     if isinstance(record, EvaluationRecord):
         return True
-    num_groups = num_blocks + 2  # two are outside the blocks
     dropped = list(record.dropped_layers)
     if dropped != sorted(set(dropped)) or any(group >= num_groups for group in dropped):
         return False
     if len(record.projected_grads) > num_directions:
         return False
-    return len(record.layer_weights) in (0, num_blocks, num_groups)
+    return len(record.layer_weights) in (0, num_groups)
 
 
 _CARD = """\

@@ -34,6 +34,7 @@ from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
+from lezo_ds.files import read_regular
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, header_checksum, read_journal
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory, library_versions
@@ -288,7 +289,7 @@ class TrainingState:
     def read(cls, path: Path) -> TrainingState:
         """Return the content of a file. UserError: it is damaged."""
         try:
-            return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
+            return TypeAdapter(cls).validate_json(read_regular(path), strict=True)
         except (OSError, ValueError) as error:  # pydantic's error is a ValueError
             raise UserError(
                 f"{path} cannot be read: {type(error).__name__}",

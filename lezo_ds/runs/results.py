@@ -16,7 +16,7 @@ from typing import Self
 
 from pydantic import TypeAdapter
 
-from lezo_ds.files import DAMAGE, failures_named, write_atomically
+from lezo_ds.files import DAMAGE, failures_named, read_regular, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class RunResults:
         The types of all values are checked. Other keys, as of a younger version, are ignored.
         """
         try:
-            return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
+            return TypeAdapter(cls).validate_json(read_regular(path), strict=True)
         except DAMAGE:  # pydantic's error is a ValueError
             return None
 

@@ -202,9 +202,12 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
     config = replace(run.config, zo=replace(run.config.zo, **_REPLAY_ONLY))
     engine = make_engine(shared_by(distributed.world_size(), config))
-    if engine.base.fingerprint != run.header.model_fingerprint:
+    header = run.header
+    facts = (engine.base.fingerprint, engine.base.table_hash)
+    if facts != (header.model_fingerprint, header.parameter_table_hash):
         raise UserError(
-            f"{run.config.model.path} is not the base model of the run: its fingerprint is another",
+            f"{run.config.model.path} is not the base model of the run: its fingerprint, or the "
+            "hash of its parameters' names, is another",
             fix="add model.path=... with the directory of the base model",
         )
     snapshots = run.directory.snapshots

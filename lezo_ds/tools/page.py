@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 from jinja2 import Template
 
+from lezo_ds.files import read_regular
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tools.charts import Chart, svg
 from lezo_ds.tools.tables import (
@@ -124,7 +125,7 @@ def _read_curve(directory: Path) -> pd.DataFrame:
     Raises one of DAMAGE if metrics.jsonl is damaged.
     """
     rows = []
-    for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in read_regular(directory / "metrics.jsonl").decode().splitlines():
         if not line.endswith("}"):  # a crash may have cut the last line
             continue
         numbers = json.loads(line)

@@ -47,6 +47,8 @@ class StepRecord:
             check_finite(self.loss)
         check_finite(self.learning_rate, self.perturbation_scale)
         check_finite(*self.projected_grads, *self.layer_weights)
+        if not isinstance(self.applied, bool):
+            raise ValueError(f"applied is {self.applied!r}, neither true nor false")
         if self.applied and (self.loss is None or not self.projected_grads):
             raise ValueError(
                 "an applied step has a finite loss and at least one projected gradient"
@@ -56,5 +58,7 @@ class StepRecord:
 def check_finite(*values: float) -> None:
     """Raise ValueError unless every value is a finite number."""
     for value in values:
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        # Not isinstance alone: True is an int, too.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
             raise ValueError(f"{value!r} is not a finite number")

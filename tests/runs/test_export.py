@@ -111,6 +111,40 @@ def rewritten(
     return target
 
 
+def test_a_journal_that_was_cut_short_is_exported_only_before_the_cut(journal, recipe, tmp_path):
+    lines = journal.read_bytes().splitlines(keepends=True)
+    of_step_5 = b'{"kind":"step","step":5,'
+    begins_step_5 = [line.startswith(of_step_5) for line in lines]
+    cuts = {
+        "whole lines": (lines[: begins_step_5.index(True)], "its header has the digest of step 8"),
+        "half a line": ([*lines[:-1], lines[-1][:-20]], "its last line is not complete"),
+    }
+    base = f"model.path={recipe.parent / 'model'}"
+    for name, (kept, problem) in cuts.items():
+        cut = tmp_path / f"{name}.lezo"
+        cut.write_bytes(b"".join(kept))
+        num_steps = sum(line.startswith(b'{"kind":"step"') for line in kept)
+        message = f"{cut} was cut short: it ends after {num_steps} steps, and {problem}"
+        for step in ("best", "last", "9"):
+            out = tmp_path / f"{name} {step}"
+            refused = export(
+                "--journal", cut, "--step", step, "--out", out, base, runner=run_forked
+            )
+            assert_one_error(refused, 3, message, f"set --step to 0 to {num_steps}")
+        done = export("--journal", cut, "--step", "4", "--out", tmp_path / name, base)
+        assert message in done.err
+        assert "(the same as in the run)" in done.err
+
+
+def test_a_journal_of_another_table_of_parameters_is_refused(journal, recipe, tmp_path):
+    header, records, _ = read_journal(journal)
+    forged = tmp_path / "forged.lezo"
+    forged.write_bytes(encode_journal(replace(header, parameter_table_hash="0" * 32), records))
+    base = f"model.path={recipe.parent / 'model'}"
+    refused = export("--journal", forged, "--out", tmp_path / "model", base, runner=run_forked)
+    assert_one_error(refused, 2, "is not the base model of the run", "parameters' names")
+
+
 def test_a_journal_whose_steps_were_changed_does_not_pass_for_the_run(journal, recipe, tmp_path):
     def forge(record):
         is_last = isinstance(record, StepRecord) and record.step == 7
@@ -199,6 +233,10 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
         "more blocks than the model": with_steps({"dropped": [0, 99]}),
         "a block twice": with_steps({"dropped": [1, 1]}),
         "more weights than blocks": with_steps({"weights": [1.0] * 7}),
+        "a weight for each block alone": with_steps({"weights": [1.0] * 4}),
+        "a truth value as a gradient": with_steps({"gradients": [True]}),
+        "a truth value as a loss": with_steps({"loss": False}),
+        "a word as a truth value": with_steps({"applied": "no"}),
         "other types": with_steps({"dropped": "12"}),
         "long names": with_keys(
             "model_config", **{"k" * 100_000: {str(n): 0 for n in range(10_000)}}

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +32,11 @@ from lezo_ds.zo.records import StepRecord
 pytestmark = pytest.mark.distributed
 pytest.importorskip("torchft", reason="pip install 'lezo_ds[elastic]'")
 
+from torchft.coordination import LighthouseClient  # noqa: E402
+
 from lezo_ds.replicas import quorum  # noqa: E402
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
+from lezo_ds.replicas.group import reaches as listens_at  # noqa: E402
 from lezo_ds.replicas.lighthouse import Lighthouse  # noqa: E402
 from lezo_ds.replicas.quorum import Replicas, StepLostError  # noqa: E402
 from lezo_ds.replicas.transport import JournalTransport, whole_lines  # noqa: E402
@@ -133,6 +137,16 @@ def test_a_peer_that_dies_while_it_sends_has_ended_and_is_not_foreign(tmp_path, 
     assert answer[0].endswith(whole_lines(peer.journal))
 
 
+IMPOSSIBLE = [f"{'a' * 64}.org:1", "a..b:1", "127.0.0.1:70000", f"127.0.0.1:{10**30}", "a:٣"]
+
+
+@pytest.mark.parametrize("address", IMPOSSIBLE)
+def test_nobody_listens_at_an_address_that_none_can_have(address, tmp_path, connect):
+    assert not listens_at(address)
+    with pytest.raises(OSError):
+        connect(tmp_path / "none").fetch(address)
+
+
 OLD = '<li class="heartbeat\n    old\n  ">\n    {}: seen 72.5s ago\n  </li>'
 BEATS = '<li class="heartbeat\n    \n  ">\n    {}: seen 0.05s ago\n  </li>'
 LAST_MEMBER = '<div class="member\n \n">\n  <b>{}</b> <br/>\n  Step: 0 <br/>\n</div>'
@@ -171,11 +185,13 @@ def silent():
 
 
 def page_of(listeners):
-    """Return the lighthouse's page for (template, port)."""
-    return "\n".join(
-        template.format(f"{number:04}@127.0.0.1:{port}")
-        for number, (template, port) in enumerate(listeners)
-    ).encode()
+    """Return the lighthouse's page for (template, port or HOST:PORT)."""
+    lines = []
+    for number, (template, address) in enumerate(listeners):
+        if isinstance(address, int):
+            address = f"127.0.0.1:{address}"
+        lines.append(template.format(f"{number:04}@{address}"))
+    return "\n".join(lines).encode()
 
 
 def _search(url, journal, search_seconds):
@@ -197,6 +213,7 @@ def test_only_live_replicas_are_asked_and_a_foreign_server_is_passed_over(
             (OLD, dead.getsockname()[1]),
             (BEATS, serve(404, b"not here")),
             (BEATS, serve(200, b"hello")),
+            *[(BEATS, address) for address in IMPOSSIBLE],
             (LAST_MEMBER, peer.server_port),  # away, and its heart silent: it evaluates
         ]
     )
@@ -209,22 +226,35 @@ def test_only_live_replicas_are_asked_and_a_foreign_server_is_passed_over(
         dead.accept()  # nobody has connected
 
 
-def _drip(connection):
-    with suppress(OSError):
-        for byte in b"HTTP/1.0 200 OK\r\n" + b"X-More: and more\r\n" * 99:
+def _send(connection, content, pause):
+    with connection, suppress(OSError):
+        connection.recv(4096)
+        for byte in content:
             connection.sendall(bytes([byte]))
-            time.sleep(0.1)
+            time.sleep(pause)
 
 
-def test_the_search_for_lines_ends_though_a_byte_comes_now_and_then(tmp_path, silent):
+ANSWERS = {
+    "a byte now and then": (b"HTTP/1.0 200 OK\r\n" + b"X-More: and more\r\n" * 99, 0.1),
+    "another protocol": (b"SSH-2.0-OpenSSH_9.6\r\n", 0),
+    "less than announced": (b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\nhello", 0),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_search_for_lines_ends_whatever_is_at_the_address_of_the_lighthouse(
+    name, tmp_path, silent
+):
     listener = silent()
 
-    def serve_slowly():
+    def serve():
         with suppress(OSError):
             while True:
-                threading.Thread(target=_drip, args=listener.accept()[:1], daemon=True).start()
+                connection, _ = listener.accept()
+                arguments = (connection, *ANSWERS[name])
+                threading.Thread(target=_send, args=arguments, daemon=True).start()
 
-    threading.Thread(target=serve_slowly, daemon=True).start()
+    threading.Thread(target=serve, daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     ((lines, seconds),) = run_ranks(_search, 1, url, tmp_path / "own", 1.0)
     assert lines is None
@@ -442,6 +472,43 @@ def test_those_that_are_left_do_a_round_again_at_once(lab, tmp_path, early):
     assert max(seconds) < 3, seconds
 
 
+def test_trainers_of_torchft_at_the_same_lighthouse_are_ignored(lab, tmp_path):
+    url, ends = f"http://127.0.0.1:{lab.port}", context.Queue()
+    trainers = [("ddp_0:8d7f", None), ("0000@127.0.0.1:9", None), ("0001@127.0.0.1:9", {"step": 7})]
+    for trainer in trainers:
+        lab.ranks.append(
+            context.Process(target=_ask_for_quorums, args=(url, *trainer), daemon=True)
+        )
+    for number in (2, 3):
+        arguments = (url, tmp_path / str(number), number, ends)
+        lab.ranks.append(context.Process(target=_do_rounds_of_two, args=arguments, daemon=True))
+    for process in lab.ranks:
+        process.start()
+    assert [ends.get(timeout=60) for _ in range(2)] == ["done", "done"]
+
+
+def _ask_for_quorums(url, replica_id, data):
+    client = LighthouseClient(url, timedelta(seconds=5))
+    while True:
+        with suppress(RuntimeError, OSError):
+            client.quorum(replica_id, timedelta(seconds=5), data=data)
+
+
+def _do_rounds_of_two(url, journal, number, ends):
+    """Do rounds without passes until five had two replicas beside the trainers."""
+    distributed.init_distributed()
+    replicas = Replicas(url, number, journal, 30.0)
+    replicas.journal = Journal.open(write_journal(journal, 0))
+    num_done = 0
+    while num_done < 5:
+        with suppress(StepLostError):
+            place = replicas.meet()
+            replicas.sum([0.0, 0.0], {})
+            num_done += place.num_workers == 2
+    ends.put("done")
+    time.sleep(60)  # its last round may not have ended for the other one
+
+
 def _do_rounds(url, journal, number, early, ends):
     """Do rounds without passes until one has three replicas and the second dies. Do one more."""
     distributed.init_distributed()
@@ -499,6 +566,7 @@ def test_a_rank_that_hangs_ends_its_replica_and_a_signal_only_its_own(lab):
     lab.end(pair[1], code=6)
     lab.end(lab.start(*keys, "seed=1"), code=2)
     lab.end(lab.start(*keys, "elastic.lighthouse=head:29510"), code=2)
+    lab.end(lab.start(*keys, f"elastic.lighthouse=http://{'a' * 64}.org:29510"), code=2)
     lab.end(single)
     ends = [results_of(path.parent)["finished"] for path in lab.run_dir.rglob("results.json")]
     assert sorted(ends) == [False, True]

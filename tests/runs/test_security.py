@@ -107,7 +107,48 @@ def test_code_that_a_model_asks_for_is_refused(inputs, target):
     assert not target.exists()
 
 
-@pytest.mark.parametrize("text", ["[]", "[" * 9000, {"num_attention_heads": 0}, {"ffn_dim": 2**62}])
+def test_a_model_has_neither_links_to_files_elsewhere_nor_pipes(inputs, tmp_path):
+    model = inputs / "model"
+    private = tmp_path / "private.txt"
+    private.write_text("secret")
+    (model / "inner.txt").symlink_to("config.json")
+    (model / "nothing.txt").symlink_to("nothing.txt")
+    assert resolve_model(str(model)) == model
+    (tmp_path / "way").symlink_to(private)
+    for target in (private, Path("..") / ".." / "way"):
+        (model / "notes.txt").symlink_to(target)
+        refused = train(inputs)
+        assert_one_error(refused, 2, f"notes.txt is a link to {private}, out of the model's")
+        (model / "notes.txt").unlink()
+    os.mkfifo(model / "tokenizer_config.txt")
+    assert_one_error(train(inputs), 2, "tokenizer_config.txt is no regular file")
+
+
+def test_a_model_in_the_cache_of_the_hub_may_have_links_to_its_blobs(inputs, tmp_path):
+    cache = tmp_path / "models--owner--name"
+    revision = cache / "snapshots" / "0123"
+    revision.mkdir(parents=True)
+    shutil.move(inputs / "model", cache / "blobs")
+    for blob in (cache / "blobs").iterdir():
+        (revision / blob.name).symlink_to(Path("..") / ".." / "blobs" / blob.name)
+    assert resolve_model(str(revision)) == revision
+    (cache / "blobs" / "config.json").unlink()
+    (cache / "blobs" / "config.json").symlink_to(inputs / "recipe.yaml")
+    with pytest.raises(UserError, match=r"is a link to .*recipe\.yaml"):
+        resolve_model(str(revision))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "[" * 9000,
+        {"num_attention_heads": 0},
+        {"ffn_dim": 2**62},
+        {"num_hidden_layers": 10**6},
+        {"num_hidden_layers": "2"},
+    ],
+)
 def test_a_damaged_config_of_a_model_is_refused_in_one_line(text, inputs):
     path = inputs / "model" / "config.json"
     path.write_text(
@@ -189,6 +230,34 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
         run_forked(asked, program="evaluate", PYTHONPATH=path).code == 2
     )  # the module has no loss
     assert target.exists()
+
+
+ESCAPE = "x\x1b]0;title\x07\x1b[A\r\u202ey"
+
+
+def test_what_a_run_says_reaches_the_terminal_without_commands(inputs):
+    assert train(inputs).code == 0
+    run_dir = inputs / "run"
+    manifest = run_dir / "snapshots" / "step-00000001" / "lezo_manifest.json"
+    facts = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(facts | {"files": {ESCAPE: {}}}))
+    exported = run_forked_well(
+        ["--run", run_dir, "--step", "last", "--out", inputs / "e"], program="export"
+    )
+    results = json.loads((run_dir / "results.json").read_text())
+    (run_dir / "results.json").write_text(json.dumps(results | {"metric": ESCAPE}))
+    table = run_forked_well([run_dir], program="report")
+    header, records, _ = read_journal(run_dir / "journal.jsonl")
+    header.libraries[ESCAPE] = "1.0"
+    (run_dir / "journal.jsonl").write_bytes(encode_journal(header, records))
+    resumed = train(inputs, "train.steps=1")
+    with (run_dir / "config.yaml").open("a") as file:
+        file.write(f"{json.dumps(ESCAPE)}: 1\n")
+    refused = run_forked([run_dir], program="report")
+    assert_one_error(refused, 2, "none of these directories holds a run")
+    for text in (exported.err, table.out, resumed.err, refused.err):
+        assert "x?]0;title" in text
+        assert not re.search("[\x1b\x07\u202e]", text)
 
 
 @pytest.mark.parametrize("key", ["data.task", "data.metric", "train.objective"])

@@ -6,6 +6,8 @@ import sys
 
 from commands import run
 
+from lezo_ds.errors import printable
+
 PROGRAM = """
 import threading
 from lezo_ds.errors import LostRankError, end_with
@@ -24,6 +26,13 @@ def test_an_error_is_one_line_of_printable_characters():
     )
     finished = run([sys.executable, "-c", program], PYTHONIOENCODING="utf-8")
     assert finished.err.startswith("error: a ?]0;???\u00e9a ?]0;") and len(finished.err) < 2100
+
+
+def test_what_commands_a_terminal_is_not_printed_but_bars_are():
+    text = "\ta\u00a0b \U0001f468\u200d\U0001f469\n"
+    assert printable(text) == text
+    assert printable("\x1b[A\x1b[2J\r\u2066\udc80\x9b") == "?[A?[2J????"
+    assert printable("\r50%\x1b[A\x1b[2J", has_bars=True) == "\r50%\x1b[A?[2J"
 
 
 def test_two_threads_that_find_the_same_lost_rank_print_one_line():

@@ -10,8 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from lezo_ds.checkpoints.snapshots import read_facts
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.journal import EvaluationRecord, Header, Journal, header_checksum, read_journal
+from lezo_ds.replicas.transport import whole_lines
+from lezo_ds.runs.records import TrainingState
+from lezo_ds.runs.results import RunResults
 from lezo_ds.zo.records import StepRecord
 
 FORK = multiprocessing.get_context("fork")
@@ -370,3 +374,27 @@ def test_a_cut_keeps_the_first_steps_and_what_was_measured_after_them(path, num_
     assert contents(path) == (HEADER, records)
     damaged = path.with_name("journal.jsonl.damaged")
     assert start + (damaged.read_bytes() if damaged.exists() else b"") == data == path.read_bytes()
+
+
+def test_a_pipe_in_place_of_a_file_of_a_run_is_refused_at_once(path):
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="cannot be read: it is no regular file"):
+        read_journal(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        TrainingState.read(path)
+    assert RunResults.read(path) is None
+    assert whole_lines(path) == b""
+    manifest = path.with_name("lezo_manifest.json")
+    os.mkfifo(manifest)
+    assert read_facts(manifest.parent) is None
+
+
+def test_lines_of_a_replica_that_are_nested_too_deep_are_damage(path):
+    write_journal(path, [])
+    before = path.read_bytes()
+    body = b'{"kind":"step","x":' + b"[" * 100_000 + b"}"
+    with Journal.open(path) as journal:
+        crc = zlib.crc32(body, int(journal.last_checksum, 16))
+        with pytest.raises(JournalError, match="a replica sends damaged lines"):
+            journal.extend(body[:-1] + b',"crc":"%08x"}\n' % crc)
+    assert path.read_bytes() == before

@@ -47,11 +47,12 @@ def test_a_member_comes_back_from_json():
     assert read_members([sent(MEMBER), sent(unmeasured)]) == [MEMBER, unmeasured]
 
 
+def test_another_program_is_left_out_though_it_is_the_first():
+    for statement in (None, "hello", [1, 2], {"job": 7, "run": "x"}):
+        assert read_members([statement, sent(MEMBER), statement]) == [MEMBER]
+
+
 FOREIGN = {
-    "nothing": None,
-    "a word": "hello",
-    "a list": [1, 2],
-    "another program's": {"job": 7},
     "too much": sent(MEMBER) | {"color": "red"},
     "too little": {name: value for name, value in sent(MEMBER).items() if name != "lines"},
     "a number as a word": sent(MEMBER) | {"lines": "7"},
@@ -73,7 +74,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_who_is_no_replica_is_left_out_unless_it_is_the_first(name):
+def test_a_replica_of_another_version_is_left_out_unless_it_is_the_first(name):
     assert read_members([sent(MEMBER), FOREIGN[name], sent(OTHER)]) == [MEMBER, OTHER]
     with pytest.raises(UserError, match=r"of another version: .*fix: install the same version"):
         read_members([FOREIGN[name], sent(MEMBER)])
