@@ -65,6 +65,7 @@ class ModelEngine:
         layout: the transformer blocks of the model.
         base: the model on disk that the run starts from.
         global_steps: number of steps since the base weights, including skipped ones.
+        stop_requested: whether this rank was asked to stop.
         stop_agreed: whether the votes of the last step asked for a stop. It is the same on all
             ranks.
         replicas: the link to other launches of the same run (`Replicas`), or None.
@@ -81,12 +82,12 @@ class ModelEngine:
         self.layout = sharded.layout
         self.base = sharded.base
         self.global_steps = 0
+        self.stop_requested = False
         self.stop_agreed = False
         self.replicas: Any = None
         self.journal: Journal | None = None
         self._deepspeed = deepspeed_engine
         self._perturbed = perturbed
-        self._stop_requested = False
 
     @property
     def global_rank(self) -> int:
@@ -115,11 +116,11 @@ class ModelEngine:
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the next step. As a signal handler must, it sets a flag."""
-        self._stop_requested = True
+        self.stop_requested = True
 
     def agree_on_stop(self) -> bool:
         """Return whether any rank has asked for a stop. A collective for use between steps."""
-        vote = torch.tensor([float(self._stop_requested)], dtype=torch.float64, device=self.device)
+        vote = torch.tensor([float(self.stop_requested)], dtype=torch.float64, device=self.device)
         self.stop_agreed = distributed.sum_vector(vote)[0] > 0
         return self.stop_agreed
 
@@ -213,7 +214,7 @@ class ModelEngine:
         if self.global_rank % self.tensor_parallel:
             # Of ranks that split the weights and run the same passes, the first one counts.
             losses = torch.zeros_like(losses)
-        vote = losses.new_tensor([float(self._stop_requested)])
+        vote = losses.new_tensor([float(self.stop_requested)])
         checksum = 0.0
         if self.world_size > 1:
             watched = agreement.watched_rank(self.global_rank, self.world_size, self.global_steps)

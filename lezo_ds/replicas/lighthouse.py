@@ -19,7 +19,7 @@ import re
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
@@ -28,7 +28,7 @@ from typing import Any
 
 from torchft.coordination import LighthouseClient
 
-from lezo_ds.errors import LostRankError, cut
+from lezo_ds.errors import LezoError, LostRankError, cut
 from lezo_ds.replicas.patience import in_background
 from lezo_ds.replicas.transport import NO_ANSWER
 
@@ -41,6 +41,10 @@ _MOST_PAGE_BYTES = 4 << 20
 _ID = r"\d{4,}@([\w.-]+:\d+)"
 _LAST_MEMBER = re.compile(rf"<b>\s*{_ID}\s*</b>")
 _BEATING = re.compile(rf'class="heartbeat\s*">\s*{_ID}:')
+
+
+class NoQuorumError(LezoError):
+    """There is no quorum yet, and the replica was asked to wait no longer."""
 
 
 class Lighthouse:
@@ -67,15 +71,19 @@ class Lighthouse:
                     self._client.heartbeat(self._replica_id)
             time.sleep(_BEAT_SECONDS)
 
-    def wait_for_quorum(self, statement: Mapping[str, Any]) -> list[Any]:
+    def wait_for_quorum(
+        self, statement: Mapping[str, Any], gives_up: Callable[[], bool]
+    ) -> list[Any]:
         """Return what the members of the next quorum say of themselves, in the order of their ids.
 
         Other programs at this lighthouse have other ids, and are left out.
 
         Args:
             statement: what this replica says of itself, in JSON's types.
+            gives_up: whether to wait no longer. It is asked every ten seconds.
 
         Raises:
+            NoQuorumError: this replica gives up.
             LostRankError: there is no lighthouse, or there are too few replicas, for long.
         """
         deadline = time.monotonic() + self._seconds
@@ -91,6 +99,8 @@ class Lighthouse:
                 asked = in_background(ask)
                 while wait([asked], timeout=_NOTICE_SECONDS).not_done:
                     logger.warning("waiting for replicas, or for the lighthouse %s", self._url)
+                    if gives_up():
+                        raise NoQuorumError
                 members = asked.result().participants
                 return [member.data for member in members if re.fullmatch(_ID, member.replica_id)]
             except (RuntimeError, OSError) as error:
@@ -100,6 +110,8 @@ class Lighthouse:
                         "lighthouse or more replicas, then run the same command again"
                     ) from error
                 logger.warning("waiting for the lighthouse %s", self._url)
+                if gives_up():
+                    raise NoQuorumError from error
                 time.sleep(1)
 
     def live_addresses(self) -> list[str]:

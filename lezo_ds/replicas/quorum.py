@@ -34,7 +34,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -100,6 +100,7 @@ class Replicas:
         num_workers: workers of this replica. The run sets it.
         stops_all: whether this replica votes that all replicas stop.
         digest: of the weights, in a step that checks them, else "".
+        gives_up: on rank 0, whether to wait no longer for a quorum that does not come.
     """
 
     def __init__(self, lighthouse: str, number: int, journal: Path, seconds: float) -> None:
@@ -120,6 +121,7 @@ class Replicas:
         self.num_workers = 1
         self.stops_all = False
         self.digest = ""
+        self.gives_up: Callable[[], bool] = lambda: False
         self._seconds = seconds
         distributed.on_rank_zero(lambda: self._listen(lighthouse, number, journal))
 
@@ -186,6 +188,7 @@ class Replicas:
 
         Raises:
             StepLostError: a member has died, or leaves to take over many lines. Meet again.
+            NoQuorumError: there is no quorum yet, and this replica gives up.
             LostRankError: there is no lighthouse, or too few replicas; or members do not reach each
                 other, and this one is the last of them.
         """
@@ -206,7 +209,8 @@ class Replicas:
             address=self._transport.address,
             store=self._group.store_address,
         )
-        members = read_members(self._lighthouse.wait_for_quorum(asdict(statement)))
+        statements = self._lighthouse.wait_for_quorum(asdict(statement), self.gives_up)
+        members = read_members(statements)
         addresses = [member.address for member in members]
         position = addresses.index(self._transport.address)
         self._members = members

@@ -13,6 +13,7 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
     metrics.jsonl             a line for each step and each evaluation
     results.json              the outcome (results.py)
     STOP                      the user makes this file to ask for a stop
+    .stopped                  its time is when replicas found STOP; those that start stop, too
     earlier-N/                files of another run that were here
     replicas/N/               all this again for replica N > 0 (elastic.py)
 """
@@ -137,11 +138,11 @@ class RunDirectory:
                     raise
                 number += 1
 
-    def journals(self) -> list[Path]:
-        """Return the journals of all replicas, whether or not they exist."""
+    def of_all_replicas(self, name: str) -> list[Path]:
+        """Return the paths of a file of each replica that are there."""
         root = self.path.parents[1] if self.number > 0 else self.path
-        directories = [root, *root.glob(f"{_REPLICAS}/*")]
-        return [directory / self.journal.name for directory in directories]
+        paths = [root / name, *root.glob(f"{_REPLICAS}/*/{name}")]
+        return [path for path in paths if path.exists()]
 
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal or training state."""

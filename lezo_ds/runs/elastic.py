@@ -19,21 +19,25 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from lezo_ds import distributed
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.replicas.group import reaches
+from lezo_ds.replicas.lighthouse import NoQuorumError
 from lezo_ds.replicas.member import FEW_LINES
 from lezo_ds.replicas.quorum import Replicas, StepLostError
 from lezo_ds.replicas.transport import Lines, whole_lines
 from lezo_ds.runs import records
 from lezo_ds.runs.method import StepMetrics
 from lezo_ds.runs.run import Run
+from lezo_ds.runs.signals import Stopped, time_of_start
 from lezo_ds.runs.zeroth_order import ZerothOrderMethod
 
 logger = logging.getLogger(__name__)
 
+_STOPPED = ".stopped"
 _PAUSE_SECONDS = 0.2
 """Time between rounds after the last step, in which replicas only wait for an evaluation."""
 
@@ -52,8 +56,10 @@ class ReplicaRun(Run):
         super().__init__(method)
         self.replicas = replicas
         self._evaluator = ""  # address of the last replica that left to evaluate
+        self._started = time_of_start()
         self.engine.replicas = replicas
         replicas.num_workers = self.engine.world_size // self.engine.tensor_parallel
+        replicas.gives_up = self._is_asked_to_stop
 
     def open(self) -> None:
         distributed.on_rank_zero(self._begin_with_lines_of_others)
@@ -76,6 +82,33 @@ class ReplicaRun(Run):
             self.evaluate("test", at=0)
             self.evaluate("dev", at=0)
         self._catch_up()
+        if distributed.on_rank_zero(self._others_were_stopped):
+            raise Stopped
+
+    # Requests of the user.
+
+    def stop_files(self) -> list[Path]:
+        return self.directory.of_all_replicas(self.directory.stop_file.name)
+
+    def forget_stop(self) -> None:
+        # This replica may be the last to find the file, though others are still starting.
+        for path in self.stop_files():
+            path.with_name(_STOPPED).touch()
+            path.unlink(missing_ok=True)
+
+    def look_for_requests(self) -> None:
+        super().look_for_requests()
+        if self._writes and self._others_were_stopped():
+            self.engine.request_stop()
+
+    def _others_were_stopped(self) -> bool:
+        """Return whether a file STOP has stopped others since this process started. For rank 0."""
+        stops = self.directory.of_all_replicas(_STOPPED)
+        return any(path.stat().st_mtime > self._started for path in stops)
+
+    def _is_asked_to_stop(self) -> bool:
+        self.look_for_requests()
+        return self.engine.stop_requested
 
     # Rounds.
 
@@ -100,7 +133,11 @@ class ReplicaRun(Run):
         self.replicas.stops_all = self.has_stop_file
         self.replicas.digest = ""
         while True:
-            place = self.replicas.meet()
+            try:
+                place = self.replicas.meet()
+            except NoQuorumError:
+                self.replicas.leave()
+                raise Stopped from None
             if place.lines is None:
                 return
             self._take_over(place.lines)
@@ -129,7 +166,8 @@ class ReplicaRun(Run):
         if lines is not None:
             return lines
         own = whole_lines(self.directory.journal)
-        others = [whole_lines(path) for path in self.directory.journals()]
+        journals = self.directory.of_all_replicas(self.directory.journal.name)
+        others = [whole_lines(path) for path in journals]
         longest = max((lines for lines in others if lines.startswith(own)), key=len, default=own)
         if longest == own:
             return None

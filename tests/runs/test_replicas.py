@@ -269,7 +269,7 @@ def test_other_programs_at_the_lighthouse_are_no_members():
         quorum=lambda *_, **__: SimpleNamespace(participants=members), heartbeat=lambda _: None
     )
     lighthouse._client = quorum_of
-    assert [member["id"] for member in lighthouse.wait_for_quorum({})] == ids[1::2]
+    assert [member["id"] for member in lighthouse.wait_for_quorum({}, lambda: False)] == ids[1::2]
 
 
 def test_the_search_for_lines_ends_whoever_does_not_answer(tmp_path, serve, silent):
@@ -434,6 +434,20 @@ runpy.run_path({train!r}, run_name="__main__")
 """
 
 
+LOADS_SLOWLY = """
+import runpy, time
+from pathlib import Path
+from lezo_ds.runs import trainer
+make_engine = trainer.make_engine
+def make_engine_later(*arguments):
+    while not Path({path!r}).exists():
+        time.sleep(0.01)
+    return make_engine(*arguments)
+trainer.make_engine = make_engine_later
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
 def program(directory, name, text, **values):
     path = directory / f"{name}.py"
     path.write_text(text.format(train=str(LAUNCH / "train.py"), **values))
@@ -551,6 +565,35 @@ def test_unlike_machines_have_equal_weights_and_wrong_weights_leave(lab, tmp_pat
 def _digest_of_a_replay(run_dir, step):
     distributed.init_distributed()
     return restore(read_run(run_dir), step).weights.digest()
+
+
+def test_a_file_stops_a_replica_that_was_starting_when_the_others_found_it(lab, tmp_path):
+    path = tmp_path / "go on"
+    first = lab.start(*LONG)
+    slow = lab.start(*LONG, program=program(tmp_path, "slow", LOADS_SLOWLY, path=str(path)))
+    wait_until(lambda: (lab.run_dir / "replicas" / "1" / ".lock").exists(), slow)
+    lab.wait_for(3, first)
+    (lab.run_dir / "replicas" / "1" / "STOP").touch()  # any of the directories
+    lab.end(first)
+    path.touch()
+    lab.end(slow)
+    lab.assert_equal_journals()
+    assert [results_of(path.parent)["finished"] for path in lab.journals()] == [False, False]
+    assert not list(lab.run_dir.rglob("STOP"))
+    lab.end(lab.start(*LONG))  # the file counts no longer
+    assert results_of(lab.run_dir)["finished"]
+
+
+def test_a_file_stops_a_replica_that_waits_for_the_lighthouse(lab):
+    lab.lighthouse.kill()
+    waiting = lab.start(*LONG)
+    errors = waiting.errors
+    wait_until(
+        lambda: errors.exists() and "waiting for the lighthouse" in errors.read_text(), waiting
+    )
+    (lab.run_dir / "STOP").touch()
+    lab.end(waiting)
+    assert not results_of(lab.run_dir)["finished"]
 
 
 def test_a_rank_that_hangs_ends_its_replica_and_a_signal_only_its_own(lab):
