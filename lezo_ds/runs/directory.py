@@ -13,7 +13,7 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
     metrics.jsonl             a line for each step and each evaluation
     results.json              the outcome (results.py)
     STOP                      the user makes this file to ask for a stop
-    .stopped                  its time is when replicas found STOP; those that start stop, too
+    .stopped                  its time is when STOP was found; what was starting then stops, too
     earlier-N/                files of another run that were here
     replicas/N/               all this again for replica N > 0 (elastic.py)
 """
@@ -34,6 +34,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import lezo_ds
@@ -45,6 +46,7 @@ from lezo_ds.files import DAMAGE, failures_named, make_directory, write_atomical
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
 _REPLICAS = "replicas"
+_STOPPED = ".stopped"
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,25 @@ class RunDirectory:
         root = self.path.parents[1] if self.number > 0 else self.path
         paths = [root / name, *root.glob(f"{_REPLICAS}/*/{name}")]
         return [path for path in paths if path.exists()]
+
+    def stop_files(self) -> list[Path]:
+        """Return the files STOP of all replicas. Each of them stops all."""
+        return self.of_all_replicas(self.stop_file.name)
+
+    def was_stopped(self) -> bool:
+        """Return whether a file STOP was found and removed since this process started.
+
+        One that is found by all others while this replica starts must stop it, too.
+        """
+        # psutil's times of processes are up to a second early.
+        started = psutil.Process().create_time() + 1
+        return any(path.stat().st_mtime > started for path in self.of_all_replicas(_STOPPED))
+
+    def forget_stop(self) -> None:
+        """Remove the files STOP of all replicas, and note the time."""
+        for path in self.stop_files():
+            path.with_name(_STOPPED).touch()
+            path.unlink(missing_ok=True)
 
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal or training state."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from lezo_ds import distributed
 from lezo_ds.files import write_atomically
@@ -32,12 +31,11 @@ from lezo_ds.replicas.transport import Lines, whole_lines
 from lezo_ds.runs import records
 from lezo_ds.runs.method import StepMetrics
 from lezo_ds.runs.run import Run
-from lezo_ds.runs.signals import Stopped, time_of_start
+from lezo_ds.runs.signals import Stopped
 from lezo_ds.runs.zeroth_order import ZerothOrderMethod
 
 logger = logging.getLogger(__name__)
 
-_STOPPED = ".stopped"
 _PAUSE_SECONDS = 0.2
 """Time between rounds after the last step, in which replicas only wait for an evaluation."""
 
@@ -56,7 +54,6 @@ class ReplicaRun(Run):
         super().__init__(method)
         self.replicas = replicas
         self._evaluator = ""  # address of the last replica that left to evaluate
-        self._started = time_of_start()
         self.engine.replicas = replicas
         replicas.num_workers = self.engine.world_size // self.engine.tensor_parallel
         replicas.gives_up = self._is_asked_to_stop
@@ -82,29 +79,16 @@ class ReplicaRun(Run):
             self.evaluate("test", at=0)
             self.evaluate("dev", at=0)
         self._catch_up()
-        if distributed.on_rank_zero(self._others_were_stopped):
+        # If the others have gone, there is nobody to tell, and this replica would train on alone.
+        if distributed.on_rank_zero(self.directory.was_stopped):
             raise Stopped
 
     # Requests of the user.
 
-    def stop_files(self) -> list[Path]:
-        return self.directory.of_all_replicas(self.directory.stop_file.name)
-
-    def forget_stop(self) -> None:
-        # This replica may be the last to find the file, though others are still starting.
-        for path in self.stop_files():
-            path.with_name(_STOPPED).touch()
-            path.unlink(missing_ok=True)
-
     def look_for_requests(self) -> None:
         super().look_for_requests()
-        if self._writes and self._others_were_stopped():
+        if self._writes and self.directory.was_stopped():
             self.engine.request_stop()
-
-    def _others_were_stopped(self) -> bool:
-        """Return whether a file STOP has stopped others since this process started. For rank 0."""
-        stops = self.directory.of_all_replicas(_STOPPED)
-        return any(path.stat().st_mtime > self._started for path in stops)
 
     def _is_asked_to_stop(self) -> bool:
         self.look_for_requests()

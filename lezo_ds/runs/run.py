@@ -51,7 +51,6 @@ import math
 import resource
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ class Run:
                     remove_directory(self.directory.checkpoints)
                     protected = self.method.protected_steps(is_finished=True)
                     remove_snapshots(self.directory.snapshots, protected)
-                self.forget_stop()
+                self.directory.forget_stop()
                 self.method.close()
             return results
 
@@ -214,15 +213,6 @@ class Run:
         """See that an evaluation that this launch has done is recorded."""
         self.method.record(evaluation)
 
-    def stop_files(self) -> list[Path]:
-        """Return the files by which the user asks this launch to stop."""
-        stop_file = self.directory.stop_file
-        return [stop_file] if stop_file.exists() else []
-
-    def forget_stop(self) -> None:
-        """Remove these files. For rank 0, at the end."""
-        self.directory.stop_file.unlink(missing_ok=True)
-
     # What is due.
 
     def is_check_due(self) -> bool:
@@ -252,7 +242,7 @@ class Run:
 
     def look_for_requests(self) -> None:
         """Turn a STOP file, or the end of the launcher, into a vote of this rank."""
-        self.has_stop_file = self._writes and bool(self.stop_files())
+        self.has_stop_file = self._writes and bool(self.directory.stop_files())
         if self.has_stop_file or any_ended(self._launchers):
             self.engine.request_stop()
 

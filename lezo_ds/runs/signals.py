@@ -5,9 +5,7 @@ Most signals end the launcher alone, and its ranks go on.
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,11 +58,3 @@ def any_ended(processes: Iterable[psutil.Process]) -> bool:
         return any(process.status() == psutil.STATUS_ZOMBIE for process in processes)
     except psutil.NoSuchProcess:
         return True
-
-
-def time_of_start() -> float:
-    """Return the time at which this process started, as time.time() counts, to a hundredth."""
-    # psutil's create_time counts from a whole second, so it is up to a second early.
-    values = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start = int(values[19]) / os.sysconf("SC_CLK_TCK")  # since the machine was booted
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + start

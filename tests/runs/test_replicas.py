@@ -580,6 +580,7 @@ def test_a_file_stops_a_replica_that_was_starting_when_the_others_found_it(lab, 
     lab.assert_equal_journals()
     assert [results_of(path.parent)["finished"] for path in lab.journals()] == [False, False]
     assert not list(lab.run_dir.rglob("STOP"))
+    time.sleep(1)
     lab.end(lab.start(*LONG))  # the file counts no longer
     assert results_of(lab.run_dir)["finished"]
 
