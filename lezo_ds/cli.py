@@ -157,10 +157,11 @@ def _add_weights(parser: _Parser) -> Callable[..., Any]:
     return add
 
 
-def _open_weights(arguments: argparse.Namespace, *keys: str) -> Any:
+def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = False) -> Any:
     """Open the weights of a run or a model, with `key=value` overrides before those of the user.
 
-    With `keys`, the task may be that of an exported model.
+    With `keys`, the task may be that of an exported model, and `needs_task` refuses a model without
+    one.
     """
     if arguments.run is not None and arguments.config is not None:
         raise UserError(
@@ -174,7 +175,13 @@ def _open_weights(arguments: argparse.Namespace, *keys: str) -> Any:
     overrides = [*keys, *arguments.overrides]
     if arguments.run is not None:
         return open_run(arguments.run, arguments.step, overrides)
-    return open_model(arguments.model, overrides, arguments.config, has_task=bool(keys))
+    return open_model(
+        arguments.model,
+        overrides,
+        arguments.config,
+        needs_task=needs_task,
+        is_checked=not keys,
+    )
 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
@@ -210,15 +217,41 @@ def _predict(parser: _Parser) -> None:
 
 def run_predict(arguments: argparse.Namespace) -> None:
     # The task of the run, but neither its files nor a module that scores or rewards answers.
-    unset = [f"data.{key}=null" for key in ("path", "validation", "test", "metric")]
-    opened = _open_weights(
-        arguments, "train.objective=task", f"data.train={arguments.data}", *unset
-    )
+    unset = [f"data.{key}=null" for key in ("path", "validation", "test")]
+    keys = (f"data.train={arguments.data}", *unset, *_unjudged(arguments))
+    opened = _open_weights(arguments, *keys, needs_task=True)
     from lezo_ds.runs.predict import predict_file
 
     num_records = predict_file(opened, arguments.data, arguments.out)
     if launched_rank() == 0:
         print(f"{num_records} records: {arguments.out}")
+
+
+def _chat(parser: _Parser) -> None:
+    """Talk to a model in its chat template.
+
+    lezo-ds chat --model EXPORT
+    lezo-ds chat --run DIR --step last data.system_prompt="Be brief." generation.temperature=0.7
+
+    Each line of the input is a turn, and the model sees all turns before it. An empty line or the
+    end of the input ends the chat. By default, an answer takes the most probable tokens, 512 at
+    most, whatever the recipe says; keys of generation change this.
+    """
+    _add_weights(parser)
+    parser.add_keys()
+
+
+def run_chat(arguments: argparse.Namespace) -> None:
+    from lezo_ds.runs.chat import CHAT_KEYS, chat
+
+    chat(_open_weights(arguments, *CHAT_KEYS, *_unjudged(arguments)))
+
+
+def _unjudged(arguments: argparse.Namespace) -> Sequence[str]:
+    """Return overrides without the modules of a run that score or reward answers."""
+    if arguments.run is None:
+        return ("data.metric=null",)
+    return ("data.metric=null", "train.objective=task")
 
 
 def _export(parser: _Parser) -> None:
@@ -349,6 +382,7 @@ COMMANDS: dict[str, tuple[Callable[[_Parser], None], str]] = {
     "train": (_train, "lezo_ds.cli:run_train"),
     "evaluate": (_evaluate, "lezo_ds.cli:run_evaluate"),
     "predict": (_predict, "lezo_ds.cli:run_predict"),
+    "chat": (_chat, "lezo_ds.cli:run_chat"),
     "export": (_export, "lezo_ds.cli:run_export"),
     "report": (_report, "lezo_ds.tools.report:main"),
     "sweep": (_sweep, "lezo_ds.tools.sweep:main"),

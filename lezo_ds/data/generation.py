@@ -160,6 +160,7 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
         synced_gpus=_runs_in_step(model),
         logits_processor=_logits_processors(settings, sample_keys, width),
         stopping_criteria=criteria,
+        streamer=settings.streamer,
     )
     return tokens[:, width:]
 

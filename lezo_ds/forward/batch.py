@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class GenerationSettings:
             input "sample_keys", int64 [rows].
         top_p: draw from the most probable tokens that have this probability together; None draws
             from all of them.
+        streamer: a streamer of transformers, which gets the tokens of the only row one by one.
     """
 
     max_new_tokens: int
@@ -60,6 +62,7 @@ class GenerationSettings:
     has_ended: Callable[[Sequence[int]], bool] | None = None
     temperature: float = 0.0
     top_p: float | None = None
+    streamer: Any = None
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
         LezoError: the output cannot be written.
     """
     _, config, load_engine = opened
-    config = _for_prediction(config)
+    config = for_prediction(config)
     task = unlabelled(find_task(config.data))
     batch_size = config.train.eval_batch_size
     size = _BATCHES_A_CHUNK * batch_size
@@ -105,7 +105,7 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
     return num_records
 
 
-def _for_prediction(config: RunConfig) -> RunConfig:
+def for_prediction(config: RunConfig) -> RunConfig:
     """Return the configuration to predict with.
 
     Texts are cut to what the model can read. A record that cannot be used is an error, since each

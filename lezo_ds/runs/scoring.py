@@ -89,7 +89,12 @@ def open_run(path: Path, step: str, overrides: Sequence[str] = ()) -> Opened:
 
 
 def open_model(
-    model: str, overrides: Sequence[str] = (), recipe: str | None = None, *, has_task: bool = False
+    model: str,
+    overrides: Sequence[str] = (),
+    recipe: str | None = None,
+    *,
+    needs_task: bool = False,
+    is_checked: bool = True,
 ) -> Opened:
     """Open a model as it is. A collective.
 
@@ -97,8 +102,9 @@ def open_model(
         model: directory or hub id.
         overrides: `key=value` changes of the configuration.
         recipe: name or path of a recipe. None takes the keys that the model's own export has.
-        has_task: whether the recipe, the export or an override must name the task. If not, the task
-            may be the default one.
+        needs_task: whether the recipe, the export or an override must name the task. If not, the
+            task may be the default one.
+        is_checked: whether the keys are checked against each other, as those of a run to start are.
 
     Raises:
         UserError: the model is not there, names no task, or names code (see the module).
@@ -118,7 +124,7 @@ def open_model(
         if isinstance(of_export, dict) and not is_named:  # another task needs other keys
             # A directory may come from anyone: no other key that may be there counts.
             exported = {key: of_export[key] for key in _RECIPE if key in of_export}
-        if has_task and not is_named and not exported:
+        if needs_task and not is_named and not exported:
             raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
         values = {
             "method": "zero_shot",
@@ -126,7 +132,7 @@ def open_model(
             "model": {"path": model, "dtype": _stored_dtype(directory)},
             **exported,
         }
-        config = config_from_dict(values, f"model {model}", overrides, recorded=has_task)
+        config = config_from_dict(values, f"model {model}", overrides, recorded=not is_checked)
         _refuse_recorded_code(config, overrides)
     return Opened(
         {"model": model},

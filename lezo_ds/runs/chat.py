@@ -1,0 +1,96 @@
+"""Talk to a model, for lezo-ds chat.
+
+The tokenizer's chat template writes the whole conversation anew for each answer. Rank 0 reads the
+lines of the user and prints the answers; all ranks run the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import TextStreamer
+
+from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import resolve_model
+from lezo_ds.config import RunConfig
+from lezo_ds.data.chat import encode_question, end_of_turn
+from lezo_ds.data.encoding import PromptTokenizer, TokenIds, cut_prompts, load_tokenizer
+from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_batch, read_answers
+from lezo_ds.runs.predict import for_prediction
+from lezo_ds.runs.scoring import Opened
+from lezo_ds.tasks.base import Example, Message
+from lezo_ds.tasks.custom import ASSISTANT, USER, with_system
+from lezo_ds.zo.keys import sample_key
+
+logger = logging.getLogger(__name__)
+
+CHAT_KEYS = (
+    "generation.stop=[]",
+    "generation.max_new_tokens=512",
+    "generation.temperature=0",
+    "generation.top_p=null",
+    "generation.num_samples=1",
+)
+"""How answers are written unless the command line says otherwise, whatever the model's task was."""
+
+
+def chat(opened: Opened) -> None:
+    """Answer the lines of the input, until one is empty or there are no more. A collective.
+
+    Args:
+        opened: the model. Of its configuration, `generation`, `data.system_prompt` and
+            `data.max_length` count.
+
+    Raises:
+        UserError: the model has no chat template.
+    """
+    config = for_prediction(opened.config)
+    tokenizer = load_tokenizer(str(resolve_model(config.model.path)))
+    settings = generation_settings(tokenizer, config.generation, end_of_turn(tokenizer))
+    if distributed.rank() == 0:
+        streamer = TextStreamer(tokenizer.backend, skip_prompt=True, skip_special_tokens=True)
+        settings = replace(settings, streamer=streamer)
+    engine = opened.load_engine()
+    logger.info("Write a line to the model. An empty line or Ctrl-D ends the chat.")
+    turns: list[Message] = []
+    for line in iter(lambda: distributed.on_rank_zero(_read_line), ""):
+        turns.append(Message(USER, line))
+        ids = _encode_last_turns(config, tokenizer, turns)
+        batch = prompt_batch([ids], settings)
+        if config.generation.temperature > 0:
+            key = sample_key(config.seed, len(turns), 0, 0)
+            batch = replace(batch, inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor([key])})
+        (answer,) = read_answers(engine.forward(batch), settings, tokenizer)
+        turns.append(Message(ASSISTANT, answer))
+
+
+def _read_line() -> str:
+    """Return the next line of the user, or "" at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def _encode_last_turns(
+    config: RunConfig, tokenizer: PromptTokenizer, turns: Sequence[Message]
+) -> TokenIds:
+    """Return the token ids of the last turns that fit, after the system prompt.
+
+    The line of the user is cut on the left if it does not fit alone.
+    """
+    max_length = config.data.max_length
+    max_new_tokens = config.generation.max_new_tokens
+    for first in range(0, len(turns), 2):
+        messages = with_system(tuple(turns[first:]), config.data.system_prompt)
+        ids = encode_question(tokenizer, Example("", (), None, 0, messages=messages))
+        if len(ids) <= max_length - max_new_tokens:
+            break
+    if first > 0:
+        logger.warning("The first %d turns do not fit any more and are left out.", first)
+    (fitting,) = cut_prompts(tokenizer, [ids], max_length, max_new_tokens)
+    return fitting
