@@ -146,7 +146,10 @@ def _add_weights(parser: _Parser) -> Callable[..., Any]:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=_path, help="directory of a run")
     source.add_argument(
-        "--model", type=_name, metavar="DIR", help="directory of a model, or its hub id"
+        "--model",
+        type=_name,
+        metavar="DIR",
+        help="directory of a model or of an exported adapter, or a hub id",
     )
     add("--config", help="with --model: take everything else from this recipe")
     add(

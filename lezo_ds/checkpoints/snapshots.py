@@ -166,13 +166,7 @@ def _write_tensors(
 
 def load_snapshot(sharded: ShardedModel, directory: Path) -> None:
     """Set the weights to those that `write_snapshot` wrote, bit for bit. A collective."""
-    adapter = sharded.adapter
-    if adapter is None:
-        files = open_weights(sharded.module, directory)
-    else:
-        prefix = adapter.stored_prefix.removesuffix(".")
-        files = WeightFiles(directory, prefix=prefix, single=adapter.weights_file)
-    sharded.weights.load(sharded.weights.snapshot_shards, files)
+    load_weights(sharded, directory)
     facts = distributed.on_rank_zero(lambda: read_facts(directory)) or {}
     digest = sharded.weights.digest()
     if digest != facts.get("digest"):
@@ -181,6 +175,17 @@ def load_snapshot(sharded: ShardedModel, directory: Path) -> None:
             f"{facts.get('digest')}; fix: move this directory elsewhere, then run the same "
             "command again"
         )
+
+
+def load_weights(sharded: ShardedModel, directory: Path) -> None:
+    """Set the weights to those in a snapshot or export, with the low bits if it has them."""
+    adapter = sharded.adapter
+    if adapter is None:
+        files = open_weights(sharded.module, directory)
+    else:
+        prefix = adapter.stored_prefix.removesuffix(".")
+        files = WeightFiles(directory, prefix=prefix, single=adapter.weights_file)
+    sharded.weights.load(sharded.weights.snapshot_shards, files)
 
 
 def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:

@@ -29,6 +29,7 @@ from lezo_ds.zo.keys import sample_key
 logger = logging.getLogger(__name__)
 
 CHAT_KEYS = (
+    "data.max_length=4096",
     "generation.stop=[]",
     "generation.max_new_tokens=512",
     "generation.temperature=0",
@@ -72,7 +73,7 @@ def _read_line() -> str:
     """Return the next line of the user, or "" at the end of the input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         return ""
 
 

@@ -272,13 +272,12 @@ These are the weights after {step} of {num_steps} steps.{verdict}
 {scores}
 
 To load it: `{load}`
-{predict}
+
+To label or answer the records of a file: `lezo-ds predict --model DIR new.csv --out answers.csv`
+
 To check the weights: `sha256sum *.safetensors | sha256sum` prints
 
     {weights_sha256}
-"""
-_PREDICT = """
-To label or answer the records of a file: `lezo-ds predict --model DIR new.csv --out answers.csv`
 """
 _EXAMPLE = """
 To score labels with transformers alone, as `lezo-ds predict` does:
@@ -371,7 +370,6 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
         verdict=f" {WORSE}." if is_worse else "",
         scores="\n".join(rows),
         load=_LOAD[kind].format(base=base),
-        predict=_PREDICT if kind == "none" else "",
         weights_sha256=weights_sha256,
     )
     has_candidates = config.data.labels is not None or config.data.choices is not None

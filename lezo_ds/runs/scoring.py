@@ -7,6 +7,8 @@ overrides:
     --model DIR --config R     the recipe R
     --model DIR                the recipe in DIR/lezo_manifest.json, if DIR is an export
 
+The export of an adapter names its base model, and `model.path=` says where that is now.
+
 A run and an export may come from anyone. Of an export's recipe, only the keys in `_RECIPE` count. A
 module that a run or an export names is imported only if the command line names it, too.
 """
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple, get_args
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, load_model_config, resolve_model
-from lezo_ds.checkpoints.snapshots import read_facts
+from lezo_ds.checkpoints.snapshots import load_weights, read_facts, read_manifest
 from lezo_ds.config import (
     TRAINED,
     Dtype,
@@ -32,11 +34,12 @@ from lezo_ds.config import (
 )
 from lezo_ds.config.components import DESCRIBING_KEYS
 from lezo_ds.config.deepspeed import shared_by
-from lezo_ds.config.schema import READER, ModelConfig, PeftConfig
+from lezo_ds.config.schema import READER
 from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
+from lezo_ds.forward.adapters import read_adapter
 from lezo_ds.registry import names_code
 from lezo_ds.runs.records import read_run
 from lezo_ds.runs.trainer import make_engine, restore
@@ -110,13 +113,21 @@ def open_model(
         UserError: the model is not there, names no task, or names code (see the module).
     """
     distributed.init_distributed()
-    directory = resolve_model(model)
+    directory = Path(model)
+    sections = read_adapter(directory)
+    has_adapter = bool(sections)
+    if not has_adapter:
+        directory = resolve_model(model)
+        sections = {"model": {"path": model, "dtype": _stored_dtype(directory)}, "peft": {}}
+    where = f"model {model}"
     if recipe is not None:
         config = load_config(recipe, ("run_dir=none", *overrides))
         # The model is scored as it is, not as the recipe would train it.
         method: Method = "zero_shot" if config.method in TRAINED else config.method
-        of_model = ModelConfig(path=model, dtype=_stored_dtype(directory))
-        config = replace(config, method=method, model=of_model, peft=PeftConfig())
+        values = {**config_to_dict(config), **sections, "method": method}
+        # The base model of an adapter may have moved.
+        moved = [override for override in overrides if override.startswith("model.path=")]
+        config = config_from_dict(values, where, moved if has_adapter else (), recorded=True)
     else:
         is_named = any(override.startswith(_TASK_OVERRIDES) for override in overrides)
         exported = {}
@@ -126,19 +137,34 @@ def open_model(
             exported = {key: of_export[key] for key in _RECIPE if key in of_export}
         if needs_task and not is_named and not exported:
             raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
-        values = {
-            "method": "zero_shot",
-            "run_dir": "",
-            "model": {"path": model, "dtype": _stored_dtype(directory)},
-            **exported,
-        }
-        config = config_from_dict(values, f"model {model}", overrides, recorded=not is_checked)
+        values = {"method": "zero_shot", "run_dir": "", **sections, **exported}
+        config = config_from_dict(values, where, overrides, recorded=not is_checked)
         _refuse_recorded_code(config, overrides)
-    return Opened(
-        {"model": model},
-        config,
-        lambda: make_engine(shared_by(distributed.world_size(), config)),
-    )
+
+    def load_engine() -> LezoEngine:
+        shared = shared_by(distributed.world_size(), config)
+        engine = make_engine(shared, has_adapter=has_adapter)
+        if has_adapter:
+            _load_adapter(engine, directory)
+        return engine
+
+    return Opened({"model": model}, config, load_engine)
+
+
+def _load_adapter(engine: LezoEngine, directory: Path) -> None:
+    """Set the weights of an adapter to those in its export. A collective."""
+    manifest = distributed.on_rank_zero(lambda: read_manifest(directory))
+    if manifest is None:
+        raise UserError(
+            f"the adapter in {directory} is not one that lezo_ds exported, or has changed",
+            fix="export the run again",
+        )
+    if manifest.get("base") != engine.base.fingerprint:
+        raise UserError(
+            f"{engine.base.name} is not the base model of {directory}: its fingerprint is another",
+            fix="add model.path=... with the directory of the base model",
+        )
+    load_weights(engine.sharded, directory)
 
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:

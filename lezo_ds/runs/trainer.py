@@ -130,8 +130,16 @@ def check_run(
     return monitor_sections(config), directory
 
 
-def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
-    """Load a run's model, sharded over all ranks. A collective."""
+def make_engine(
+    config: RunConfig,
+    ds_config: dict[str, Any] | None = None,
+    *,
+    has_adapter: bool = False,
+) -> LezoEngine:
+    """Load a run's model, sharded over all ranks. A collective.
+
+    Its adapter, if it has one, is attached if the method trains it, or with `has_adapter`.
+    """
     logger.info("loading %s", config.model.path)
     return initialize(
         config.model.path,
@@ -139,7 +147,7 @@ def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> L
         ds_config=ds_config or _prepare(config),
         dtype=config.model.dtype,
         seed=config.seed,
-        peft=config.peft if config.method in TRAINED else None,
+        peft=config.peft if has_adapter or config.method in TRAINED else None,
         partition_size=config.partition_size,
         num_steps=config.train.steps,
     )

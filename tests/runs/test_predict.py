@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import datasets
 import pytest
 import yaml
 from commands import assert_one_error, run_forked, run_forked_well, wait_until
 from own_data import VERBALIZERS, own_values, write_chat_model, write_tickets
+from tiny_runs import write_model
+from transformers import AutoConfig
 
 from lezo_ds.data.tables import read_file
 from lezo_ds.runs.export import model_card
@@ -66,6 +69,38 @@ def test_an_export_labels_any_file_as_its_run_does_on_another_number_of_ranks(en
     found = [(r["predicted"], float(r["probability"])) for r in labelled]
     assert found == [(r["predicted"], r["probability"]) for r in records_in(root / "labels.jsonl")]
     assert {label for label, _ in found} <= {*VERBALIZERS}
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+def test_the_export_of_an_adapter_labels_and_scores_as_its_run(kind, root, tmp_path):
+    keys = [f"peft.kind={kind}", "model.dtype=bf16", "zo.learning_rate=0.1", "train.steps=4"]
+    if kind == "lora":
+        keys += ["peft.lora_rank=2", "peft.lora_alpha=3", "peft.lora_targets=q_proj, fc1"]
+    base, config = tmp_path / "base", ["--config", root / "recipe.yaml"]
+    shutil.copytree(root / "base", base)
+    run = ["--run", tmp_path / "run", "--step", "last"]
+    run_forked_well([*config, f"run_dir={tmp_path / 'run'}", f"model.path={base}", *keys])
+    export = ["--model", tmp_path / "adapter"]
+    run_forked_well([*run, "--out", tmp_path / "adapter"], program="export")
+    predict(*run, root / "new.jsonl", "--out", tmp_path / "run.jsonl")
+    predict(*export, root / "new.jsonl", "--out", tmp_path / "export.jsonl", num_ranks=2)
+    assert records_in(tmp_path / "export.jsonl") == records_in(tmp_path / "run.jsonl")
+    assert "lezo-ds predict --model DIR" in (tmp_path / "adapter" / "README.md").read_text()
+    moved = f"model.path={base.rename(tmp_path / 'moved')}"
+    of_run = run_forked_well([*run, "--json", moved], program="evaluate")
+    of_export = run_forked_well([*export, *config, "--json", moved], program="evaluate")
+    names = ("num_examples", "score", "loss")
+    found, expected = json.loads(of_export.out), json.loads(of_run.out)
+    assert [found[name] for name in names] == [expected[name] for name in names]
+    asked = [*export, root / "new.jsonl", "--out", tmp_path / "refused.jsonl"]
+    assert_one_error(predict(*asked, runner=run_forked), 2, f"model.path {base} is neither")
+    other = write_chat_model(tmp_path / "other")
+    write_model(AutoConfig.from_pretrained(other), other, seed=1)
+    refused = predict(*asked, f"model.path={other}", runner=run_forked)
+    assert_one_error(refused, 2, f"{other} is not the base model of {tmp_path / 'adapter'}")
+    (tmp_path / "adapter" / "lezo_manifest.json").unlink()
+    refused = predict(*asked, moved, "data.prompt={text}", "data.labels=[a, b]", runner=run_forked)
+    assert_one_error(refused, 2, "is not one that lezo_ds exported")
 
 
 AWKWARD = {

@@ -9,11 +9,19 @@ A parameter of an adapter has three names:
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
 from lezo_ds.config import PeftConfig
+from lezo_ds.errors import UserError
+from lezo_ds.files import DAMAGE
 from lezo_ds.forward.adapters.lora import LoraAdapter
 from lezo_ds.forward.adapters.prefix import PrefixAdapter, load_prefix
 
-__all__ = ["Adapter", "load_prefix", "make_adapter"]
+__all__ = ["Adapter", "load_prefix", "make_adapter", "read_adapter"]
 
 Adapter = LoraAdapter | PrefixAdapter
 """Both have `attach`, `hide`, `own_name`, `fill` and `write_config`, which run in this order."""
@@ -26,3 +34,38 @@ def make_adapter(config: PeftConfig | None) -> Adapter | None:
     if config.kind == "lora":
         return LoraAdapter(config.lora_rank, config.lora_alpha, config.lora_targets)
     return PrefixAdapter(config.prefix_length)
+
+
+def read_adapter(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections `model` and `peft` of the run that exported an adapter.
+
+    They are {} if the directory has no adapter. The type of the weights is that of the adapter's.
+
+    Raises:
+        UserError: a file of the adapter is missing or damaged.
+    """
+    kind: type[Adapter] = LoraAdapter
+    if not (directory / kind.config_file).is_file():
+        kind = PrefixAdapter
+    file = directory / kind.config_file
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        with safe_open(directory / kind.weights_file, "pt") as tensors:
+            # Of all tensors, the first one by its name is a lora_A or the keys of a prefix.
+            first = tensors.get_slice(min(tensors.keys()))
+            # What has to be allocated follows from the file, whatever its neighbor says.
+            shape = first.get_shape()
+            dtype = _DTYPES[first.get_dtype()]
+        model = {"path": config["base_model_name_or_path"], "dtype": dtype}
+        return {"model": model, "peft": kind.keys(config, shape)}
+    except (*DAMAGE, SafetensorError) as error:
+        raise UserError(
+            f"{directory} does not hold an adapter: {type(error).__name__}: {error}",
+            fix="export the run again",
+        ) from error
+
+
+_DTYPES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+"""Values of model.dtype by the names of types in safetensors."""

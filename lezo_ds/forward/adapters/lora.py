@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -31,6 +32,7 @@ class LoraAdapter:
     """
 
     weights_file = "adapter_model.safetensors"
+    config_file = "adapter_config.json"
     stored_prefix = "base_model.model."  # peft puts it before every name in its files
 
     def __init__(self, rank: int, alpha: float, targets: str) -> None:
@@ -98,6 +100,16 @@ class LoraAdapter:
         """Write adapter_config.json, with which peft loads the adapter."""
         self._lora.base_model_name_or_path = base_model
         self._lora.save_pretrained(str(directory))
+
+    @staticmethod
+    def keys(config: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+        """Return the section `peft` of a run that wrote a config, with a lora_A of this shape."""
+        return {
+            "kind": "lora",
+            "lora_rank": shape[0],
+            "lora_alpha": config["lora_alpha"],
+            "lora_targets": ",".join(config["target_modules"]),
+        }
 
 
 def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module]:

@@ -12,7 +12,7 @@ caches of the text are the same as without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class PrefixAdapter:
     """
 
     weights_file = "prefix.safetensors"
+    config_file = _CONFIG
     stored_prefix = ""
 
     def __init__(self, length: int) -> None:
@@ -169,6 +170,11 @@ class PrefixAdapter:
             "base_model_name_or_path": base_model,
         }
         (directory / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+
+    @staticmethod
+    def keys(config: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+        """Return the section `peft` of a run that wrote a config, with keys of this shape."""
+        return {"kind": "prefix", "prefix_length": shape[1]}
 
 
 def load_prefix(model: nn.Module, directory: Path) -> None:

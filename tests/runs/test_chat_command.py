@@ -1,0 +1,153 @@
+"""A chat on the command line: with a base model, a run and its exports; what it prints and when."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import sys
+
+import pytest
+import yaml
+from assets import write_reader, write_records
+from commands import assert_one_error, python, run_forked, run_forked_well, run_well
+from own_data import PLAIN, own_values
+from ranks import free_port, run_ranks
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lezo_ds.runs.chat import CHAT_KEYS, chat
+from lezo_ds.runs.scoring import open_model
+
+pytestmark = pytest.mark.distributed
+LINES = ["the plot is dull", "  the cast was great  ", "the film feels fresh"]
+MOST_TOKENS = 9
+SHORT = f"generation.max_new_tokens={MOST_TOKENS}"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A base model of words with a chat template, and a run of LoRA on conversations."""
+    directory = tmp_path_factory.mktemp("chat")
+    write_reader(directory / "base", family="llama")
+    (directory / "base" / "chat_template.jinja").write_text(PLAIN)
+    turns = [{"role": "user", "content": LINES[0]}, {"role": "assistant", "content": "It is weak"}]
+    write_records(directory / "turns.jsonl", [{"turns": turns}] * 40)
+    data = {"train": "turns.jsonl", "messages": "turns", "max_length": 64}
+    values = own_values(directory / "base", **data)
+    values["peft"] = {"kind": "lora", "lora_rank": 2, "lora_targets": "q_proj,v_proj"}
+    values["zo"]["learning_rate"] = 0.5
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(values))
+    run_forked_well(
+        ["--config", directory / "recipe.yaml", f"run_dir={directory / 'run'}", "train.steps=4"]
+    )
+    return directory
+
+
+def talk(command, lines=LINES, runner=run_well):
+    """Give lines to the input of a command, and return the answers that it prints."""
+    text = "".join(line + "\n" for line in lines)
+    return runner(["bash", "-c", f"printf %s {shlex.quote(text)} | {shlex.join(command)}"])
+
+
+def answers_of(finished):
+    return finished.out.splitlines()
+
+
+def answers_by_transformers(directory, lines=LINES, system_prompt=None):
+    """Return the greedy answer to each line after all turns before it."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    turns = []
+    if system_prompt is not None:
+        turns.append({"role": "system", "content": system_prompt})
+    answers = []
+    for line in lines:
+        turns.append({"role": "user", "content": line.strip()})
+        ids = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        tokens = model.generate(**ids, max_new_tokens=MOST_TOKENS, do_sample=False)
+        new = tokens[0, ids["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(new, skip_special_tokens=True))
+        turns.append({"role": "assistant", "content": answers[-1].strip()})
+    return answers
+
+
+def test_each_answer_follows_all_turns_before_it_until_an_empty_line(root):
+    command = python("--model", root / "base", SHORT, program="chat")
+    finished = talk(command, [*LINES, "", "the end"])
+    assert answers_of(finished) == answers_by_transformers(root / "base")
+    assert "Ctrl-D" in finished.err
+    prompted = talk([*command, "data.system_prompt=the score is moving"], LINES[:1])
+    expected = answers_by_transformers(root / "base", LINES[:1], "the score is moving")
+    assert answers_of(prompted) == expected
+    assert expected != answers_by_transformers(root / "base", LINES[:1])
+
+
+def test_a_run_and_its_exports_answer_alike_on_any_number_of_ranks(root):
+    chat_with_run = python("--run", root / "run", "--step", "last", SHORT, program="chat")
+    answers = answers_of(talk(chat_with_run))
+    assert len(answers) == len(LINES)
+    assert answers != answers_by_transformers(root / "base")
+    words = ["--run", root / "run", "--step", "last", "--out", root / "adapter"]
+    run_forked_well(words, program="export")
+    one_rank = talk(python("--model", root / "adapter", SHORT, program="chat"))
+    assert answers_of(one_rank) == answers
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"]
+    words = ["chat", "--run", str(root / "run"), "--step", "last", SHORT]
+    two_ranks = talk([sys.executable, *launcher, str(free_port()), "--module", "lezo_ds", *words])
+    assert [line for line in answers_of(two_ranks) if line in answers] == answers
+
+
+def pieces_of_an_answer(directory):
+    """Chat in this process, and return what is printed, as it is written piece by piece."""
+
+    class Screen(io.StringIO):
+        def __init__(self):
+            super().__init__()
+            self.pieces = []
+
+        def write(self, text):
+            self.pieces.append(text)
+            return len(text)
+
+    sys.stdin = io.StringIO(LINES[0] + "\n")
+    sys.stdout = Screen()
+    chat(open_model(str(directory), (*CHAT_KEYS, SHORT), is_checked=False))
+    return sys.stdout.pieces
+
+
+def test_an_answer_is_printed_word_by_word(root):
+    ((*pieces, end),) = run_ranks(pieces_of_an_answer, 1, root / "base")
+    answer, *_ = answers_by_transformers(root / "base")
+    assert ("".join(pieces) + end).split() == answer.split()
+    printed = [piece for piece in pieces if piece.strip()]
+    assert len(printed) >= len(answer.split()) - 1
+
+
+def test_drawn_answers_repeat_and_differ_from_the_most_probable_ones(root):
+    command = python(
+        "--model", root / "base", SHORT, "generation.temperature=2", "seed=3", program="chat"
+    )
+    first, second = (answers_of(talk(command)) for _ in range(2))
+    assert first == second != answers_by_transformers(root / "base")
+
+
+def test_turns_that_do_not_fit_are_left_out_with_a_warning(root):
+    tokenizer = AutoTokenizer.from_pretrained(root / "base")
+    alone = [[{"role": "user", "content": line.strip()}] for line in LINES]
+    lengths = [
+        len(tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"])
+        for turns in alone
+    ]
+    room = f"data.max_length={max(lengths) + MOST_TOKENS}"
+    finished = talk(python("--model", root / "base", SHORT, room, program="chat"))
+    expected = [answers_by_transformers(root / "base", [line])[0] for line in LINES]
+    assert answers_of(finished) == expected
+    assert "The first 2 turns do not fit any more" in finished.err
+    assert "The first 4 turns do not fit any more" in finished.err
+
+
+def test_a_model_without_a_chat_template_is_refused(root, tmp_path):
+    write_reader(tmp_path / "plain")
+    refused = run_forked(["--model", tmp_path / "plain"], program="chat")
+    assert_one_error(refused, 2, "chat template")
