@@ -89,7 +89,9 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         content = content.encode()
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        # Of a crash, or in a directory of someone else, a link to a file elsewhere.
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             # Sync before the rename: a power cut could leave the new name with no content.

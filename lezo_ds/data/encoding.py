@@ -141,6 +141,7 @@ def load_tokenizer(path: str) -> PromptTokenizer:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         # Tokens that were added to a tokenizer may be missing from the model's embedding.
         vocabulary = range(config.get_text_config().vocab_size)
+        first_ids = backend("")["input_ids"][:1]
     except Exception as error:  # transformers raises many unrelated types here
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "correct model.path, or save config.json and the tokenizer's files there"
@@ -153,7 +154,7 @@ def load_tokenizer(path: str) -> PromptTokenizer:
         # OPT was trained on inputs that begin with <s> (id 0), but its published tokenizer begins
         # them with </s> (id 2). Like MeZO, we use the token of the training.
         bos_id = 0
-    elif backend("")["input_ids"][:1] == [backend.bos_token_id]:
+    elif first_ids == [backend.bos_token_id]:
         bos_id = backend.bos_token_id
     return PromptTokenizer(
         backend,

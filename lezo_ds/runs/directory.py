@@ -98,7 +98,9 @@ class RunDirectory:
         with failures_named(self.path, UserError):
             make_directory(self.path)
             # It stays: a file that is removed could be locked twice.
-            file = (self.path / ".lock").open("a+", errors="replace")
+            # In a run of someone else, it may be a link to a file elsewhere.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            file = os.fdopen(os.open(self.path / ".lock", flags), "r+", errors="replace")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -392,7 +392,9 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
         )
     # The digests of weights that the run has noted.
     own, _ = own_snapshots(directory.snapshots, recorded.owner)
-    digests = {step: str(manifest["digest"]) for step, manifest in own.items()}
+    digests = {
+        step: str(manifest["digest"]) for step, manifest in own.items() if "digest" in manifest
+    }
     results = RunResults.read(directory.results)
     if results is not None:
         digests[results.step_of_weights] = results.weights_digest

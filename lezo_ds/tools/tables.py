@@ -129,7 +129,7 @@ def _read_run(directory: Path) -> dict[str, Any]:
 
 def recorded_config(directory: Path) -> RunConfig:
     """Return the configuration of a run. One of DAMAGE: it cannot be read."""
-    values = load_yaml((directory / "config.yaml").read_text(encoding="utf-8"))
+    values = load_yaml(files.read_regular(directory / "config.yaml").decode())
     return config_from_dict(values, str(directory), recorded=True)
 
 
@@ -155,7 +155,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 def _read_answers(path: Path) -> list[Answer]:
     """Return the answers in a file, or none if the file is missing or damaged."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = files.read_regular(path).decode().splitlines()
         return [_ANSWER.validate_json(line) for line in lines]
     except DAMAGE:
         return []

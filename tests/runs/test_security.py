@@ -158,6 +158,12 @@ def test_a_damaged_config_of_a_model_is_refused_in_one_line(text, inputs):
         build_checked(resolve_model(str(path.parent)), "fp32")
 
 
+def test_a_damaged_config_of_a_tokenizer_is_refused_in_one_line(inputs):
+    path = inputs / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": {}}))
+    assert_one_error(train(inputs), 2, "cannot load the tokenizer")
+
+
 def test_code_and_pickles_beside_a_known_model_its_tokenizer_and_the_data_are_not_run(
     inputs, target
 ):
@@ -258,6 +264,26 @@ def test_what_a_run_says_reaches_the_terminal_without_commands(inputs):
     for text in (exported.err, table.out, resumed.err, refused.err):
         assert "x?]0;title" in text
         assert not re.search("[\x1b\x07\u202e]", text)
+
+
+def test_pipes_and_a_manifest_without_a_digest_in_a_run_are_passed_over(inputs):
+    assert train(inputs).code == 0
+    run_dir = inputs / "run"
+    manifest = run_dir / "snapshots" / "step-00000001" / "lezo_manifest.json"
+    facts = json.loads(manifest.read_text())
+    del facts["digest"]
+    manifest.write_text(json.dumps(facts))
+    run_forked_well(["--run", run_dir, "--journal", inputs / "run.lezo"], program="export")
+    answers = sorted(run_dir.glob("predictions/*"))
+    for path in (*answers, run_dir / "metrics.jsonl"):
+        path.unlink()
+        os.mkfifo(path)
+    shown = run_forked_well([run_dir, "--html", inputs / "page.html"], program="report")
+    assert "no curve of" in shown.err and "it is no regular file" in shown.err
+    (run_dir / "config.yaml").unlink()
+    os.mkfifo(run_dir / "config.yaml")
+    refused = run_forked([run_dir], program="report")
+    assert_one_error(refused, 2, "none of these directories holds a run")
 
 
 @pytest.mark.parametrize("key", ["data.task", "data.metric", "train.objective"])

@@ -22,6 +22,14 @@ def test_a_file_is_replaced_while_its_readers_keep_the_old_content(tmp_path):
     assert names_in(tmp_path) == ["file"]
 
 
+def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path):
+    (tmp_path / "private").write_text("private")
+    (tmp_path / ".file.tmp").symlink_to("private")
+    write_atomically(tmp_path / "file", "content")
+    assert (tmp_path / "private").read_text() == "private"
+    assert (tmp_path / "file").read_text() == "content" and not (tmp_path / "file").is_symlink()
+
+
 def test_the_content_is_synced_before_the_rename_and_the_directory_after(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
 

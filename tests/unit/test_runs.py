@@ -191,6 +191,19 @@ def test_a_path_that_cannot_be_written_and_a_file_system_without_locks_are_named
         assert "is on a file system without locks (No locks available)" in caplog.text
 
 
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+    private = tmp_path / "private"
+    private.write_text("private")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(private)
+    with (
+        pytest.raises(UserError, match="run cannot be written"),
+        RunDirectory(tmp_path / "run").locked(),
+    ):
+        pass
+    assert private.read_text() == "private"
+
+
 def test_replicas_take_the_first_free_number_and_none_where_no_lock_tells_which_is_free(
     tmp_path, monkeypatch
 ):
