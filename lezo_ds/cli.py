@@ -59,10 +59,11 @@ class _Parser(argparse.ArgumentParser):
         if "unrecognized" in message:
             options = [word for word in message.split() if word.startswith("--")]
             option = options[0].partition("=")[0] if options else ""
-            key = option.removeprefix("--")
             fix = did_you_mean(option, self._option_string_actions, fix)
-            if key in READER.keys or "." in key:
-                fix = f"write {key}=VALUE, without dashes"
+            key = option.removeprefix("--")
+            keys = [key] if key in READER.keys else READER.meant(key)
+            if keys and any(action.dest == "overrides" for action in self._actions):
+                fix = f"write {' or '.join(f'{key}=VALUE' for key in keys)}, without dashes"
         raise UserError(f"{self.prog}: {message}", fix=fix)
 
 
@@ -70,6 +71,14 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not an integer above 0")
     return int(text)
+
+
+def _code(text: str) -> str:
+    if ":" not in text:
+        raise UserError(
+            f"{text} is not MODULE:FUNCTION", fix=f"write it like rewards:{text} for rewards.py"
+        )
+    return text
 
 
 def _path(text: str) -> Path:
@@ -97,7 +106,11 @@ def _train(parser: _Parser) -> None:
         help="check everything but the weights, and print memory, disk and time",
     )
     add("--gpus", type=_positive, help="with --dry-run: plan for this number of GPUs")
-    add("--gpu-memory", type=float, help="with --dry-run: say what fits GPUs of so many GiB")
+    add(
+        "--gpu-memory",
+        type=float,
+        help="with --dry-run: list what fits GPUs sold with so many GB, the fastest first",
+    )
     add("--print-config", action="store_true", help="print the configuration as a YAML recipe")
     parser.add_keys()
 
@@ -107,6 +120,11 @@ def run_train(arguments: argparse.Namespace) -> None:
         raise UserError(
             "lezo-ds train needs a recipe",
             fix="lezo-ds train --config RECIPE; lezo-ds init MODEL DATA writes a recipe",
+        )
+    if not arguments.dry_run and (arguments.gpus or arguments.gpu_memory):
+        launch = f"deepspeed --num_gpus {arguments.gpus or 'N'} --module lezo_ds train ..."
+        raise UserError(
+            "--gpus and --gpu-memory only plan a run", fix=f"add --dry-run, or start it by {launch}"
         )
     config = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
@@ -368,6 +386,7 @@ def _init(parser: _Parser) -> None:
     target.add_argument("--answer", help="the column with a text to write")
     target.add_argument(
         "--reward",
+        type=_code,
         metavar="MODULE:FUNCTION",
         help="judges answers; its module may be in the recipe's folder",
     )

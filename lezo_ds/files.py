@@ -72,8 +72,8 @@ def failures_named(path: Path, kind: type[LezoError] = LezoError) -> Iterator[No
         yield
     except OSError as error:
         raise kind(
-            f"{path} cannot be written: {error}; "
-            "fix: free space on its disk or allow writing, then run the same command again"
+            f"{path} cannot be written: {error}; fix: free space on its disk, allow writing, or "
+            "give another name, then run the same command again"
         ) from error
 
 

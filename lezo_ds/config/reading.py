@@ -34,6 +34,28 @@ _HELP = "lezo-ds train --help"
 _WIDTH = 96  # of the help text, in columns
 _SHOWN_CHARACTERS = 200  # of a value that is refused
 
+# What other programs call a key, and the sections that stand for their main key.
+_OTHER_NAMES = {
+    "model": "model.path",
+    "model_name_or_path": "model.path",
+    "data": "data.train",
+    "dataset": "data.train",
+    "output_dir": "run_dir",
+    "lr": "zo.learning_rate",
+    "num_train_epochs": "train.steps",
+    "max_steps": "train.steps",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.batch_size",
+    "lora_r": "peft.lora_rank",
+}
+# What sets a value that another key has, or that other programs call so.
+_OTHER_VALUES = {
+    "lora": "set peft.kind=lora",
+    "mezo": "set method=lezo zo.sparsity=0",
+    "fzoo": "set method=lezo zo.estimator=fzoo",
+    "float16": "did you mean fp16?",
+}
+
 # JSON's types in words.
 _TYPES = {
     "integer": "an integer",
@@ -170,18 +192,24 @@ class Reader:
             section[leaf] = value
         return nested
 
+    def meant(self, name: str) -> list[str]:
+        """Return the keys that an unknown name may mean: of its last part, or by other programs."""
+        leaf = name.rpartition(".")[2].replace("-", "_")
+        if leaf in _OTHER_NAMES:
+            return [_OTHER_NAMES[leaf]]
+        return [key for key in self.keys if key.rpartition(".")[2] == leaf]
+
     def _unknown(self, name: str, where: str) -> UserError:
-        if name in self._sections:
-            return UserError(
-                f"{name} in {where} is a section", fix=f"set its keys, as in {name}.KEY=VALUE"
-            )
-        leaf = name.rpartition(".")[2]
-        same_leaf = [key for key in self.keys if key.rpartition(".")[2] == leaf]
-        if same_leaf:
-            fix = f"did you mean {' or '.join(same_leaf)}?"
+        meant = self.meant(name)
+        if meant:
+            fix = f"did you mean {' or '.join(meant)}?"
+        elif name in self._sections:
+            fix = f"set its keys, as in {name}.KEY=VALUE"
         else:
             known = [*self.keys, *self._sections]
             fix = did_you_mean(name, known, f"{_HELP} lists the keys")
+        if name in self._sections:
+            return UserError(f"{name} in {where} is a section", fix=fix)
         return UserError(f"unknown key {name} in {where}", fix=fix)
 
     def _refusal(self, error: ValidationError, where: str) -> UserError:
@@ -207,6 +235,8 @@ class Reader:
                 choice for entry in _alternatives(self.keys[name]) for choice in _choices(entry)
             ]
             fix = did_you_mean(str(value), choices, f"{_HELP} describes it")
+            if choices:
+                fix = _OTHER_VALUES.get(str(value), fix)
         shown = cut(json.dumps(value, ensure_ascii=False), _SHOWN_CHARACTERS)
         return UserError(f"{name}={shown} in {where} is not {expected}", fix=fix)
 

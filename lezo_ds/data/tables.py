@@ -96,6 +96,8 @@ def read_file(path: Path) -> Iterator[Row]:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         after = f" after{place}" if place else ""
         fix = f"save it as the UTF-8 {kind} file that its name says, or use .jsonl"
+        if isinstance(error, csv.Error):
+            fix = 'close the quoted value in the next line, and write a " inside one as ""'
         raise UserError(f"{path} cannot be read{after}: {message}", fix=fix) from error
 
 
@@ -151,8 +153,14 @@ def _read_table(path: Path) -> _Records:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator_of(path), strict=True)
         header = next(reader, [])
-        if not header or len(set(header)) < len(header):
-            raise ValueError("line 1 lacks the names of columns, or repeats one")
+        if not header:
+            raise ValueError("line 1 lacks the names of columns")
+        repeated = [name for name in header if header.count(name) > 1]
+        if repeated:
+            raise UserError(
+                f"{path} has several columns with the name {repeated[0]!r}",
+                fix="rename one of them in line 1",
+            )
         # A quoted value may have several lines, so a row starts after the last line of the row
         # before.
         line = reader.line_num + 1

@@ -121,6 +121,8 @@ def check_run(
     if config.method in ZEROTH_ORDER:
         make_layer_policy(config.zo, layout.num_blocks, trains_outside=not config.zo.only_blocks)
     directory = RunDirectory(config.run_dir)
+    if directory.path.is_file():
+        raise UserError(f"run_dir {directory.path} is a file", fix="set another run_dir")
     is_replica = config.elastic.lighthouse is not None
     if resources is not None:
         directory = directory.lock(resources, is_replica=is_replica)

@@ -21,10 +21,10 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, load_config
 from lezo_ds.data.encoding import load_tokenizer
-from lezo_ds.data.tables import read_source
+from lezo_ds.data.tables import READERS, kind_of, read_source
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError
-from lezo_ds.files import failures_named, write_atomically
+from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.template import field_text
 from lezo_ds.tools.dry_run import LONG_STEP, dry_run, faster
@@ -125,7 +125,7 @@ def main(arguments: Namespace) -> None:
     target = arguments.out
     if target.exists():
         raise UserError(f"{target} exists", fix="give another --out, or remove it")
-    if Path(arguments.model).is_file():
+    if Path(arguments.model).is_file() and kind_of(Path(arguments.model)) in READERS:
         fix = f"lezo-ds init {arguments.data} {arguments.model}"
         raise UserError(f"{arguments.model} is a file, not the directory of a model", fix=fix)
     distributed.init_distributed()
@@ -153,6 +153,7 @@ def main(arguments: Namespace) -> None:
     def written(size: _StepSize, end: str = "") -> RunConfig:
         recipe = _recipe(arguments, machine, directory, task, len(records), size)
         with failures_named(target):
+            make_directory(target.parent)
             write_atomically(target, heading + recipe + end)
         return load_config(target)
 

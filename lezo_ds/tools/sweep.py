@@ -82,6 +82,11 @@ def main(arguments: Namespace) -> None:
     launcher = [*shlex.split(arguments.launcher), str(ROOT / "launch" / "train.py")]
     sweep = (arguments.config, arguments.out, arguments.overrides)
     if arguments.tune is not None:
+        if arguments.list or arguments.index is not None:
+            raise UserError(
+                "--tune chooses its runs one after the other: it has no --index and no --list",
+                fix="remove them, or search over a --grid",
+            )
         runs = tune(arguments.tune, arguments.grid, *sweep, launcher)
         print(write_tables(runs, arguments.out))
         return
@@ -279,7 +284,9 @@ def _parse_axis(word: str) -> tuple[list[str], list[str]]:
     """Return the keys and the values of a word such as seed,data.seed=0,1."""
     left, _, right = word.partition("=")
     keys = left.split(",")
-    values = right.split(",")
+    if re.fullmatch(r"\[[^\[\]]*,[^\[\]]*\]", right):
+        right = right[1:-1]  # a list of values, as other programs write it
+    values = [value.strip() for value in right.split(",")]
     if "" in keys or "" in values:
         example = "zo.learning_rate=1e-6,7e-7"
         raise UserError(f"{word} is not KEY=VALUE,VALUE,...", fix=f"for instance {example}")

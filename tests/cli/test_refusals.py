@@ -46,9 +46,13 @@ REFUSED = {
     "no decoder": (["model.path={inputs}/t5"], ["T5Config"]),
     "hub data offline": (["data.path=null"], ["nyu-mll/glue", "data.path"]),
     "no positions": (["data.path={inputs}/long"], [str(NUM_POSITIONS), "data.max_length"]),
-    "a file": (["run_dir={inputs}/file", "model.path={inputs}/whole_model"], ["{inputs}/file"]),
+    "a file": (
+        ["run_dir={inputs}/file", "model.path={inputs}/whole_model"],
+        ["{inputs}/file is a file; fix: set another run_dir"],
+    ),
+    "misspelt": (["model.path={inputs}/whole_modl"], ["whole_modl"]),
 }
-REFUSED_DRY = ("weights of another model",)
+REFUSED_DRY = ("weights of another model", "a file", "misspelt")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -76,6 +76,7 @@ def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(plan,
     assert {run.directory.parent for run in runs} == {tmp_path / "sweep"}
     assert runs[1].directory.name == "zo.learning_rate=1e-06,seed=1"
     assert runs[1].directory == plan("zo.learning_rate=0.000001", "seed,data.seed=1")[0].directory
+    assert plan("zo.learning_rate=[1e-6, 7e-7]", SEEDS) == plan(RATES, SEEDS)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,14 @@ def test_a_run_that_the_grid_does_not_have_is_refused(index, tmp_path):
     arguments |= {"launcher": "python", "tune": None, "list": False}
     with pytest.raises(UserError, match="the grid has 2 runs; fix: give 0 to 1"):
         sweep.main(Namespace(**arguments, index=index))
+
+
+@pytest.mark.parametrize("option", [{"index": 0, "list": False}, {"index": None, "list": True}])
+def test_a_search_has_no_index_and_no_list(option, tmp_path):
+    arguments = {"config": RECIPE, "out": tmp_path, "grid": ["seed=0"], "overrides": []}
+    arguments |= {"launcher": "false", "tune": "zo.learning_rate"}
+    with pytest.raises(UserError, match="no --index and no --list; fix: remove them"):
+        sweep.main(Namespace(**arguments, **option))
 
 
 def test_a_run_is_done_when_it_is_finished_with_its_own_settings(plan):

@@ -110,6 +110,8 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
         assert (config.data.label_field, config.data.chat_template) == ("topic", True)
         assert (config.run_dir, train.steps) == ("runs/tickets", 100 if method == "fzoo" else 1000)
         assert "180 train, 60 dev, 60 test" in capsys.readouterr().out
+    recipe("model", "tickets.csv", "--out", "new/folder/r.yaml")
+    assert load_config(tmp_path / "new/folder/r.yaml").data.label_field == "topic"
     again, swapped = "model tickets.csv --out mezo.yaml", "tickets.csv model"
     for words, message in ((again, "exists"), (swapped, "init model tic")):
         with pytest.raises(UserError, match=message):
