@@ -35,7 +35,9 @@ def in_process(monkeypatch, *arguments):
 
 def test_every_command_has_a_help_that_needs_no_torch():
     finished = run_well([sys.executable, "-c", HELP])
-    assert [f"usage: lezo-ds {name} " in finished.out for name in cli.COMMANDS] == [True] * len(cli.COMMANDS)
+    assert [f"usage: lezo-ds {name} " in finished.out for name in cli.COMMANDS] == [True] * len(
+        cli.COMMANDS
+    )
     assert finished.out.splitlines()[-1] == ""
     assert "zo.sparsity: a number from 0 to 1 or null; default null" in finished.out
 
