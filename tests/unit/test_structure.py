@@ -35,8 +35,8 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"step": 1_300},
     {"engine": 3_100},
     {"runs": 17_900},
-    {"tools": 13_600},
-    {"cli": 2_700},
+    {"tools": 13_700},
+    {"cli": 2_800},
 )
 """The rooms of the package from the ground up, with the most code tokens of each: a tenth more
 than it has.
