@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import errno
 import inspect
 import io
 import json
@@ -29,11 +30,22 @@ from lezo_ds import __version__
 from lezo_ds.config import config_to_dict, dump_yaml, load_config
 from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.schema import READER
-from lezo_ds.errors import LezoError, UserError, did_you_mean, end_with, launched_rank, printable
+from lezo_ds.errors import (
+    LezoError,
+    UserError,
+    cut,
+    did_you_mean,
+    end_with,
+    launched_rank,
+    printable,
+)
 
 _RECIPE_HELP = (
     "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
 )
+
+_UNUSABLE = {errno.ENAMETOOLONG, errno.EACCES}
+"""Kinds of an OSError that tell of a path of the user, wherever it is used first."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -447,6 +459,12 @@ def end_process_after(work: Callable[[], None]) -> NoReturn:
         if lost is None:
             raise
         end_with(lost)
+    except OSError as error:
+        if error.errno not in _UNUSABLE:
+            raise
+        path = cut(str(error.filename), 100)
+        fix = "correct this path in the arguments or the recipe, or permit its use"
+        end_with(UserError(f"{path} cannot be used: {error.strerror}", fix=fix))
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
     # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291).

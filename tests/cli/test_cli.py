@@ -141,3 +141,19 @@ def test_a_reader_that_is_gone_does_not_end_a_command():
     ) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == ("", 0)
+
+
+TOO_LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", TOO_LONG],
+        ["train", "--config", TOO_LONG],
+        ["train", "--config", "demo", "--dry-run", f"deepspeed={TOO_LONG}"],
+    ],
+)
+def test_a_path_that_no_file_can_have_is_refused_in_one_line(arguments):
+    refused = run([sys.executable, "-m", "lezo_ds", *arguments])
+    assert_one_error(refused, 2, f"{TOO_LONG[:100]}... cannot be used: File name too long")
