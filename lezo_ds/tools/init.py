@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +68,7 @@ train:
 
 deepspeed: {deepspeed}
 """
+_TOKENS_NOTE = "# Labels are scored by a token of each; a list scores whole labels.\n"
 _PARTITION = (
     "partition_size: 1  # each GPU holds the whole model, and ranks exchange only scalars\n"
 )
@@ -161,8 +163,9 @@ def main(arguments: Namespace) -> None:
     try:
         config = written(size)
         data = load_task_data(config)
-        if _shorten_labels(task, data):
-            heading += "# Labels are scored by their first tokens; a list scores whole labels.\n"
+        # Alone, a token after a space may be several tokens, of which one is taken again.
+        while _shorten_labels(task, data):
+            heading = heading.removesuffix(_TOKENS_NOTE) + _TOKENS_NOTE
             config = written(size)
             data = load_task_data(config)
         if machine.gpu_bytes is not None:
@@ -185,7 +188,7 @@ def main(arguments: Namespace) -> None:
 
 
 def _shorten_labels(task: dict[str, Any], data: TaskData) -> bool:
-    """Give each label its first token as its text, if these differ and each begins its label.
+    """Let the first token that no other label has be a label's text, if it begins a word.
 
     The model then scores all labels after one row of tokens, instead of a row for each label.
 
@@ -196,14 +199,18 @@ def _shorten_labels(task: dict[str, Any], data: TaskData) -> bool:
     example = data.train.encoded[0]
     if "labels" not in task or max(example.option_lengths) == 1:
         return False
-    labels = task["labels"]
-    texts = []
+    options = []
     for ids, length in zip(example.sequences, example.option_lengths, strict=True):
-        texts.append(data.tokenizer.decode([ids[-length]]).strip())
-    different = {text.casefold() for text in texts if text}
-    if len(different) < len(labels) or not all(map(str.startswith, labels, texts)):
+        options.append(ids[-length:])
+    counts = Counter(token for option in options for token in set(option))
+    texts = {}
+    for label, option in zip(task["labels"], options, strict=True):
+        own = [data.tokenizer.decode([token]).strip() for token in option if counts[token] == 1]
+        texts[label] = next((text for text in own if text and f" {text}" in f" {label}"), "")
+    different = {text.casefold() for text in texts.values() if text}
+    if len(different) < len(texts) or texts == task["labels"]:
         return False
-    task["labels"] = dict(zip(labels, texts, strict=True))
+    task["labels"] = texts
     return True
 
 
