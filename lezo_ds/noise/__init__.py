@@ -27,15 +27,21 @@ import functools
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lezo_ds.errors import UserError
-from lezo_ds.zo.laws import PerturbationLaw
+from lezo_ds.zo.laws import LowRankLaw, PerturbationLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
+
+if TYPE_CHECKING:
+    from lezo_ds.noise.low_rank import LowRankNoise
+
+AnyNoise: TypeAlias = "NoiseBackend | LowRankNoise"
+"""The operations of a law: those of `DenseLaw`, or those of `LowRankLaw`."""
 
 NOISE_VERSION = 1
 """Version of z(key, parameter, element) and of its use. It changes when any bit of either does."""
@@ -108,12 +114,14 @@ class UpdateTarget(NamedTuple):
         parameter_id: unsigned 32-bit.
         low: contiguous int16 [n], the low bits of `low_bits.split_master`. Only 16-bit values
             that are stored as "fp32_master" have them.
+        shape: of the full parameter; only directions of low rank read it.
     """
 
     values: Tensor
     region: Region
     parameter_id: int
     low: Tensor | None = None
+    shape: tuple[int, ...] = ()
 
 
 class KeyedProbe(NamedTuple):
@@ -205,7 +213,7 @@ def _unperturbed(weight: Weight) -> Tensor:
 
 
 @functools.cache
-def noise_backend(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
+def noise_backend(device: torch.device, law: PerturbationLaw) -> AnyNoise:
     """Return the backend of a law for a device, the same one at each call.
 
     Raises:
@@ -213,12 +221,12 @@ def noise_backend(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
     """
     if device.type == "cuda":
         return _triton_noise(device, law)
-    from lezo_ds.noise.cpu import CpuNoise
+    from lezo_ds.noise.cpu import CpuLowRankNoise, CpuNoise
 
-    return CpuNoise(law)
+    return CpuLowRankNoise(law) if isinstance(law, LowRankLaw) else CpuNoise(law)
 
 
-def _triton_noise(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
+def _triton_noise(device: torch.device, law: PerturbationLaw) -> AnyNoise:
     if torch.version.hip is not None:  # a ROCm build of torch calls AMD GPUs "cuda", too
         raise UserError(
             f"this build of PyTorch is for AMD GPUs (ROCm {torch.version.hip}), which lezo_ds does "
@@ -228,11 +236,14 @@ def _triton_noise(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
     try:
         # CPUs do not need Triton, and many of their installations do not have it.
         from lezo_ds.noise.gpu import TritonNoise
+        from lezo_ds.noise.gpu_low_rank import TritonLowRankNoise
 
-        noise = TritonNoise(law, device)
+        noise: AnyNoise = TritonNoise(law, device)
+        if isinstance(law, LowRankLaw):
+            noise = TritonLowRankNoise(law, device)
         # The first launch builds Triton's launcher: a missing compiler must show now, not in a
         # training step.
-        target = UpdateTarget(torch.zeros(1, device=device), ALL, parameter_id=0)
+        target = UpdateTarget(torch.zeros(1, device=device), ALL, parameter_id=0, shape=(1, 1))
         noise.update_([target], [Update(key=0, coefficient=1.0)], "stochastic")
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise UserError(
@@ -250,4 +261,4 @@ def pack_updates(updates: Sequence[Update]) -> np.ndarray:
 
     Bytes 0 to 7 are the key (uint64), 8 to 11 the coefficient and 12 to 15 the factor (fp32).
     """
-    return np.array(list(updates), dtype=_PACKED_UPDATE)
+    return np.array([update[:3] for update in updates], dtype=_PACKED_UPDATE)

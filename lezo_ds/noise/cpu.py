@@ -21,12 +21,15 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lezo_ds.errors import UserError
 from lezo_ds.noise import NoiseBackend, Region, UpdateTarget, Weight, pack_updates
-from lezo_ds.zo.laws import Distribution, PerturbationLaw
+from lezo_ds.noise.low_rank import LowRankNoise, Matrix, Subtraction
+from lezo_ds.zo.laws import Distribution, LowRankLaw, PerturbationLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
@@ -91,6 +94,35 @@ class UpdateCall(Call):
     )
 
 
+class EntriesCall(Call):
+    """What `lezo_entries` is called with."""
+
+    _fields_ = (
+        ("out", c_void_p),
+        ("keys", c_void_p),
+        ("num_keys", c_int64),
+    )
+
+
+class SubtractCall(Call):
+    """What `lezo_subtract` is called with."""
+
+    _fields_ = (
+        ("theta", c_void_p),
+        ("low", c_void_p),
+        ("rows", c_void_p),
+        ("columns", c_void_p),
+        ("num_terms", c_int64),
+        ("column_distance", c_int64),
+        ("parameter_width", c_int64),
+        ("first_row", c_int64),
+        ("first_column", c_int64),
+        ("dither_key", c_uint64),
+        ("factor", c_float),
+        ("precision", c_int32),
+    )
+
+
 class CpuNoise(NoiseBackend):
     """Works on `torch.get_num_threads()` threads; their number changes no bit.
 
@@ -100,13 +132,7 @@ class CpuNoise(NoiseBackend):
 
     def __init__(self, law: PerturbationLaw) -> None:
         self._distribution = DISTRIBUTIONS[law.entries]
-        try:
-            self._kernels = ctypes.CDLL(str(_built_library()))
-        except OSError as error:
-            raise UserError(
-                f"the noise kernels for CPUs cannot be written or loaded: {error}",
-                fix="set XDG_CACHE_HOME to a folder for programs that you may write to",
-            ) from error
+        self._kernels = _kernels()
 
     def _perturb(
         self, weights: Sequence[Weight], key: int, scale: float, num_signs: int
@@ -123,7 +149,7 @@ class CpuNoise(NoiseBackend):
                 region = Region(region.start, width=shape[1], stride=shape[1])
             of_weight = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
             call = PerturbCall(
-                *self._elements(region, shape.numel(), parameter_id, theta.dtype),
+                *_elements(region, shape.numel(), parameter_id, theta.dtype, self._distribution),
                 theta=theta.data_ptr(),
                 rows=None if rows is None else rows.data_ptr(),
                 plus=of_weight[0].data_ptr(),
@@ -143,9 +169,10 @@ class CpuNoise(NoiseBackend):
         precision: UpdatePrecision,
     ) -> None:
         packed = pack_updates(updates)
-        for values, region, parameter_id, low in targets:
+        for values, region, parameter_id, low, _ in targets:
+            count = values.numel()
             call = UpdateCall(
-                *self._elements(region, values.numel(), parameter_id, values.dtype),
+                *_elements(region, count, parameter_id, values.dtype, self._distribution),
                 theta=values.data_ptr(),
                 low=None if low is None else low.data_ptr(),
                 updates=packed.ctypes.data,
@@ -154,18 +181,79 @@ class CpuNoise(NoiseBackend):
             )
             self._kernels.lezo_update(ctypes.byref(call))
 
-    def _elements(
-        self, region: Region, count: int, parameter_id: int, dtype: torch.dtype
-    ) -> tuple[int, ...]:
-        """Return the fields of `Call`."""
-        return (
-            *region.rows(count),
-            region.start,
-            parameter_id,
-            FORMATS[dtype],
-            self._distribution,
-            torch.get_num_threads(),
+
+class CpuLowRankNoise(LowRankNoise):
+    """Works on `torch.get_num_threads()` threads; their number changes no bit."""
+
+    def __init__(self, law: LowRankLaw) -> None:
+        super().__init__(law)
+        self._distribution = DISTRIBUTIONS[law.entries]
+        self._kernels = _kernels()
+        self._kernels.lezo_strip.restype = c_int64
+        self._strip: int = self._kernels.lezo_strip()
+
+    def _entries(
+        self, matrix: Matrix, keys: Sequence[int], first: int, distance: int, count: int
+    ) -> Tensor:
+        out = torch.empty(len(keys) * self.law.rank, count)
+        packed_keys = np.array(keys, dtype=np.uint64)
+        region = Region(first, width=count, stride=distance)
+        num_entries = self.law.rank * count
+        call = EntriesCall(
+            *_elements(region, num_entries, matrix.parameter_id, out.dtype, self._distribution),
+            out=out.data_ptr(),
+            keys=packed_keys.ctypes.data,
+            num_keys=len(keys),
         )
+        self._kernels.lezo_entries(ctypes.byref(call))
+        return out
+
+    def _subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
+        target, matrix, u, b, factor, dither_key = subtraction
+        rows = u.t().contiguous()
+        columns = F.pad(b, (0, self._strip))  # the kernel reads, but does not use, what follows
+        region = target.region
+        count = target.values.numel()
+        call = SubtractCall(
+            *_elements(region, count, target.parameter_id, target.values.dtype, self._distribution),
+            theta=target.values.data_ptr(),
+            low=None if target.low is None else target.low.data_ptr(),
+            rows=rows.data_ptr(),
+            columns=columns.data_ptr(),
+            num_terms=len(u),
+            column_distance=columns.shape[1],
+            parameter_width=matrix.num_columns,
+            first_row=matrix.rows.start,
+            first_column=matrix.columns.start,
+            dither_key=dither_key,
+            factor=factor,
+            precision=PRECISIONS[precision],
+        )
+        self._kernels.lezo_subtract(ctypes.byref(call))
+
+
+def _elements(
+    region: Region, count: int, parameter_id: int, dtype: torch.dtype, distribution: int
+) -> tuple[int, ...]:
+    """Return the fields of `Call`."""
+    return (
+        *region.rows(count),
+        region.start,
+        parameter_id,
+        FORMATS[dtype],
+        distribution,
+        torch.get_num_threads(),
+    )
+
+
+def _kernels() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(_built_library()))
+    except OSError as error:
+        raise UserError(
+            f"the noise kernels for CPUs cannot be written or loaded: {error}",
+            fix="set XDG_CACHE_HOME to a folder for programs that you may write to",
+        ) from error
 
 
 def _built_library() -> Path:

@@ -400,6 +400,71 @@ void update_range(typename Storage::Stored *__restrict__ values, int16_t *__rest
     });
 }
 
+// Copies the entries [element, element + count) of a parameter.
+void copy_entries(float *out, Noise noise, int64_t element, int64_t count) {
+    alignas(64) float buffer[TILE];
+    for_tiles(noise, element, count, [&](int64_t position, int length) {
+        const float *z = draw(buffer, noise, element + position, length);
+        std::memcpy(out + position, z, static_cast<size_t>(length) * sizeof(float));
+    });
+}
+
+typedef float Floats __attribute__((vector_size(sizeof(Lanes))));  // one register
+constexpr int NUM_FLOATS = sizeof(Floats) / sizeof(float);
+constexpr int STRIP_REGISTERS = 2;
+constexpr int STRIP = STRIP_REGISTERS * NUM_FLOATS;
+constexpr int ROWS_AT_ONCE = 4;
+constexpr int PIECE = 256;  // columns of which b stays in the L1 cache
+static_assert(PIECE % STRIP == 0);
+
+// The sums over terms of u[t] * b[t, column] for `STRIP` columns of `ROWS` rows, in the order of the
+// terms. The sums of several rows hide the latency of each addition.
+//
+//     delta     [ROWS, PIECE], of which the first STRIP columns are written
+//     u         [ROWS, num_terms]
+//     columns   b of the first column; that of the next term is `distance` numbers later
+template <int ROWS>
+inline void add_terms(float *__restrict__ delta, const float *__restrict__ u,
+                      const float *__restrict__ columns, int64_t distance, int64_t num_terms) {
+    Floats sums[ROWS][STRIP_REGISTERS] = {};
+    for (int64_t term = 0; term < num_terms; ++term, columns += distance) {
+#pragma GCC unroll 4
+        for (int k = 0; k < STRIP_REGISTERS; ++k) {
+            Floats b;
+            std::memcpy(&b, columns + k * NUM_FLOATS, sizeof b);
+#if defined(__AVX2__)
+            // GCC would read b from memory again for each row, and be slower by a half.
+            asm("" : "+x"(b));
+#endif
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS; ++row) sums[row][k] += u[row * num_terms + term] * b;
+        }
+    }
+    for (int row = 0; row < ROWS; ++row)
+        std::memcpy(delta + row * PIECE, sums[row], sizeof sums[row]);
+}
+
+// Stores theta * factor - delta in place, of consecutive elements from `element` on, which are
+// fewer than a tile. `noise` has the key of the dither.
+template <typename Storage>
+void subtract_row(typename Storage::Stored *__restrict__ values, int16_t *__restrict__ low,
+                  int precision, int64_t element, int length, Noise noise, float factor,
+                  const float *__restrict__ delta) {
+    if constexpr (std::is_same_v<Storage, Fp32>) {
+        for (int i = 0; i < length; ++i) values[i] = values[i] * factor - delta[i];
+    } else if (precision == FP32_MASTER) {
+        for (int i = 0; i < length; ++i) {
+            const float theta = Storage::join(values[i], low[i]);
+            Storage::split(theta * factor - delta[i], values[i], low[i]);
+        }
+    } else {
+        alignas(64) uint32_t buffer[TILE];
+        const uint32_t *dither = draw_dither(buffer, noise, element, length);
+        for (int i = 0; i < length; ++i)
+            values[i] = Storage::stochastic(Storage::load(values[i]) * factor - delta[i], dither[i]);
+    }
+}
+
 // Calls body(first, last) for pieces of at most `size` of [0, count), on up to `num_threads`
 // threads, in the default floating-point environment: another library in the process may have set
 // flush-to-zero, which would change bits.
@@ -488,7 +553,97 @@ struct UpdateCall : Call {
     int32_t precision;  // of 16-bit values; fp32 values are stored as they are
 };
 
+struct EntriesCall : Call {
+    float *out;  // [num_keys, num_rows, width]
+    const uint64_t *keys;
+    int64_t num_keys;
+};
+
+// The region is that of `low_rank.Matrix`, whose elements lie in memory as `Call` says.
+struct SubtractCall : Call {
+    void *theta;
+    int16_t *low;          // null unless 16-bit values are stored as FP32_MASTER
+    const float *rows;     // u, [rows of the matrix, num_terms]
+    const float *columns;  // b, [num_terms, column_distance], from `first_column` on
+    int64_t num_terms;
+    int64_t column_distance;  // columns of the matrix, and STRIP more: they may be read
+    int64_t parameter_width;
+    int64_t first_row;
+    int64_t first_column;
+    uint64_t dither_key;
+    float factor;
+    int32_t precision;
+};
+
 extern "C" {
+
+// How many numbers after the last column of b `lezo_subtract` may read.
+int64_t lezo_strip() { return STRIP; }
+
+// The entries of the elements of a region, for each key.
+void lezo_entries(const EntriesCall *call) {
+    const int64_t num_runs = call->num_keys * call->num_rows;
+    parallel_for(num_runs, 1, call->num_threads, [&](int64_t first, int64_t last) {
+        for (int64_t run = first; run < last; ++run) {
+            const uint64_t key = call->keys[run / call->num_rows];
+            const Noise noise{call->distribution, key, call->parameter_id};
+            const int64_t element = call->start + run % call->num_rows * call->stride;
+            copy_entries(call->out + run * call->width, noise, element, call->width);
+        }
+    });
+}
+
+// theta = theta * factor - sum of u * b over all terms.
+void lezo_subtract(const SubtractCall *call) {
+    const Noise noise{call->distribution, call->dither_key, call->parameter_id};
+    const int64_t width = call->parameter_width;
+    with_format(call->format, [&](auto storage_tag) {
+        using Storage = decltype(storage_tag);
+        // Elements [first, last) of a row of the region. A piece of their columns is done for all
+        // their rows before the next, so that its b stays in the cache.
+        const auto subtract = [&](int64_t row_of_region, int64_t first, int64_t last) {
+            alignas(64) float delta[ROWS_AT_ONCE * PIECE];
+            const int64_t start = call->start + row_of_region * call->stride;
+            auto *theta = static_cast<typename Storage::Stored *>(call->theta) +
+                          row_of_region * call->width;
+            auto *low = call->low == nullptr ? nullptr : call->low + row_of_region * call->width;
+            const int64_t first_row = (start + first) / width;
+            const int64_t last_row = (start + last - 1) / width;
+            const auto subtract_piece = [&](int64_t row, const float *sums, int64_t begin, int64_t end) {
+                const int64_t offset = row * width + begin - start;
+                subtract_row<Storage>(theta + offset, low == nullptr ? nullptr : low + offset,
+                                      call->precision, row * width + begin,
+                                      static_cast<int>(end - begin), noise, call->factor, sums);
+            };
+            for (int64_t piece = 0; piece < width; piece += PIECE) {
+                int64_t row = first_row;
+                while (row <= last_row) {
+                    // Columns [begin, end) of this piece; of the first and the last row, maybe not all.
+                    const int64_t begin = std::max(piece, start + first - row * width);
+                    const int64_t end = std::min({piece + PIECE, width, start + last - row * width});
+                    const bool is_whole = begin == piece && row + ROWS_AT_ONCE <= last_row;
+                    const int num_rows = is_whole ? ROWS_AT_ONCE : 1;
+                    if (begin < end) {
+                        const float *u = call->rows + (row - call->first_row) * call->num_terms;
+                        const float *b = call->columns + (begin - call->first_column);
+                        for (int strip = 0; strip < end - begin; strip += STRIP) {
+                            if (is_whole)
+                                add_terms<ROWS_AT_ONCE>(delta + strip, u, b + strip,
+                                                        call->column_distance, call->num_terms);
+                            else
+                                add_terms<1>(delta + strip, u, b + strip, call->column_distance,
+                                             call->num_terms);
+                        }
+                        for (int i = 0; i < num_rows; ++i)
+                            subtract_piece(row + i, delta + i * PIECE, begin, end);
+                    }
+                    row += num_rows;
+                }
+            }
+        };
+        for_rows(call->num_rows, call->width, call->num_threads, subtract);
+    });
+}
 
 // plus = theta + scale * z and, if it is not null, minus = theta - scale * z.
 void lezo_perturb(const PerturbCall *call) {

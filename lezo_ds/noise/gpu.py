@@ -28,7 +28,7 @@ BLOCKS_OF_TILE: dict[Distribution, int] = {"normal": 512, "rademacher": 32}
 _ALIGNMENT = 512
 # In FIRST_PROGRAM of the unused columns of a table.
 _NO_PROGRAM = 1 << 62
-_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Launch:
@@ -139,7 +139,7 @@ class TritonNoise(NoiseBackend):
         # A row that starts within a block can touch one more tile.
         per_block = PER_BLOCK[self._entries]
         first_row = Region(0 if width % per_block == 0 else per_block - 1)
-        tiles_of_row = _num_tiles(self._entries, first_row, width)
+        tiles_of_row = num_tiles(first_row, width, per_block, BLOCKS_OF_TILE[self._entries])
         part = _Part(
             constants=_perturb_constants(theta.dtype, out_dtype, num_signs),
             parameter_id=parameter_id,
@@ -166,7 +166,7 @@ class TritonNoise(NoiseBackend):
         if not targets or not updates:
             return
         parts = []
-        for values, region, parameter_id, low in targets:
+        for values, region, parameter_id, low, _ in targets:
             storage = "fp32" if values.dtype == torch.float32 else precision
             parts.append(
                 _Part(
@@ -234,14 +234,14 @@ def _launches(
     for kind, same in alike.items():
         # A kernel is compiled for each number of columns: a power of two, and at least 16.
         num_columns = max(16, 1 << (len(same) - 1).bit_length())
-        constants = {name: _TRITON_TYPES.get(value, value) for name, value in kind}
+        constants = {name: TRITON_TYPES.get(value, value) for name, value in kind}
         constants["num_columns"] = num_columns
         constants["distribution"] = distribution
         constants["per_block"] = PER_BLOCK[distribution]
         constants["num_blocks"] = BLOCKS_OF_TILE[distribution]
         table, num_programs = _table(same, num_columns, distribution)
-        on_device = _on_device(torch.from_numpy(table), device)
-        launches.append(Launch(kernel, on_device, constants, num_programs))
+        table_on_device = on_device(torch.from_numpy(table), device)
+        launches.append(Launch(kernel, table_on_device, constants, num_programs))
     return launches
 
 
@@ -264,22 +264,23 @@ def _table(
             part.tiles_of_row,
             part.low_address,
         )
-        num_programs += _num_tiles(distribution, part.region, part.numel)
+        num_programs += num_tiles(
+            part.region, part.numel, PER_BLOCK[distribution], BLOCKS_OF_TILE[distribution]
+        )
     return table, num_programs
 
 
-def _num_tiles(distribution: Distribution, region: Region, count: int) -> int:
+def num_tiles(region: Region, count: int, per_block: int, blocks_of_tile: int) -> int:
     """Return how many programs cover a region of `count` elements."""
     if count == 0:
         return 0
-    per_block = PER_BLOCK[distribution]
     if region.width:
         # All blocks that a row may touch, as in `triton_kernels._elements_of_rectangle`.
         blocks_of_row = (region.width + 2 * (per_block - 1)) // per_block
         num_blocks = count // region.width * blocks_of_row
     else:
         num_blocks = -(-(region.start % per_block + count) // per_block)
-    return -(-num_blocks // BLOCKS_OF_TILE[distribution])
+    return -(-num_blocks // blocks_of_tile)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -290,10 +291,10 @@ def _aligned(num_bytes: int) -> int:
 # All blocks of a step have the same updates, so one copy to the GPU serves them all.
 @functools.lru_cache(maxsize=4)
 def _updates_on_device(updates: bytes, device: torch.device) -> Tensor:
-    return _on_device(torch.frombuffer(bytearray(updates), dtype=torch.uint64), device)
+    return on_device(torch.frombuffer(bytearray(updates), dtype=torch.uint64), device)
 
 
-def _on_device(values: Tensor, device: torch.device) -> Tensor:
+def on_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return values
     # Pinned memory and non_blocking let the host go on before the copy is done.

@@ -522,3 +522,133 @@ def update_kernel(
     tl.store(values_ptr, stored, mask=inside)
     if storage == "fp32_master":
         tl.store(low_ptr, low, mask=inside)
+
+
+@triton.jit(do_not_specialize=["parameter_id", "first", "distance", "count", "rank"])
+def entries_kernel(
+    out_ptr,
+    keys_ptr,
+    parameter_id: tl.int64,
+    first: tl.int64,
+    distance: tl.int64,
+    count: tl.int64,
+    rank: tl.int32,
+    distribution: tl.constexpr,
+    per_block: tl.constexpr,
+    num_blocks: tl.constexpr,
+):
+    """Write the entries of directions of low rank (`low_rank.LowRankNoise._entries`).
+
+    Program (tile, run) writes a tile of a run: of key run // rank and s = run % rank.
+
+    Args:
+        out_ptr: fp32 [number of keys * rank, count].
+        keys_ptr: uint64, of the directions.
+        parameter_id: of the matrix.
+        first: element of the first entry for s = 0.
+        distance: elements between the first entries for s and s + 1.
+        count: entries of a run.
+        rank: runs of a key.
+        distribution: of the entries.
+        per_block: elements of a block, 4 normals or 128 signs.
+        num_blocks: of a tile. No bit depends on it.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    run = tl.program_id(1).to(tl.int64)
+    start = first + run % rank * distance
+    block, position, inside = _elements_of_row(tile, start, count, "any", per_block, num_blocks)
+    key = tl.load(keys_ptr + run // rank)
+    z = _draw(key, parameter_id, block, distribution)
+    tl.store(out_ptr + run * count + position, z, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "parameter_id",
+        "key",
+        "start",
+        "width",
+        "stride",
+        "count",
+        "num_terms",
+        "parameter_width",
+        "first_row",
+        "num_rows",
+        "first_column",
+        "num_columns",
+    ]
+)
+def subtract_kernel(
+    values_ptr,
+    low_ptr,
+    rows_ptr,
+    columns_ptr,
+    factor: tl.float32,
+    key: tl.uint64,
+    parameter_id: tl.int64,
+    start: tl.int64,
+    width: tl.int64,
+    stride: tl.int64,
+    count: tl.int64,
+    num_terms: tl.int32,
+    parameter_width: tl.int64,
+    first_row: tl.int64,
+    num_rows: tl.int64,
+    first_column: tl.int64,
+    num_columns: tl.int64,
+    dtype: tl.constexpr,
+    storage: tl.constexpr,
+    layout: tl.constexpr,
+    num_blocks: tl.constexpr,
+):
+    """Do theta = theta * factor - (sum of u * b over all terms) in place.
+
+    Args:
+        values_ptr: theta, the elements of a region.
+        low_ptr: int16, the low bits with "fp32_master", else any pointer.
+        rows_ptr: u, fp32 [num_terms, num_rows].
+        columns_ptr: b, fp32 [num_terms, num_columns].
+        factor: of theta.
+        key: of the dither.
+        parameter_id: of the matrix.
+        start: three numbers of the `Region`, with `width` and `stride`.
+        width: see `start`.
+        stride: see `start`.
+        count: elements of the region.
+        num_terms: at least 1.
+        parameter_width: columns of the full matrix.
+        first_row: row of the full matrix at which u begins.
+        num_rows: of u.
+        first_column: column of the full matrix at which b begins.
+        num_columns: of b.
+        dtype: of theta.
+        storage: how values are stored: "fp32", or the update precision of 16-bit values.
+        layout: "rows" for a rectangle, else "any".
+        num_blocks: of a tile, of 4 elements each. No bit depends on it.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    if layout == "rows":
+        block, position, inside = _elements_of_rectangle(
+            tile, start, width, stride, count, 4, num_blocks
+        )
+    else:
+        block, position, inside = _elements_of_row(tile, start, count, layout, 4, num_blocks)
+    element = block[:, None] * 4 + tl.arange(0, 4)[None, :]
+    row = element // parameter_width - first_row
+    column = element % parameter_width - first_column
+    delta = element.to(tl.float32) * 0.0
+    for term in range(num_terms):
+        u = tl.load(rows_ptr + term * num_rows + row, mask=inside)
+        b = tl.load(columns_ptr + term * num_columns + column, mask=inside)
+        delta += u * b
+    stored = tl.load(values_ptr + position, mask=inside)
+    if storage == "fp32_master":
+        low = tl.load(low_ptr + position, mask=inside)
+        stored, low = _split_master(_join_master(stored, low) * factor - delta, dtype)
+        tl.store(low_ptr + position, low, mask=inside)
+    elif storage == "stochastic":
+        value = stored.to(tl.float32) * factor - delta
+        stored = _round_stochastic(value, _dither(key, parameter_id, block, 4), dtype)
+    else:
+        stored = stored * factor - delta
+    tl.store(values_ptr + position, stored, mask=inside)

@@ -80,7 +80,8 @@ class Witness:
                 low = low[elements].clone()
             with shard.open() as stored:
                 region = Region(shard.region.start + row * stride + begin)
-                copy = UpdateTarget(stored[elements].clone(), region, parameter_id, low)
+                sample = stored[elements].clone()
+                copy = UpdateTarget(sample, region, parameter_id, low, shard.shape)
             self._samples.append((shard, elements, copy))
 
     def follow(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:

@@ -24,12 +24,14 @@ class NamedParameter:
             (`BlockLayout.block_of`).
         region: the elements of the full parameter that modules compute with on this rank. These are
             all of them, except of a weight that tensor parallelism splits.
+        shape: of the full parameter.
     """
 
     name: str
     parameter_id: int
     block: int
     region: Region = ALL
+    shape: tuple[int, ...] = ()
 
 
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:

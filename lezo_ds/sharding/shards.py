@@ -75,6 +75,7 @@ class Shard(ABC):
     is_replicated = False
 
     def __post_init__(self) -> None:
+        self.named = replace(self.named, shape=self.shape)
         self.name = self.named.name
         self.numel = math.prod(self.shape)
         self.decays = len(self.shape) > 1

@@ -151,7 +151,9 @@ class ShardedWeights:
             low = self.low_bits.get(shard.name)
             stays_in_memory = shard.is_in_memory  # in the context, every shard is in memory
             with shard.open(write=True) as stored:
-                target = UpdateTarget(stored, shard.region, shard.named.parameter_id, low)
+                target = UpdateTarget(
+                    stored, shard.region, shard.named.parameter_id, low, shard.shape
+                )
                 if stays_in_memory:
                     in_memory.append(target)
                 else:

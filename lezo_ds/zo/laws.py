@@ -11,13 +11,12 @@ so every rank draws the elements that it needs, and a replay of the journal draw
 A law decides which numbers z has. `lezo_ds.noise.noise_backend(device, law)` returns the operations
 that draw and apply them. Estimators, layer policies and the journal are the same under every law.
 
-Two more decisions belong to a law. So far they have one answer, because there is one law:
+Two more decisions belong to a law:
 
-- Which parameters z perturbs. A dense direction perturbs every trainable parameter. A direction
-  that is a sum of outer products would exist for matrices only.
-- How z enters the computation. The forward pass of a dense direction needs a perturbed copy of
-  each weight, and `NoiseBackend.update_` rounds after each direction. A direction of thin factors
-  would need no copy, since (W + mu a b^T) x = W x + mu a (b . x), and would round once a step.
+                     DenseLaw                             LowRankLaw
+    z perturbs       every trainable parameter            matrices of the transformer blocks
+    a forward pass   copies each weight for each probe    adds thin products: nothing is copied
+    an update        rounds after each direction          rounds once a step
 """
 
 from __future__ import annotations
@@ -27,6 +26,10 @@ from typing import Literal
 
 Distribution = Literal["normal", "rademacher"]
 """Standard normal numbers, or +1 and -1 with equal probability (the Rademacher distribution)."""
+
+TrainedPart = Literal["all", "blocks", "products"]
+"""The part of a model, or of its adapter, that is perturbed and updated: all of it, what is in the
+transformer blocks, or the matrices of linear modules in the blocks."""
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,27 @@ class DenseLaw(PerturbationLaw):
 
     Source: Spall 1992 (entries +1 and -1); MeZO, Malladi et al. 2023, Algorithm 1 (normal).
     """
+
+
+@dataclass(frozen=True)
+class LowRankLaw(PerturbationLaw):
+    """z of a matrix [m, n] is a sum of outer products: z = rank^-1/2 (a_1 b_1^T + ... + a_r b_r^T).
+
+    Its entries are a_s[i] = entry s * m + i and b_s[j] = entry 2**39 + s * n + j of the parameter,
+    with s from 0. Each element of z has mean 0 and variance 1, as under `DenseLaw`.
+
+    All rows of a batch share one product with W, whatever direction each row has:
+
+        (W + mu z) x = W x + mu rank^-1/2 (a_1 (b_1 . x) + ... + a_r (b_r . x))
+
+    Source: EGGROLL (Sarkar et al. 2025, arXiv 2511.16652), with rank 1.
+
+    Attributes:
+        rank: number r of outer products, at least 1.
+    """
+
+    rank: int = 1
+
+
+FIRST_OF_COLUMNS = 2**39
+"""The entry of a parameter that is the first of b_1. A matrix has fewer than 2**39 / rank rows."""

@@ -30,11 +30,14 @@ class Update(NamedTuple):
         key: key of the direction, 0 to 2**64 - 1.
         coefficient: rounded to fp32 by the kernels.
         factor: below 1 for weight decay; rounded to fp32, too.
+        begins_step: whether it is the first of a step. Directions of low rank are added up over a
+            step before the weights are rounded.
     """
 
     key: int
     coefficient: float
     factor: float = 1.0
+    begins_step: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,12 @@ def _updates_of_step(update: StepUpdate, block: int, *, decays: bool) -> list[Up
     record = update.record
     share = record.learning_rate / len(record.projected_grads)
     weight = record.layer_weights[block] if record.layer_weights else 1.0
-    changes = []
+    changes: list[Update] = []
     for direction, gradient in enumerate(record.projected_grads):
         coefficient = share * gradient * weight
         if coefficient != 0:
-            changes.append(Update(direction_key(record.key, direction), coefficient))
+            key = direction_key(record.key, direction)
+            changes.append(Update(key, coefficient, begins_step=not changes))
     if decays and update.factor != 1.0:
         if not changes:  # the decay alone: an update that subtracts nothing
             changes = [Update(record.key, 0.0)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lezo_ds.noise import KeyedProbe, Region, UpdateTarget, Weight
 from lezo_ds.noise.low_bits import split_master
+from lezo_ds.noise.low_rank import LowRankNoise
 from lezo_ds.noise.philox import (
     DITHER_STREAM,
     NORMAL_STREAM,
@@ -251,7 +252,7 @@ class EagerNoise:
                 self._update(target, update, precision)
 
     def _update(self, target: UpdateTarget, update: Update, precision: UpdatePrecision) -> None:
-        high, region, parameter_id, low = target
+        high, region, parameter_id, low, _ = target
         z = self._draw(update.key, parameter_id, region, high.numel())
         value = join_master(high, low) * update.factor - z * update.coefficient
         if low is not None:
@@ -271,3 +272,35 @@ class EagerNoise:
             return draw(self.entries, key, parameter_id, region.start, count)
         elements = region.elements(0, count, torch.device("cpu"))
         return draw_at(self.entries, key, parameter_id, elements)
+
+
+class EagerLowRankNoise(LowRankNoise):
+    """Directions of low rank, one outer product at a time, on the CPU."""
+
+    def _entries(self, matrix, keys, first, distance, count):
+        runs = []
+        for key in keys:
+            for place in range(self.law.rank):
+                start = first + place * distance
+                runs.append(draw(self.law.entries, key, matrix.parameter_id, start, count))
+        return torch.stack(runs)
+
+    def _subtract(self, subtraction, precision):
+        target, matrix, u, b, factor, dither_key = subtraction
+        high, low = target.values, target.low
+        elements = target.region.elements(0, high.numel(), high.device)
+        rows = elements // matrix.num_columns - matrix.rows.start
+        columns = elements % matrix.num_columns - matrix.columns.start
+        delta = torch.zeros(high.numel())
+        for of_rows, of_columns in zip(u, b, strict=True):
+            delta = delta + of_rows[rows] * of_columns[columns]
+        value = join_master(high, low) * factor - delta
+        if low is not None:
+            new_high, new_low = split_master(value, high.dtype)
+            low.copy_(new_low)
+            high.copy_(new_high)
+        elif precision == "stochastic" and high.dtype != torch.float32:
+            words = words_at(dither_key, target.parameter_id, elements, DITHER_STREAM)
+            high.copy_(round_stochastic(value, words, high.dtype))
+        else:
+            high.copy_(value)

@@ -92,7 +92,10 @@ ENUMERATIONS = {
 TYPES = {
     "void *": ctypes.c_void_p,
     "const void *": ctypes.c_void_p,
+    "float *": ctypes.c_void_p,
+    "const float *": ctypes.c_void_p,
     "int16_t *": ctypes.c_void_p,
+    "const uint64_t *": ctypes.c_void_p,
     "const int64_t *": ctypes.c_void_p,
     "int64_t ": ctypes.c_int64,
     "int32_t ": ctypes.c_int32,
@@ -110,7 +113,9 @@ def test_python_and_c_have_the_same_numbers_for_names(name):
     assert in_python == in_c
 
 
-@pytest.mark.parametrize("call", [cpu.Call, cpu.PerturbCall, cpu.UpdateCall])
+@pytest.mark.parametrize(
+    "call", [cpu.Call, cpu.PerturbCall, cpu.UpdateCall, cpu.EntriesCall, cpu.SubtractCall]
+)
 def test_python_and_c_have_the_same_fields_in_the_same_order(call):
     source = cpu.SOURCE.read_text()
     (body,) = re.findall(rf"struct {call.__name__} (?:: Call )?{{(.*?)}};", source, re.DOTALL)

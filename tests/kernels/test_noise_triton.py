@@ -179,6 +179,33 @@ def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
 
 
 @compiles
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("storage", ["fp32", "stochastic", "fp32_master"])
+def test_updates_of_low_rank_compile_and_round_every_operation_on_its_own(storage, capability):
+    kernel = kernels.subtract_kernel
+    pointers = {"rows_ptr": "*fp32", "columns_ptr": "*fp32", "low_ptr": "*i16"}
+    pointers["values_ptr"] = "*fp32" if storage == "fp32" else "*bf16"
+    numbers = {"factor": "fp32", "key": "u64", "num_terms": "i32"}
+    constants = {
+        "dtype": STORAGE["fp32" if storage == "fp32" else "bf16"],
+        "storage": storage,
+        "layout": "any",
+        "num_blocks": 256,
+    }
+    types = {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "i64") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    ptx = triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
+    assert "mul.f32" in ptx or "mul.rn.f32" in ptx
+    assert not re.findall(r"fma\.rn\.f32|\.approx|\.ftz", ptx)
+
+
+@compiles
 def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypatch):
     launched = []
     monkeypatch.setattr(gpu.Launch, "run", lambda launch, *_: launched.append(launch.constants))

@@ -15,27 +15,27 @@ from packaging.version import Version
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-CODE_TOKENS = 112_500
+CODE_TOKENS = 118_000
 """Most code tokens of Python in lezo_ds. Comments, docstrings and layout are free, and so are
 lines."""
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 500},
     {"registry": 700, "files": 500},
-    {"zo": 3_400},
-    {"noise": 8_400, "tasks": 5_400, "journal": 2_800},
+    {"zo": 4_000},
+    {"noise": 11_200, "tasks": 5_400, "journal": 2_800},
     {"config": 8_900},
     {"distributed": 3_400},
     {"replicas": 4_000},
     {"sharding": 9_400},
-    {"forward": 9_300},
+    {"forward": 11_700},
     {"checkpoints": 4_200},
     {"data": 16_500},
     {"agreement": 900},
     {"step": 1_300},
     {"engine": 3_100},
     {"runs": 17_900},
-    {"tools": 13_700},
+    {"tools": 15_300},
     {"cli": 2_800},
 )
 """The rooms of the package from the ground up, with the most code tokens of each: a tenth more

@@ -1,0 +1,129 @@
+"""Directions of low rank have the same bits in every backend, for every part of a matrix."""
+
+import functools
+import math
+
+import pytest
+import torch
+from eager_noise import EagerLowRankNoise, draw
+from noise_cases import DISTRIBUTIONS, DTYPES, KEY, PRECISIONS, stored, values_of_every_size
+from test_noise import IS_INTERPRETED, TRITON, assert_same_bits
+
+from lezo_ds.noise import ALL, Region, UpdateTarget, noise_backend
+from lezo_ds.noise.cpu import CpuLowRankNoise
+from lezo_ds.noise.low_rank import Matrix
+from lezo_ds.zo.laws import FIRST_OF_COLUMNS, LowRankLaw
+from lezo_ds.zo.updates import Update
+
+CPU = torch.device("cpu")
+SHAPE = (13, 307)
+UPDATES = [
+    Update(KEY, 0.01, 0.999),
+    Update(2**64 - 1, -0.3, begins_step=False),
+    Update(7, 0.2, begins_step=False),
+    Update(11, 0.5),
+]
+"""Of a step of three directions, and of one of one."""
+
+
+@pytest.fixture(params=["cpu", TRITON])
+def backend(request):
+    """A function that returns the backend of a law, and its device."""
+    if request.param == "cpu":
+        return CpuLowRankNoise, CPU
+    if not (IS_INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("no GPU")
+    from lezo_ds.noise.gpu_low_rank import TritonLowRankNoise
+
+    device = CPU if IS_INTERPRETED else torch.device("cuda")
+    return functools.partial(TritonLowRankNoise, device=device), device
+
+
+def updated(noise, values, low, region, precision, device=CPU):
+    """The elements of a region after the updates, and their low bits."""
+    values = values.to(device, copy=True)
+    low = None if low is None else low.to(device, copy=True)
+    noise.update_([UpdateTarget(values, region, 6, low, SHAPE)], UPDATES, precision)
+    return values, low
+
+
+# Rows and columns of the part that a rank has; of a flat part, its first element and its end.
+FLAT = [(0, 13 * 307), (5, 300), (300, 1000), (1228, 3991)]
+RECTANGLES = [((2, 9), (3, 240)), ((0, 13), (128, 133)), ((10, 11), (5, 6))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_parts_of_a_matrix_get_the_bits_of_the_reference(backend, dtype, precision):
+    backend_of, device = backend
+    for place, distribution in enumerate(DISTRIBUTIONS):
+        law = LowRankLaw(distribution, rank=1 + 2 * place)
+        noise = backend_of(law)
+        values, low = stored(values_of_every_size(math.prod(SHAPE)), dtype, precision)
+        full, full_low = updated(EagerLowRankNoise(law), values, low, ALL, precision)
+        for first, end in FLAT:
+            part_low = None if low is None else low[first:end]
+            region = Region(first)
+            part = updated(noise, values[first:end], part_low, region, precision, device)
+            assert_same_bits(part[0], full[first:end])
+            if low is not None:
+                assert_same_bits(part[1], full_low[first:end])
+        for rows, columns in RECTANGLES:
+            where = (slice(*rows), slice(*columns))
+            region = Region(rows[0] * 307 + columns[0], columns[1] - columns[0], 307)
+            part_low = None if low is None else low.view(SHAPE)[where].flatten()
+            mine = values.view(SHAPE)[where].flatten()
+            part = updated(noise, mine, part_low, region, precision, device)
+            assert_same_bits(part[0], full.view(SHAPE)[where].flatten())
+            if low is not None:
+                assert_same_bits(part[1], full_low.view(SHAPE)[where].flatten())
+
+
+def test_an_update_is_the_formula_of_the_page_in_plain_pytorch():
+    law = LowRankLaw("normal", rank=2)
+    num_rows, num_columns = SHAPE
+    theta = values_of_every_size(math.prod(SHAPE))
+    expected = theta.view(SHAPE)
+    for step, factor in ((UPDATES[:3], 0.999), (UPDATES[3:], 1.0)):
+        delta = torch.zeros(SHAPE)
+        for update in step:
+            coefficient = torch.tensor(update.coefficient / math.sqrt(2), dtype=torch.float32)
+            for place in range(2):
+                a = draw("normal", update.key, 6, place * num_rows, num_rows)
+                first = FIRST_OF_COLUMNS + place * num_columns
+                b = draw("normal", update.key, 6, first, num_columns)
+                delta = delta + (coefficient * a)[:, None] * b
+        expected = expected * factor - delta
+    found, _ = updated(noise_backend(CPU, law), theta, None, ALL, "stochastic")
+    assert_same_bits(found, expected.flatten())
+
+
+def test_vectors_of_some_rows_and_columns_are_parts_of_the_whole_ones(backend):
+    backend_of, _ = backend
+    noise = backend_of(LowRankLaw("normal", rank=2))
+    whole = Matrix.of(6, SHAPE, ALL, math.prod(SHAPE))
+    part = whole._replace(rows=range(3, 9), columns=range(100, 307))
+    keys = [KEY, 5]
+    a, b = noise.vectors(whole, keys)
+    some_of_a, some_of_b = noise.vectors(part, keys)
+    assert a.shape == (4, 13)
+    assert_same_bits(some_of_a, a[:, 3:9].contiguous())
+    assert_same_bits(some_of_b, b[:, 100:].contiguous())
+    # a and b of the ranks of two directions, about as independent as 4 * 320 normals are.
+    everything = torch.cat([a.flatten(), b.flatten()])
+    assert abs(float(everything.mean())) < 0.1
+    assert abs(float(everything.var()) - 1) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("region", "count", "rows", "columns"),
+    [
+        (ALL, 13 * 307, (0, 13), (0, 307)),
+        (Region(5), 300, (0, 1), (5, 305)),
+        (Region(300), 700, (0, 4), (0, 307)),
+        (Region(2 * 307 + 3, 10, 307), 70, (2, 9), (3, 13)),
+    ],
+)
+def test_a_region_covers_these_rows_and_columns(region, count, rows, columns):
+    matrix = Matrix.of(6, SHAPE, region, count)
+    assert (matrix.rows, matrix.columns) == (range(*rows), range(*columns))
