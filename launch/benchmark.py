@@ -10,6 +10,7 @@ A variant is one of
     mezo_reference[:SPARSITY]   MeZO as published, in plain PyTorch
     ours[:SPARSITY]             the papers' step of lezo_ds, on weights that ZeRO-3 shards
     tensor_parallel[:SPARSITY]  the same step, on weights that are split among all ranks
+    low_rank[:SPARSITY]         a step of lezo_ds with a direction of rank 1
     recipe                      the step that the recipe describes
     generate                    alone: answers written by lezo_ds, and by transformers' generate
 
@@ -63,6 +64,7 @@ LAYOUTS = {
     "mezo_reference": "published",
     "ours": "ours",
     "tensor_parallel": "common",
+    "low_rank": "ours",
     "recipe": "ours",
 }
 """How the batch of a step is laid out for a kind of variant:
@@ -72,7 +74,7 @@ ours:      micro-batches of the recipe's size, and candidates of one token share
 common:    the same rows as ours, in micro-batches that all ranks run together
 """
 VARIANT = re.compile(
-    r"(?P<kind>mezo_reference|ours|tensor_parallel)(:(?P<sparsity>0|1|0?\.\d+))?|recipe|generate"
+    r"(?P<kind>mezo_reference|ours|tensor_parallel|low_rank)(:(?P<sparsity>0|1|0?\.\d+))?|recipe|generate"
 )
 
 
@@ -109,6 +111,11 @@ class Inputs:
         ranks = distributed.world_size()
         split = replace(self.config, tensor_parallel=ranks, partition_size=None, deepspeed=None)
         return make_engine(split)
+
+    @cached_property
+    def low_rank_engine(self) -> LezoEngine:
+        """The engine that trains nothing but matrices of the blocks."""
+        return make_engine(replace(self.config, zo=replace(self.config.zo, noise_rank=1)))
 
 
 def read_arguments() -> argparse.Namespace:
@@ -304,6 +311,7 @@ def start_steps(word: str, inputs: Inputs) -> Callable[[], float]:
             learning_rate=zo.learning_rate,
             perturbation_scale=zo.perturbation_scale,
             update_precision=zo.update_precision,
+            noise_rank=1 if variant.kind == "low_rank" else 0,
         )
     if variant.kind == "mezo_reference":
         model = plain_model(inputs.config.model.path, inputs.config.model.dtype)
@@ -315,7 +323,11 @@ def start_steps(word: str, inputs: Inputs) -> Callable[[], float]:
             return reference.step(batches[distributed.rank()], inputs.loss)
 
         return published_step
-    shared = inputs.split_engine if variant.kind == "tensor_parallel" else inputs.engine
+    shared = inputs.engine
+    if variant.kind == "tensor_parallel":
+        shared = inputs.split_engine
+    if variant.kind == "low_rank":
+        shared = inputs.low_rank_engine
     # Another engine on the same weights, with its own settings, at step 0.
     num_steps = inputs.config.train.steps
     engine = LezoEngine(
@@ -418,7 +430,7 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     repeated = replace(
         prompts, inputs={name: torch.cat([inputs[name]] * num_probes) for name in names}
     )
-    at_probes = perturbation(engine, decide(engine), forward_pass)
+    at_probes = perturbation(engine, decide(engine), forward_pass, engine.groups(batch))
     plain = plain_model(config.model.path, config.model.dtype)
     # generate passes the last states of the prompts as a strided view, and torch would copy the
     # head's weight for each row of it.

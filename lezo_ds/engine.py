@@ -45,7 +45,7 @@ from lezo_ds.journal import Journal
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.integrity import Witness
-from lezo_ds.zo.passes import Pass, passes_of_step
+from lezo_ds.zo.passes import Groups, Pass, passes_of_step
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import StepUpdate, step_updates
 
@@ -318,6 +318,11 @@ class LezoEngine(ModelEngine):
         self.finish_records()
         super().write_model(target, **options)
 
+    def groups(self, batch: StepBatch) -> Groups:
+        """Return the groups of a step's examples that have directions of their own."""
+        size = self.config.examples_per_direction
+        return Groups.of(len(batch), batch.num_examples, size)
+
     def passes_of_rank(self, rank: int, num_micro_batches: int) -> list[Pass]:
         """Return the forward passes of a step that a rank runs: every world_size-th of all."""
         num_probes = self.plan_format.num_probes
@@ -553,7 +558,7 @@ def initialize(
         seed=seed,
         peft=peft,
         partition_size=partition_size,
-        only_blocks=config.only_blocks,
+        trained=config.trained_part,
     )
     trainable = {
         shard.parameter: shard.named for shard in sharded.weights.shards if shard.is_trained
@@ -562,5 +567,7 @@ def initialize(
     engine = sharded.engine
     if engine is None:
         engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
-    perturbed = PerturbedForward(sharded.module, trainable, blocks, shares_start=config.only_blocks)
+    perturbed = PerturbedForward(
+        sharded.module, trainable, blocks, shares_start=config.trained_part != "all"
+    )
     return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

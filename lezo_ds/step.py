@@ -25,9 +25,9 @@ from lezo_ds import distributed
 from lezo_ds.forward.batch import LossFunction, StepBatch, to_device
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.noise import KeyedProbe
-from lezo_ds.zo.estimators import Estimate, Probe, mean_losses
+from lezo_ds.zo.estimators import Estimate, Probe, mean_losses_of_groups
 from lezo_ds.zo.keys import direction_key, step_key
-from lezo_ds.zo.passes import Pass
+from lezo_ds.zo.passes import Groups, Pass
 from lezo_ds.zo.records import StepRecord
 
 if TYPE_CHECKING:
@@ -80,11 +80,14 @@ def forward(
     """Run this rank's passes.
 
     Returns:
-        float64 [micro-batches * probes], the losses of probe p on micro-batch b at b * probes + p.
-        Those of other ranks' passes are 0, so that the sum over all ranks has every loss.
+        float64 [places * probes], the losses of probe p at place q of the groups of examples at
+        q * probes + p. Without groups, a place is a micro-batch. Losses of other ranks' passes are
+        0, so that the sum over all ranks has every loss.
     """
     num_probes = len(plan.probes)
-    losses = torch.zeros(len(batch) * num_probes, dtype=torch.float64, device=engine.device)
+    groups = engine.groups(batch)
+    num_losses = groups.num_places * num_probes
+    losses = torch.zeros(num_losses, dtype=torch.float64, device=engine.device)
     passes = engine.passes_of_rank(engine.global_rank, len(batch))
     # All inputs are copied before the first pass, because a copy from the host waits for queued GPU
     # work.
@@ -92,33 +95,46 @@ def forward(
     inputs = {index: to_device(batch[index], engine.device) for index in indices}
     for forward_pass in passes:
         index = forward_pass.micro_batch
-        outputs = engine.run(inputs[index], perturbation(engine, plan, forward_pass))
+        outputs = engine.run(inputs[index], perturbation(engine, plan, forward_pass, groups))
+        first_place = index * groups.per_micro_batch
         for probe, output in zip(forward_pass.probes, outputs, strict=True):
-            loss = loss_function(output, inputs[index]).double().sum()
-            if forward_pass.counts:
-                losses[index * num_probes + probe] = loss
+            of_examples = loss_function(output, inputs[index]).double()
+            for offset, of_group in enumerate(of_examples.chunk(groups.per_micro_batch)):
+                if forward_pass.counts:
+                    losses[(first_place + offset) * num_probes + probe] = of_group.sum()
     return losses
 
 
-def perturbation(engine: LezoEngine, plan: StepPlan, forward_pass: Pass) -> Perturbation:
+def perturbation(
+    engine: LezoEngine, plan: StepPlan, forward_pass: Pass, groups: Groups
+) -> Perturbation:
     """Return the weights at which a pass measures the loss."""
+    first_place = forward_pass.micro_batch * groups.per_micro_batch
     probes = []
+    keys_of_groups = []
     for index in forward_pass.probes:
         probe = plan.probes[index]
-        probes.append(KeyedProbe(direction_key(plan.key, probe.direction), probe.scale))
-    return Perturbation(tuple(probes), frozenset(plan.dropped_layers), engine.noise)
+        keys = []
+        for place in range(first_place, first_place + groups.per_micro_batch):
+            direction = groups.of_place(place) * engine.config.directions + probe.direction
+            keys.append(direction_key(plan.key, direction))
+        probes.append(KeyedProbe(keys[0], probe.scale))
+        keys_of_groups.append(tuple(keys))
+    dropped = frozenset(plan.dropped_layers)
+    return Perturbation(tuple(probes), dropped, engine.noise, tuple(keys_of_groups))
 
 
 def estimate(
     engine: LezoEngine, plan: StepPlan, batch: StepBatch, sums: Sequence[float]
 ) -> StepRecord:
-    """Return the record of a step, from the losses [micro-batches * probes] of all ranks.
+    """Return the record of a step, from the losses [places * probes] of all ranks.
 
     The step is not applied if a loss or a projected gradient is not finite.
     """
-    losses = mean_losses(sums, len(plan.probes), batch.total_weight)
+    groups = engine.groups(batch)
+    losses = mean_losses_of_groups(sums, len(plan.probes), groups, batch.total_weight)
     try:
-        result = engine.estimator.estimate(plan.probes, losses)
+        result = engine.estimator.estimate_groups(plan.probes, losses)
     except ArithmeticError:  # an estimate that overflows counts as not finite
         result = Estimate(loss=math.nan, projected_grads=())
     return StepRecord(

@@ -25,12 +25,18 @@ from lezo_ds.checkpoints.checkpoint import (
 from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.forward.adapters import Adapter, make_adapter
-from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gather_sizes, gathering_limits
+from lezo_ds.forward.blocks import (
+    BlockLayout,
+    freeze_all_but,
+    gather_sizes,
+    gathering_limits,
+)
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, Split
 from lezo_ds.sharding.tensor_parallel import EMBEDDINGS
 from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.zo.laws import TrainedPart
 from lezo_ds.zo.updates import UpdatePrecision
 
 
@@ -91,12 +97,12 @@ def load_sharded_model(
     seed: int = 0,
     peft: PeftConfig | None = None,
     partition_size: int | None = None,
-    only_blocks: bool = False,
+    trained: TrainedPart = "all",
 ) -> ShardedModel:
     """Build a model, shard it and load the shards. A collective: each rank reads only its slices.
 
-    `lezo_ds.engine.initialize` describes the arguments. With `only_blocks`, parameters outside the
-    blocks are not trained. `precision` is how updates are stored; None if there are none.
+    `lezo_ds.engine.initialize` describes the arguments. `trained` is the part of the weights, or of
+    the adapter, that is trained. `precision` is how updates are stored; None if there are none.
     """
     if distributed.local_rank() == 0:
         resolve_model(model)  # downloads it; the other ranks of the node then read the cache
@@ -108,8 +114,7 @@ def load_sharded_model(
         adapter.attach(module, layout)
     own_name = adapter.own_name if adapter else str
     aliases = parameter_names(module, own_name)
-    if only_blocks:
-        freeze_outside(module, layout)
+    freeze_all_but(trained, module, layout)
     engine: Any = None
     splits: dict[nn.Parameter, Split] = {}
     if tensor_parallel_size(ds_config) > 1:

@@ -24,6 +24,7 @@ from lezo_ds.config.components import (
     make_layer_policy,
     make_schedule,
     may_differ_on_resume,
+    num_directions,
     num_passes,
 )
 from lezo_ds.config.reading import flatten

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lezo_ds.config.components import DESCRIBING_KEYS, describe_task, num_passes
+from lezo_ds.config.components import DESCRIBING_KEYS, describe_task, num_directions, num_passes
 from lezo_ds.config.schema import TRAINED, ZEROTH_ORDER, RunConfig
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code, options_of
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
+from lezo_ds.zo.grzo import Grzo
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 
 
@@ -108,12 +109,45 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
         "set method=lezo and peft.kind=lora, or elastic.lighthouse=null",
     )
     steps = config.train.steps
+    if config.method in ZEROTH_ORDER:
+        yield from _rules_of_groups(config)
     if config.method in ZEROTH_ORDER and steps is not None:
         yield (
             config.zo.warmup_steps >= steps,
             f"zo.warmup_steps={config.zo.warmup_steps} is not below train.steps={steps}",
             "set zo.warmup_steps=0",
         )
+
+
+def _rules_of_groups(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yield the rules of directions of low rank and of groups of examples, as `_rules` does."""
+    size = config.zo.examples_per_direction
+    batch_size = config.train.batch_size
+    micro_batch_size = config.train.micro_batch_size
+    yield (
+        config.zo.noise_rank > 0 and config.peft.kind == "prefix",
+        "zo.noise_rank perturbs matrices, and a prefix has none",
+        "set zo.noise_rank=0, or peft.kind=lora",
+    )
+    yield (
+        ESTIMATORS.find(config.zo.estimator) is Grzo and num_directions(config) < 2,
+        "zo.estimator=grzo compares directions with each other, and this step has one",
+        "set zo.noise_rank=1 zo.examples_per_direction=1, or zo.directions=8",
+    )
+    if size is None:
+        return
+    yield (
+        config.zo.noise_rank == 0,
+        f"zo.examples_per_direction={size} needs directions of low rank",
+        "set zo.noise_rank=1, or zo.examples_per_direction=null",
+    )
+    fits = micro_batch_size % size == 0 or size % micro_batch_size == 0
+    yield (
+        batch_size % size != 0 or not fits,
+        f"zo.examples_per_direction={size} does not divide train.batch_size={batch_size} and "
+        f"train.micro_batch_size={micro_batch_size} into whole groups",
+        "set zo.examples_per_direction=1, or null",
+    )
 
 
 def check_world(config: RunConfig, world_size: int) -> None:

@@ -12,7 +12,7 @@ from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task
 from lezo_ds.tasks.metrics import find_score
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
-from lezo_ds.zo.laws import DenseLaw, PerturbationLaw
+from lezo_ds.zo.laws import DenseLaw, LowRankLaw, PerturbationLaw
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 
@@ -33,7 +33,9 @@ def make_estimator(zo: ZoConfig) -> Estimator:
 
 def make_law(zo: ZoConfig) -> PerturbationLaw:
     """Return what a direction of the run is."""
-    return DenseLaw(entries=zo.noise_distribution)
+    if zo.noise_rank:
+        return LowRankLaw(zo.noise_distribution, rank=zo.noise_rank)
+    return DenseLaw(zo.noise_distribution)
 
 
 def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = True) -> LayerPolicy:
@@ -132,6 +134,14 @@ def num_passes(config: RunConfig) -> int:
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
     num_probes = make_estimator(config.zo).num_probes
     return num_micro_batches * math.ceil(num_probes / config.zo.probes_per_pass)
+
+
+def num_directions(config: RunConfig) -> int:
+    """Return how many directions a zeroth-order step measures, those of all groups of examples."""
+    num_groups = config.train.batch_size // (
+        config.zo.examples_per_direction or config.train.batch_size
+    )
+    return config.zo.directions * num_groups
 
 
 def copies_per_pass(config: RunConfig) -> int:

@@ -20,7 +20,7 @@ from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import METRICS
 from lezo_ds.zo.estimators import ESTIMATORS
-from lezo_ds.zo.laws import Distribution
+from lezo_ds.zo.laws import Distribution, TrainedPart
 from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
 from lezo_ds.zo.updates import UpdatePrecision
@@ -188,7 +188,8 @@ class ZoConfig:
     estimator: Annotated[str, Named(ESTIMATORS)] = "spsa"
     """The estimator turns losses into projected gradients: by two-sided differences (spsa, the
     papers'), by differences from the loss at theta, which all directions share (one-sided), by the
-    same divided by their standard deviation (fzoo), or by comparing the losses or rewards of the
+    same divided by their standard deviation (fzoo), by two-sided differences divided by theirs
+    (grzo), or by comparing the losses or rewards of the
     directions with each other (evolution-strategies)."""
     estimator_options: Options = field(default_factory=dict)
     """The estimator gets these options, each of which may be set as estimator_options.NAME."""
@@ -199,14 +200,23 @@ class ZoConfig:
     noise_distribution: Distribution = "normal"
     """The elements of a direction are drawn from the normal distribution (the papers'), or are +1
     or -1 (rademacher), which is drawn faster."""
+    noise_rank: Annotated[int, Field(ge=0, le=2**10)] = 0
+    """With r > 0, a direction of a matrix is a sum of r outer products of random vectors. Weights
+    are not copied then, and any number of probes share one product with them. Only the matrices of
+    linear modules in the transformer blocks are perturbed and updated. 0 draws each element by
+    itself, as in the papers."""
+    examples_per_direction: Size | None = None
+    """This number of examples of a batch shares random directions, and each group of so many has
+    directions of its own. It divides train.batch_size and needs zo.noise_rank. Null gives the whole
+    batch the same directions, as in the papers."""
     directions: Annotated[int, Field(ge=1, le=2**12)] = 1
     """Each step tries this number of random directions on the whole batch, and averages their
     gradient estimates. N directions on N ranks take the time of one direction on one rank."""
     probes_per_pass: Size = 2
     """A forward pass runs this number of perturbed copies of the batch, and gathers each weight
-    once. 2 runs both signs of a direction in one pass. All even numbers give the same results;
-    larger ones need more memory and fewer gathers (see train --dry-run). 1, the reference, differs
-    in the last bits."""
+    once. 2 runs both signs of a direction in one pass. Larger numbers need more memory and fewer
+    gathers (see train --dry-run). With dense directions, all even numbers give the same results,
+    and 1, the reference, differs in the last bits."""
     layer_policy: Annotated[str, Named(LAYER_POLICIES)] = "uniform"
     """The layer policy chooses the transformer blocks that a step drops. uniform draws them at
     random, as the paper does. fixed keeps the last blocks, or those of its option, in every step.
@@ -217,6 +227,13 @@ class ZoConfig:
     weight_decay: NonNegativeFloat = 0.0
     """Matrices decay by this coefficient, decoupled from their gradients. Blocks that a step drops
     do not decay."""
+
+    @property
+    def trained_part(self) -> TrainedPart:
+        """The part of the weights, or of the adapter, that is perturbed and updated."""
+        if self.noise_rank:
+            return "products"
+        return "blocks" if self.only_blocks else "all"
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

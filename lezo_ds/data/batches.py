@@ -102,8 +102,12 @@ def candidate_batch(
         return MicroBatch(inputs, len(examples), labels, selection=selection)
     batch = token_batch(all_candidates(examples), pad_id)
     labels |= batch.labels
-    labels["candidate_slots"] = _slots([len(example.sequences) for example in examples])
-    return replace(batch, weight=len(examples), labels=labels)
+    counts = [len(example.sequences) for example in examples]
+    labels["candidate_slots"] = _slots(counts)
+    example_of_row = torch.arange(len(examples)).repeat_interleave(torch.tensor(counts))
+    return replace(
+        batch, weight=len(examples), labels=labels, token_examples=example_of_row[:, None]
+    )
 
 
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:

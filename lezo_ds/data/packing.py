@@ -100,12 +100,16 @@ def pack(batch: MicroBatch) -> MicroBatch:
         "position_ids": positions,
         "attention_mask": same_owner.tril()[:, None],
     }
+    example_of = torch.arange(num_sequences)
+    if batch.token_examples is not None:
+        example_of = batch.token_examples[:, 0]
     moved = replace(
         selection,
         rows=torch.tensor(rows)[selection.rows],
         positions=selection.positions + torch.tensor(offsets)[selection.rows],
     )
-    return replace(batch, inputs=inputs, selection=moved)
+    token_examples = example_of[owner.clamp(min=0)]  # padding counts as that of any example
+    return replace(batch, inputs=inputs, selection=moved, token_examples=token_examples)
 
 
 def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:

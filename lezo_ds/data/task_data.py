@@ -43,7 +43,13 @@ from lezo_ds.data.encoding import (
     prompt_room,
     warn_of_cuts,
 )
-from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_batch, read_answers
+from lezo_ds.data.generation import (
+    COMMON_IDS,
+    SAMPLE_KEYS,
+    generation_settings,
+    prompt_batch,
+    read_answers,
+)
 from lezo_ds.data.metrics import try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_reward
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
@@ -159,7 +165,7 @@ class TaskData:
                 return self._answer_batch(config, step, of_micro_batch)
             return self.training_batch(of_micro_batch)
 
-        return StepBatch(weights.tolist(), build, content=rows.tobytes())
+        return StepBatch(weights.tolist(), build, rows.tobytes(), num_examples=len(rows))
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the indices in `train` of a step's examples, in the order of the stream."""
@@ -197,6 +203,12 @@ class TaskData:
         """Return the batch of prompts to train on; the samples of a prompt are neighboring rows."""
         samples = range(config.generation.num_samples)
         batch = self.objective_batch(self.train, [row for row in rows for _ in samples])
+        size = config.zo.examples_per_direction
+        if COMMON_IDS in batch.inputs and size is not None:
+            # Each group of examples reads what all prompts begin with in its own direction.
+            num_groups = max(1, len(rows) // size)
+            common = batch.inputs[COMMON_IDS].expand(num_groups, -1)
+            batch = replace(batch, inputs={**batch.inputs, COMMON_IDS: common})
         if config.generation.temperature == 0:
             return batch
         keys = [

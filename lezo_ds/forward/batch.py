@@ -76,6 +76,9 @@ class MicroBatch:
         selection: the logits that are needed; None selects all: [rows, tokens, vocabulary].
         generation: if it is set, the output is new tokens, int64 [rows, at most max_new_tokens].
         examples: of the rows, for objectives that read text.
+        token_examples: int64 [rows, tokens] on the CPU, the index of the example that each token
+            belongs to; [rows, 1] if all tokens of a row belong to one. None: each example has the
+            same number of rows, one after the other.
     """
 
     inputs: Mapping[str, Tensor]
@@ -84,6 +87,7 @@ class MicroBatch:
     selection: LogitSelection | None = None
     generation: GenerationSettings | None = None
     examples: tuple[Example, ...] = ()
+    token_examples: Tensor | None = None
 
     def with_logits(self) -> MicroBatch:
         """Return a batch that selects logits, where this one selects log-probabilities."""
@@ -115,16 +119,22 @@ class StepBatch:
         weights: of each micro-batch, known without laying it out.
         build: (index) -> micro-batch.
         content: identifies the batch, by the indices of its examples. Ranks compare it.
+        num_examples: in all micro-batches.
 
     Attributes:
         read: the indices of the micro-batches that have been read.
     """
 
     def __init__(
-        self, weights: Sequence[float], build: Callable[[int], MicroBatch], content: bytes
+        self,
+        weights: Sequence[float],
+        build: Callable[[int], MicroBatch],
+        content: bytes,
+        num_examples: int,
     ) -> None:
         self.weights = weights
         self.content = content
+        self.num_examples = num_examples
         self.read: set[int] = set()
         self._build = build
         self._built: dict[int, MicroBatch] = {}
@@ -135,7 +145,8 @@ class StepBatch:
         if isinstance(batch, StepBatch):
             return batch
         weights = [micro_batch.weight for micro_batch in batch]
-        return cls(weights, batch.__getitem__, content=b"")
+        num_examples = sum(len(micro_batch.examples) for micro_batch in batch)
+        return cls(weights, batch.__getitem__, b"", num_examples)
 
     def __len__(self) -> int:
         return len(self.weights)

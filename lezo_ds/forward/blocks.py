@@ -9,6 +9,8 @@ from typing import NamedTuple
 from torch import nn
 
 from lezo_ds.errors import UserError
+from lezo_ds.forward.module_calls import PRODUCTS
+from lezo_ds.zo.laws import TrainedPart
 
 
 @dataclass(frozen=True)
@@ -76,21 +78,47 @@ def _numel(parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def freeze_outside(model: nn.Module, layout: BlockLayout) -> None:
-    """Set all parameters outside the transformer blocks to not trained (`zo.only_blocks`).
+def freeze_all_but(part: TrainedPart, model: nn.Module, layout: BlockLayout) -> None:
+    """Set all parameters outside a part of the model, or of its adapter, to not trained.
 
     Raises:
-        UserError: nothing inside the blocks is trained.
+        UserError: nothing is left to train, or a block has a trained matrix that is no plain
+            product.
     """
-    inside = set(model.get_submodule(layout.path).parameters())
-    for parameter in model.parameters():
-        if parameter not in inside:
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in inside):
+    if part == "all":
+        return
+    blocks = model.get_submodule(layout.path)
+    trained = {parameter for parameter in blocks.parameters() if parameter.requires_grad}
+    if part == "products":
+        trained &= _matrices_of_products(blocks, layout.path)
+    if not trained:
+        key = "only_blocks" if part == "blocks" else "noise_rank"
         raise UserError(
-            f"zo.only_blocks leaves nothing to train: the adapter has no weights in {layout.path}",
-            fix="set zo.only_blocks=false",
+            f"zo.{key} leaves nothing to train: the adapter has no weights in {layout.path}",
+            fix="set zo.only_blocks=false zo.noise_rank=0",
         )
+    for parameter in model.parameters():
+        if parameter not in trained:
+            parameter.requires_grad_(False)
+
+
+def _matrices_of_products(blocks: nn.Module, path: str) -> set[nn.Parameter]:
+    """Return the matrices of linear modules; UserError: something else has a trained matrix."""
+    matrices = set()
+    for name, module in blocks.named_modules():
+        # Of a list of experts, each runs on some of the tokens only.
+        is_product = type(module).forward in PRODUCTS and "experts" not in name.split(".")
+        for own_name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or parameter.dim() == 1:
+                continue
+            if not is_product:
+                raise UserError(
+                    f"zo.noise_rank perturbs plain products only, and {path}.{name}.{own_name} "
+                    f"belongs to a {type(module).__name__}",
+                    fix="set zo.noise_rank=0",
+                )
+            matrices.add(parameter)
+    return matrices
 
 
 class GatherSizes(NamedTuple):

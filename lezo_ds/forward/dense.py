@@ -23,17 +23,10 @@ from lezo_ds.forward.module_calls import (
     is_product,
     product_at_probes,
 )
-from lezo_ds.forward.perturber import PassState, Perturber
+from lezo_ds.forward.perturber import PROBES_AT_ONCE, PassState, Perturber
 from lezo_ds.forward.probes import TrainedParameter
 from lezo_ds.noise import KeyedProbe, NoiseBackend, Weight
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
-
-PROBES_AT_ONCE = 2
-"""Most probes that a module runs at a time, and therefore most copies of a weight at a time.
-
-The bits of a matrix product depend on its number of rows. With this limit, the losses of a pass of
-more probes are those of passes of two.
-"""
 
 
 class DensePerturber(Perturber):
@@ -48,6 +41,7 @@ class DensePerturber(Perturber):
 
     def __init__(self, state: PassState, noise: NoiseBackend) -> None:
         super().__init__(state, noise)
+        self._noise = noise
         self._kept: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}
 
     def run_module(
@@ -87,7 +81,7 @@ class DensePerturber(Perturber):
 
     def rows_of(self, table: TrainedParameter, rows: Tensor) -> Tensor:
         weight = _weight(table)._replace(rows=rows.reshape(-1))
-        ((copy,),) = self.noise.perturb([weight], self.state.current.probes)
+        ((copy,),) = self._noise.perturb([weight], self.state.current.probes)
         return copy.view(*rows.shape, -1)
 
     def vector_of(self, entry: TrainedParameter) -> Tensor:
@@ -106,7 +100,7 @@ class DensePerturber(Perturber):
         probes = self.state.current.probes
         if self._kept and all((entry.parameter, probes[0]) in self._kept for entry in active):
             return [[self._kept[entry.parameter, probe] for probe in probes] for entry in active]
-        copies = self.noise.perturb([_weight(entry) for entry in active], probes)
+        copies = self._noise.perturb([_weight(entry) for entry in active], probes)
         if self.state.current.writes_answers:
             self._keep(active, copies)
         return copies

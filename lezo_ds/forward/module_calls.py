@@ -25,7 +25,8 @@ from lezo_ds.sharding.tensor_parallel import (
     sums_outputs,
 )
 
-_PRODUCTS = (nn.Linear.forward, Conv1D.forward, *LINEAR_FORWARDS)
+PRODUCTS = (nn.Linear.forward, Conv1D.forward, *LINEAR_FORWARDS)
+"""Forward methods of modules that multiply their input by one matrix, and may add a bias."""
 
 
 def dtype_of_copies(parameter: nn.Parameter) -> torch.dtype:
@@ -95,7 +96,7 @@ def is_product(
     # matrices, with other bits.
     has_rows = batch.dim() in (2, 3) and batch.shape[0] % rows == 0
     function = getattr(own_forward, "__func__", None)
-    return has_rows and batch.is_contiguous() and function in _PRODUCTS
+    return has_rows and batch.is_contiguous() and function in PRODUCTS
 
 
 def product_at_probes(
@@ -152,6 +153,31 @@ def product_at_probes(
         sum_outputs(module, output)
     if added_later:
         outputs += torch.stack(list(added_later))[:, None]  # rounded once, to the output's dtype
+    return output
+
+
+def add_before_sum(
+    module: nn.Module,
+    own_forward: Callable[..., Any],
+    inputs: Tensor,
+    add: Callable[[Tensor], None],
+) -> Tensor:
+    """Run a linear module, and add something to its output in place.
+
+    If the product of a rank is a term of a sum over ranks, `add` changes the term.
+    """
+    if not sums_outputs(module):
+        output: Tensor = own_forward(inputs)
+        add(output)
+        return output
+    weight = module._parameters["weight"]
+    assert weight is not None, "a linear module has a weight"
+    output = inputs @ weight.t()
+    add(output)
+    sum_outputs(module, output)
+    bias = module._parameters.get("bias")
+    if bias is not None:
+        output += bias
     return output
 
 

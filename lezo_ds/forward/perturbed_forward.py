@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.dense import DensePerturber
-from lezo_ds.forward.perturber import PassState
+from lezo_ds.forward.low_rank import LowRankPerturber
+from lezo_ds.forward.perturber import PassState, Perturber
 from lezo_ds.forward.probes import Perturbation, ProbePass
 from lezo_ds.forward.wrappers import (
     SelectingHead,
@@ -28,6 +29,7 @@ from lezo_ds.forward.wrappers import (
     wrap_block,
     wrap_module,
 )
+from lezo_ds.noise.low_rank import LowRankNoise
 
 
 class PerturbedForward:
@@ -103,7 +105,7 @@ class PerturbedForward:
         num_copies = 1
         if perturbation is not None:
             num_copies = len(perturbation.probes)
-            state.perturber = DensePerturber(state, perturbation.noise)
+            state.perturber = _perturber(state, perturbation, batch)
             state.current = ProbePass(
                 probes=perturbation.probes,
                 rows=len(next(iter(batch.inputs.values()))),
@@ -144,9 +146,17 @@ class PerturbedForward:
         """Note the rows of a call of the model. While it writes answers, a pass has many calls."""
         state = self._state
         state.num_equal_blocks = self._num_unperturbed
+        ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        state.current = state.current._replace(tokens=ids.shape[1])
         if state.current.writes_answers:
-            ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            # What all prompts begin with is read as one row of each copy.
+            # What all prompts begin with is read as one row of each copy, or of each group.
             state.current = state.current._replace(rows=len(ids) // len(state.current.probes))
             if ids.shape[1] == 1:  # the tokens that the probes have written differ
                 state.num_equal_blocks = 0
+
+
+def _perturber(state: PassState, perturbation: Perturbation, batch: MicroBatch) -> Perturber:
+    noise = perturbation.noise
+    if isinstance(noise, LowRankNoise):
+        return LowRankPerturber(state, noise, perturbation, batch)
+    return DensePerturber(state, noise)

@@ -2,9 +2,9 @@
 
 The wrappers (wrappers.py) decide when a module runs, and on which copies of the batch. A
 `Perturber` decides how a module with perturbed parameters computes its output. There is one class
-for each kind of law: `DensePerturber` (dense.py) makes a copy of each weight for each probe. A law
-whose z is a product of thin matrices needs no copies: its perturber would run the module once, on
-the rows of all probes, and add the thin products.
+for each law: `DensePerturber` (dense.py) makes a copy of each weight for each probe, and
+`LowRankPerturber` (low_rank.py) runs the module once, on the rows of all probes, and adds thin
+products.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_map
 from lezo_ds.forward.batch import LogitSelection
 from lezo_ds.forward.copies import map_tensors, probe_slice
 from lezo_ds.forward.probes import AT_THETA, TrainedParameter
-from lezo_ds.noise import NoiseBackend
+from lezo_ds.noise import AnyNoise
+
+PROBES_AT_ONCE = 2
+"""Most probes of which copies of a weight, or logits, are in memory at a time.
+
+The bits of a matrix product depend on its number of rows. With this limit, the losses of a pass of
+more probes are those of passes of two, under a law that copies weights.
+"""
 
 
 class PassState:
@@ -104,13 +111,14 @@ class Perturber(ABC):
 
     Attributes:
         probes_at_once: most probes whose copies of the batch a module may run on at a time.
+        takes_blocks: whether `begin_block` is worth the memory of all that it prepares.
     """
 
     probes_at_once: int
 
-    def __init__(self, state: PassState, noise: NoiseBackend) -> None:
+    def __init__(self, state: PassState, noise: AnyNoise) -> None:
         self.state = state
-        self.noise = noise
+        self.takes_blocks = noise.takes_blocks
 
     @abstractmethod
     def run_module(
@@ -132,7 +140,8 @@ class Perturber(ABC):
             kwargs: likewise.
         """
 
-    @abstractmethod
+    # Only a law that perturbs weights outside the blocks is asked for these two.
+
     def rows_of(self, table: TrainedParameter, rows: Tensor) -> Tensor:
         """Return some rows of a perturbed matrix at the one probe that runs (k = 1).
 
@@ -143,15 +152,18 @@ class Perturber(ABC):
         Returns:
             [*rows.shape, width], in the dtype of the matrix.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def vector_of(self, entry: TrainedParameter) -> Tensor:
         """Return a perturbed vector at the one probe that runs (k = 1): float32 [size]."""
+        raise NotImplementedError
 
-    @abstractmethod
+    # Only if `takes_blocks`.
+
     def begin_block(self, active: Sequence[TrainedParameter]) -> None:
         """Prepare all perturbed parameters of a transformer block, whose weights are gathered."""
+        raise NotImplementedError
 
-    @abstractmethod
     def end_block(self) -> None:
         """Free what `begin_block` prepared."""
+        raise NotImplementedError

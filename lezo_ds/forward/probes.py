@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lezo_ds.noise import KeyedProbe, NoiseBackend
+from lezo_ds.noise import AnyNoise, KeyedProbe
 from lezo_ds.sharding.parameters import NamedParameter
 
 PerturbedWeights = Mapping[str, Sequence[Tensor]]
@@ -33,11 +33,19 @@ class Perturbation:
         probes: at least one. Each runs on its own copy of the batch.
         dropped_layers: indices of the transformer blocks that stay at theta.
         noise: makes z. Its law says what a direction is.
+        keys_of_groups: of each probe, the key of the direction of each group of examples. Empty if
+            all examples share the probe's own direction.
     """
 
     probes: tuple[KeyedProbe, ...]
     dropped_layers: frozenset[int]
-    noise: NoiseBackend
+    noise: AnyNoise
+    keys_of_groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def keys(self) -> tuple[tuple[int, ...], ...]:
+        """The keys of each probe's directions, one for each group of examples."""
+        return self.keys_of_groups or tuple((probe.key,) for probe in self.probes)
 
 
 class TrainedParameter(NamedTuple):
@@ -60,12 +68,14 @@ class ProbePass(NamedTuple):
     Attributes:
         probes: none if the pass runs at theta.
         rows: number of rows of one copy of the batch.
+        tokens: number of tokens of a row.
         dropped_layers: indices of the blocks that stay at theta.
         writes_answers: whether the model runs once for each new token, at the same probes.
     """
 
     probes: tuple[KeyedProbe, ...] = ()
     rows: int = 1
+    tokens: int = 1
     dropped_layers: frozenset[int] = frozenset()
     writes_answers: bool = False
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from lezo_ds.forward.copies import has_batch, run_once
 from lezo_ds.forward.module_calls import modules_that_run
-from lezo_ds.forward.perturber import PassState
+from lezo_ds.forward.perturber import PROBES_AT_ONCE, PassState
 from lezo_ds.forward.probes import AT_THETA, trained_parameters
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, look_up, whole_logits
@@ -69,7 +69,7 @@ def wrap_block(block: nn.Module, index: int, state: PassState, trainable: Traina
         # Copies differ from here on, also if the model runs an earlier block again.
         state.num_equal_blocks = 0
         perturber = state.perturber
-        if perturber is None or not perturber.noise.takes_blocks:
+        if perturber is None or not perturber.takes_blocks:
             return own_forward(*args, **kwargs)
         active = state.active(owned)
         # For more probes, the copies of a whole block would take too much memory.
@@ -167,8 +167,7 @@ class SelectingHead:
             logits = self._all_entries(hidden)
             return target_log_probabilities(logits, targets.repeat(len(logits) // len(targets)))
 
-        num_probes = 1 if state.perturber is None else state.perturber.probes_at_once
-        found: Tensor = state.run_in_parts(num_probes, run_part, [hidden], {})
+        found: Tensor = state.run_in_parts(PROBES_AT_ONCE, run_part, [hidden], {})
         return found
 
     def _entries(self, entries: Tensor, hidden: Tensor) -> Tensor:

@@ -119,7 +119,8 @@ def check_run(
     """
     _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
-        make_layer_policy(config.zo, layout.num_blocks, trains_outside=not config.zo.only_blocks)
+        trains_outside = config.zo.trained_part == "all"
+        make_layer_policy(config.zo, layout.num_blocks, trains_outside=trains_outside)
     directory = RunDirectory(config.run_dir)
     if directory.path.is_file():
         raise UserError(f"run_dir {directory.path} is a file", fix="set another run_dir")

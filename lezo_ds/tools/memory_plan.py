@@ -49,7 +49,7 @@ from typing import Any
 from lezo_ds.checkpoints.snapshots import MAX_FILE_BYTES
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, num_passes
 from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
-from lezo_ds.forward.dense import PROBES_AT_ONCE
+from lezo_ds.forward.perturber import PROBES_AT_ONCE
 from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.tools.sizes import HIDDEN_STATES, InputSizes, ModelSizes
 
@@ -167,7 +167,7 @@ def split_sizes(model: ModelSizes, size: int) -> ModelSizes:
         num_trained=round(model.num_trained * own_share),
         largest_perturbed=model.largest_perturbed // size,
         head=model.head // size if model.has_split_vocabulary else model.head,
-        blocks_trained=model.blocks_trained // size,
+        blocks_perturbed=model.blocks_perturbed // size,
         activation_width=whole_width + inside_width // size,
         cached_width=model.cached_width // size,
     )
@@ -228,6 +228,8 @@ def _shards(
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_blocks: bool) -> int:
     """Return the bytes of perturbed weights of blocks, or while answers are written, of all.
 
+    Directions of low rank perturb no copies: these are the bytes of their vectors.
+
     Args:
         config: The run.
         model: The sizes of what the rank has of the model.
@@ -238,15 +240,24 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_b
     if config.method not in ZEROTH_ORDER:
         return 0
     num_copies = copies_per_pass(config)
+    kept_share = 1 - model.num_dropped / model.num_blocks
+    if config.zo.noise_rank:
+        size = config.zo.examples_per_direction or config.train.batch_size
+        num_groups = max(1, config.train.micro_batch_size // size)
+        num_vectors = num_groups * min(config.zo.directions, num_copies)
+        kept = model.largest_perturbed
+        if inputs.trains_on_answers:
+            kept = int(model.blocks_perturbed * kept_share)
+        # They are drawn in float32.
+        return num_vectors * (kept * model.itemsize + model.largest_perturbed * _FP32)
     if inputs.trains_on_answers:
-        kept_share = 1 - model.num_dropped / model.num_blocks
-        perturbed = model.blocks_trained * kept_share + model.head
+        perturbed = model.blocks_perturbed * kept_share + model.head
         return int(num_copies * perturbed) * model.itemsize
     largest = model.largest_perturbed
     if inputs.new_tokens:
         largest = max(largest, model.head)
     if whole_blocks and num_copies <= PROBES_AT_ONCE:
-        largest = max(largest, model.blocks_trained // model.num_blocks)
+        largest = max(largest, model.blocks_perturbed // model.num_blocks)
     return min(num_copies, PROBES_AT_ONCE) * largest * model.itemsize
 
 

@@ -20,7 +20,7 @@ from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, make_layer_policy
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
-from lezo_ds.forward.blocks import GatherSizes, find_blocks, freeze_outside, gather_sizes
+from lezo_ds.forward.blocks import GatherSizes, find_blocks, freeze_all_but, gather_sizes
 from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
 # Activations of the model's width that are in memory while a block runs: the embeddings of tokens
@@ -57,9 +57,10 @@ class ModelSizes:
         num_trained: Size of all trained parameters.
         num_dropped: Number of blocks that a step drops.
         parts: Sizes of what ZeRO-3 gathers at a time.
-        largest_perturbed: Trained weights of the module that has most of them. Embeddings are left
+        largest_perturbed: Numbers of a direction of the module that has most of them: one for each
+            trained weight, or those of the vectors of low rank. Embeddings are left
             out because only the rows that are read are perturbed, and so is the output head.
-        blocks_trained: Trained weights of all blocks.
+        blocks_perturbed: Numbers of a direction of all blocks.
         heads: The divisors of this number can split the heads of queries, keys and values.
         splittable: What tensor parallelism splits: linear layers of the blocks, the vocabulary.
         has_split_vocabulary: Whether tensor parallelism splits the embedding and the output head.
@@ -80,7 +81,7 @@ class ModelSizes:
     num_dropped: int
     parts: GatherSizes
     largest_perturbed: int
-    blocks_trained: int
+    blocks_perturbed: int
     heads: int
     splittable: int
     has_split_vocabulary: bool
@@ -154,12 +155,12 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         adapter.attach(model, layout)
     num_dropped = 0
     if config.method in ZEROTH_ORDER:
-        if config.zo.only_blocks:
-            freeze_outside(model, layout)
+        freeze_all_but(config.zo.trained_part, model, layout)
         trains_outside = _num_trained(model) > _num_trained(blocks)
         policy = make_layer_policy(config.zo, layout.num_blocks, trains_outside=trains_outside)
         num_dropped = policy.num_dropped
 
+    rank = config.zo.noise_rank
     decoder = model.config.get_text_config()
     num_heads = getattr(decoder, "num_attention_heads", None) or 1
     num_cached_heads = getattr(decoder, "num_key_value_heads", None) or num_heads
@@ -174,8 +175,8 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         num_trained=_num_trained(model),
         num_dropped=num_dropped,
         parts=gather_sizes(model, layout),
-        largest_perturbed=_largest_perturbed(model, head),
-        blocks_trained=_num_trained(blocks),
+        largest_perturbed=_largest_perturbed(model, head, rank),
+        blocks_perturbed=_num_perturbed(blocks, rank),
         heads=math.gcd(num_heads, num_cached_heads),
         splittable=_num_splittable(blocks, vocabulary),
         has_split_vocabulary=bool(vocabulary),
@@ -238,10 +239,18 @@ def _num_trained(module: nn.Module, recurse: bool = True) -> int:
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
-def _largest_perturbed(model: nn.Module, head: nn.Module | None) -> int:
-    """Return the trained weights of the largest module whose weights are copied and perturbed."""
+def _num_perturbed(module: nn.Module, rank: int, recurse: bool = True) -> int:
+    """Return the numbers of a direction: one for each trained weight, or those of its vectors."""
+    if rank == 0:
+        return _num_trained(module, recurse)
+    parameters = module.parameters(recurse)
+    return sum(rank * sum(parameter.shape) for parameter in parameters if parameter.requires_grad)
+
+
+def _largest_perturbed(model: nn.Module, head: nn.Module | None, rank: int) -> int:
+    """Return the numbers of a direction of the largest module that is perturbed."""
     return max(
-        _num_trained(module, recurse=False)
+        _num_perturbed(module, rank, recurse=False)
         for module in model.modules()
         if module is not head and type(module).forward is not nn.Embedding.forward
     )

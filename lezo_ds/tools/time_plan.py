@@ -17,6 +17,7 @@ its work, a few examples. The forward terms are multiplied by what the real step
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections import Counter
@@ -137,8 +138,12 @@ def _measured_part(config: RunConfig) -> RunConfig:
         size = min(size, _FEW_EXAMPLES)
         scored = min(scored, _FEW_EXAMPLES)
     batch_size = num_micro_batches * size
+    zo = config.zo
+    if zo.examples_per_direction is not None:
+        zo = replace(zo, examples_per_direction=math.gcd(zo.examples_per_direction, size))
     return replace(
         config,
+        zo=zo,
         train=replace(train, batch_size=batch_size, micro_batch_size=size, eval_batch_size=scored),
     )
 

@@ -16,5 +16,5 @@ evolution strategies):
 the step records, so a resumed run and a replay need nothing else.
 """
 
-# Importing it registers its estimators.
-from lezo_ds.zo import one_sided  # noqa: F401
+# Importing them registers their estimators.
+from lezo_ds.zo import grzo, one_sided  # noqa: F401

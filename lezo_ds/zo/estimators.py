@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry
+from lezo_ds.zo.passes import Groups
 from lezo_ds.zo.records import StepRecord
 
 
@@ -91,6 +92,31 @@ class Estimator(ABC):
                 is skipped.
         """
 
+    def estimate_groups(
+        self, probes: Sequence[Probe], losses: Sequence[Sequence[float]]
+    ) -> Estimate:
+        """Return what the losses say if each group of examples has directions of its own.
+
+        By default, each group is estimated as if it were a batch.
+
+        Args:
+            probes: what `probes` returned for this step.
+            losses: the mean loss over group g of the batch at probe p, as losses[g][p].
+
+        Returns:
+            The mean loss of the groups, and the projected gradients of the directions of group 0,
+            then those of group 1, ...
+
+        Raises:
+            ArithmeticError: as `estimate`.
+        """
+        estimates = [self.estimate(probes, of_group) for of_group in losses]
+        gradients: list[float] = []
+        for estimate in estimates:
+            gradients += estimate.projected_grads
+        loss = add_in_order([estimate.loss for estimate in estimates]) / len(estimates)
+        return Estimate(loss, tuple(gradients))
+
     @property
     def num_probes(self) -> int:
         return len(self.probes(()))
@@ -132,14 +158,40 @@ ESTIMATORS.add("spsa", Spsa)
 
 
 def mean_losses(sums: Sequence[float], num_probes: int, total_weight: float) -> list[float]:
-    """Return the mean loss over the batch at each probe, with the same bits on any number of ranks.
+    """Return the mean loss at each probe, with the same bits on any number of ranks.
 
     Args:
         sums: the summed losses of micro-batch 0 at each probe, then those of micro-batch 1, ...
         num_probes: number of probes of the step.
-        total_weight: what the sum of a step's losses is divided by, such as its number of examples.
+        total_weight: what the sum of these losses is divided by, such as a number of examples.
     """
     return [add_in_order(sums[probe::num_probes]) / total_weight for probe in range(num_probes)]
+
+
+def mean_losses_of_groups(
+    sums: Sequence[float], num_probes: int, groups: Groups, total_weight: float
+) -> list[list[float]]:
+    """Return the mean loss over each group of examples at each probe.
+
+    Args:
+        sums: the losses of micro-batch 0: those of its first group at each probe, then those of its
+            second group, ...; then the losses of micro-batch 1, ...
+        num_probes: number of probes of the step.
+        groups: of the examples of a step.
+        total_weight: of the batch. Each group has the same part of it, so that the mean over the
+            groups is the mean over the batch.
+
+    Returns:
+        losses[g][p], of group g at probe p.
+    """
+    weight = total_weight / groups.number
+    means = []
+    for group in range(groups.number):
+        of_group: list[float] = []
+        for place in groups.places(group):
+            of_group += sums[place * num_probes : (place + 1) * num_probes]
+        means.append(mean_losses(of_group, num_probes, weight))
+    return means
 
 
 def add_in_order(values: Sequence[float]) -> float:

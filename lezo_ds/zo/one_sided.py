@@ -46,7 +46,7 @@ class Fzoo(OneSided):
         base, *sides = losses
         spread = deviation(sides, degrees_of_freedom=len(sides) - 1)
         differences = [side - base for side in sides]
-        return Estimate(base, _in_units_of(spread, differences))
+        return Estimate(base, in_units_of(spread, differences))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class EvolutionStrategies(Estimator):
         spread = deviation(losses, degrees_of_freedom=len(losses))
         # A loss above the mean is a reward below it: the two signs of the formula cancel.
         differences = [loss - mean for loss in losses]
-        return Estimate(mean, _in_units_of(spread, differences))
+        return Estimate(mean, in_units_of(spread, differences))
 
 
 ESTIMATORS.add("one-sided", OneSided)
@@ -102,7 +102,7 @@ def _one_side(estimator: Estimator) -> list[Probe]:
     return [Probe(direction, scale) for direction in range(estimator.num_directions)]
 
 
-def _in_units_of(spread: float, values: Sequence[float]) -> tuple[float, ...]:
+def in_units_of(spread: float, values: Sequence[float]) -> tuple[float, ...]:
     """Return values / spread, or zeros if the spread is 0: equal losses favor no direction."""
     if spread == 0:
         return (0.0,) * len(values)

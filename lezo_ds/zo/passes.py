@@ -20,6 +20,48 @@ class Pass(NamedTuple):
     counts: bool = True
 
 
+class Groups(NamedTuple):
+    """Groups of the examples of a step. Each group has random directions of its own.
+
+    A place is the part of a group that one micro-batch has. Micro-batches have equally many:
+
+        micro-batch           0         1              8 examples each
+        2 groups of 8      [  0  ]   [  1  ]           place and group 0, and 1
+        4 groups of 4      [0] [1]   [2] [3]           likewise
+        1 group of 16      [  0        0   ]           places 0 and 1 of group 0
+
+    Attributes:
+        number: of groups.
+        per_micro_batch: places of a micro-batch.
+        num_places: of the step.
+    """
+
+    number: int
+    per_micro_batch: int
+    num_places: int
+
+    @classmethod
+    def of(cls, num_micro_batches: int, num_examples: int, size: int | None) -> Groups:
+        """Return the groups of `size` examples each, or one group of all examples (None).
+
+        `size` divides `num_examples`, and it divides the examples of a micro-batch or they it.
+        """
+        if size is None:
+            return cls(1, 1, num_micro_batches)
+        number = num_examples // size
+        per_micro_batch = max(1, number // num_micro_batches)
+        return cls(number, per_micro_batch, per_micro_batch * num_micro_batches)
+
+    def of_place(self, place: int) -> int:
+        """Return the group of a place."""
+        return place * self.number // self.num_places
+
+    def places(self, group: int) -> range:
+        """Return the places of a group."""
+        size = self.num_places // self.number
+        return range(group * size, (group + 1) * size)
+
+
 def passes_of_step(num_micro_batches: int, num_probes: int, probes_per_pass: int) -> list[Pass]:
     """Return all forward passes of a step; rank r runs passes r, r + world, r + 2 world, and so on.
 

@@ -21,9 +21,17 @@ from lezo_ds.zo.keys import direction_key
 
 
 class Reference:
-    """A model of transformers in float32 and its zeroth-order optimizer. `own_name` names noise."""
+    """A model of transformers in float32 and its zeroth-order optimizer. `own_name` names noise.
 
-    def __init__(self, model, dtype, precision, distribution="normal", own_name=str):
+    With a `rank`, directions are of low rank, and only the matrices of the blocks are trained.
+    """
+
+    def __init__(self, model, dtype, precision, distribution="normal", own_name=str, rank=0):
+        self.rank = rank
+        if rank:
+            for name, parameter in model.named_parameters():
+                if parameter.dim() != 2 or "layers." not in name:
+                    parameter.requires_grad_(False)
         self.dtype, self.precision, self.distribution = dtype, precision, distribution
         self.model = model.eval()
         self.model.config.use_cache = False
@@ -42,10 +50,21 @@ class Reference:
         for module in self.model.modules():
             _run_wide_vectors_in_float32(module, dtype)
 
+    def losses_of_groups(self, batch, key, probes, dropped_blocks, size):
+        """Return, for each group of `size` examples, the losses of its own directions."""
+        num_directions = 1 + max(direction for direction, _ in probes)
+        num_examples = sum(micro_batch.weight for micro_batch in batch)
+        groups = []
+        for group, first in enumerate(range(0, num_examples, size)):
+            own = [(group * num_directions + direction, scale) for direction, scale in probes]
+            examples = slice(first, first + size)
+            groups.append(self.losses(batch, key, own, dropped_blocks, examples))
+        return groups
+
     @torch.no_grad()
-    def losses(self, batch, key, probes, dropped_blocks=()):
-        """Return the mean loss over a step's batch at theta + scale z of each (direction,
-        scale)."""
+    def losses(self, batch, key, probes, dropped_blocks=(), examples=slice(None)):
+        """Return the mean loss over a step's batch, or some of its examples, at theta + scale z of
+        each (direction, scale)."""
         losses = []
         for direction, scale in probes:
             for name, parameter in self.parameters.items():
@@ -56,10 +75,12 @@ class Reference:
                     )
                     # Vectors (biases and norms) stay in float32: a 16-bit 1.0 has no room for mu z.
                     parameter.data = wide if wide.dim() == 1 else wide.to(self.dtype)
-            total = 0.0
-            for micro_batch in batch:
-                total += float(self._summed_loss(micro_batch))
-            losses.append(total / sum(micro_batch.weight for micro_batch in batch))
+            of_micro_batches = [self._losses(micro_batch) for micro_batch in batch]
+            if examples == slice(None):
+                total = sum(float(each.sum()) for each in of_micro_batches)
+                losses.append(total / sum(micro_batch.weight for micro_batch in batch))
+            else:
+                losses.append(float(torch.cat(of_micro_batches)[examples].mean()))
         return losses
 
     def update(self, record, weight_decay=0.0):
@@ -71,6 +92,16 @@ class Reference:
                 continue
             weight = record.layer_weights[block] if record.layer_weights else 1.0
             factor = 1 - record.learning_rate * weight_decay if value.dim() > 1 else 1.0
+            if self.rank:
+                delta = torch.zeros_like(value)
+                for direction, gradient in enumerate(record.projected_grads):
+                    coefficient = share * gradient * weight / math.sqrt(self.rank)
+                    key = direction_key(record.key, direction)
+                    for a, b in self._vectors(name, key):
+                        delta = delta + (coefficient * a)[:, None] * b
+                value = value * factor - delta
+                self.values[name] = self._stored_as_float(value, name, record.key)
+                continue
             for direction, gradient in enumerate(record.projected_grads):
                 key = direction_key(record.key, direction)
                 value = value * factor - share * gradient * weight * self._noise(name, key)
@@ -81,7 +112,18 @@ class Reference:
         """Return the trained weights as they are stored, by name."""
         return {name: self._stored(name) for name in self.values}
 
+    def _vectors(self, name, key):
+        """Yield the vectors a and b of a direction of low rank."""
+        num_rows, num_columns = self.values[name].shape
+        for place in range(self.rank):
+            a = draw(self.distribution, key, self.ids[name], place * num_rows, num_rows)
+            first = 2**39 + place * num_columns
+            yield a, draw(self.distribution, key, self.ids[name], first, num_columns)
+
     def _noise(self, name, key):
+        if self.rank:
+            products = [torch.outer(a, b) for a, b in self._vectors(name, key)]
+            return sum(products) / math.sqrt(self.rank)
         shape = self.values[name].shape
         return draw(self.distribution, key, self.ids[name], 0, shape.numel()).view(shape)
 
@@ -107,8 +149,8 @@ class Reference:
             ).float()
         return value.to(self.dtype).float()
 
-    def _summed_loss(self, batch):
-        """Return the summed cross-entropy over the candidates, in float64.
+    def _losses(self, batch):
+        """Return the cross-entropy over the candidates of each example, in float64.
 
         Only the logits asked for are computed: the last bits of a matrix product depend on its
         shape.
@@ -118,14 +160,12 @@ class Reference:
         logits = F.linear(
             asked, self.model.get_output_embeddings().weight[batch.selection.vocabulary]
         )
-        return (
-            F.cross_entropy(logits.float(), batch.labels["label"], reduction="none").double().sum()
-        )
+        return F.cross_entropy(logits.float(), batch.labels["label"], reduction="none").double()
 
 
 def probes_of(estimator, scale, directions):
     """Return the (direction, scale) of each probe of a step."""
-    if estimator == "spsa":
+    if estimator in ("spsa", "grzo"):
         return [(direction, sign * scale) for direction in range(directions) for sign in (1, -1)]
     at_theta = [] if estimator == "evolution-strategies" else [(0, 0.0)]
     return at_theta + [(direction, scale) for direction in range(directions)]
@@ -143,6 +183,16 @@ def estimate(estimator, scale, losses):
     base, *sides = losses
     unit = scale if estimator == "one-sided" else statistics.stdev(sides)
     return base, [(side - base) / unit for side in sides]
+
+
+def estimate_groups(estimator, scale, losses):
+    """Return the loss and the projected gradients of all groups of examples, group by group."""
+    of_groups = [estimate("spsa" if estimator == "grzo" else estimator, scale, of) for of in losses]
+    gradients = [gradient for _, of_group in of_groups for gradient in of_group]
+    if estimator == "grzo":
+        spread = statistics.stdev(gradients)
+        gradients = [gradient / spread for gradient in gradients]
+    return statistics.fmean(loss for loss, _ in of_groups), gradients
 
 
 def _block(name, num_blocks):

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_outside, gather_sizes
+from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_all_but, gather_sizes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -23,7 +23,7 @@ def test_each_parameter_of_every_family_belongs_to_the_block_whose_module_holds_
     }
     for name, parameter in model.named_parameters():
         assert layout.block_of(name) == expected.get(id(parameter), NUM_BLOCKS + 1), name
-    freeze_outside(model, layout)
+    freeze_all_but("blocks", model, layout)
     assert all(p.requires_grad == (id(p) in expected) for p in model.parameters())
 
 

@@ -113,10 +113,20 @@ LAYOUTS = [
 ]  # numbers of ranks, and of those that split the weights
 
 
-def _run(directory, size, num_ranks, dtype, precision, records=(), snapshots=None, peft=None):
+def _run(
+    directory, size, num_ranks, dtype, precision, records=(), snapshots=None, peft=None, rank=0
+):
     """Train, or replay records; return base, results of the steps, and final digest."""
     engine = start(
-        directory, size, dtype, num_ranks, update_precision=precision, peft=peft, weight_decay=0.1
+        directory,
+        size,
+        dtype,
+        num_ranks,
+        update_precision=precision,
+        peft=peft,
+        weight_decay=0.1,
+        noise_rank=rank,
+        directions=1 + rank,
     )
     engine.watch_weights()
     if records:
@@ -132,15 +142,18 @@ def _run(directory, size, num_ranks, dtype, precision, records=(), snapshots=Non
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision", "kind"),
+    ("dtype", "precision", "kind", "rank"),
     [
-        ("bf16", "fp32_master", "none"),
-        ("bf16", "stochastic", "lora"),
-        ("fp32", "stochastic", "prefix"),
+        ("bf16", "fp32_master", "none", 0),
+        ("bf16", "stochastic", "lora", 0),
+        ("fp32", "stochastic", "prefix", 0),
+        ("bf16", "fp32_master", "none", 2),
+        ("bf16", "stochastic", "none", 1),
+        ("fp32", "stochastic", "lora", 2),
     ],
 )
 def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(
-    dtype, precision, kind, tmp_path
+    dtype, precision, kind, rank, tmp_path
 ):
     directory = str(write_model(FAMILIES["opt"][0], tmp_path / "model"))
     settings = dtype, precision
@@ -148,21 +161,25 @@ def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(
         None if kind == "none" else replace(peft_config(kind), lora_targets="v_proj,out_proj,fc1")
     )
     snapshots = str(tmp_path / "snapshots")
-    ((base, records, digest),) = run_ranks(_run, 1, directory, 0, 1, *settings, (), None, peft)
+    ((base, records, digest),) = run_ranks(
+        _run, 1, directory, 0, 1, *settings, (), None, peft, rank
+    )
     for num_ranks, size in LAYOUTS[1:] if kind == "none" else [(2, 2)]:
         layout = (directory, size, num_ranks, *settings)
         # A prefix starts from keys and values, whose last bits depend on the layout.
         replayed = (
-            [] if kind == "prefix" else run_ranks(_run, num_ranks, *layout, records, None, peft)
+            []
+            if kind == "prefix"
+            else run_ranks(_run, num_ranks, *layout, records, None, peft, rank)
         )
         assert all(end[0] == base and end[2] == digest for end in replayed), (num_ranks, size)
     # Its own run: nearly the same losses, snapshots that ZeRO-3 resumes from, and the same bits
     # again.
-    first, second = run_ranks(_run, 2, directory, 2, 2, *settings, (), snapshots, peft)
+    first, second = run_ranks(_run, 2, directory, 2, 2, *settings, (), snapshots, peft, rank)
     assert first == second
     tolerance = 1e-5 if dtype == "fp32" else 2e-2
     assert [r.loss for r in first[1]] == pytest.approx([r.loss for r in records], rel=tolerance)
-    (resumed,) = run_ranks(_run, 1, directory, 0, 1, *settings, first[1], snapshots, peft)
+    (resumed,) = run_ranks(_run, 1, directory, 0, 1, *settings, first[1], snapshots, peft, rank)
     assert resumed[2] == first[2]
 
 

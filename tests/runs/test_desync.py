@@ -123,7 +123,10 @@ def _another_token_in_one_share(directory, journal):
             return whole[index]
 
         batch = StepBatch(
-            [micro_batch.weight for micro_batch in whole], build, content=b"the same rows"
+            [micro_batch.weight for micro_batch in whole],
+            build,
+            content=b"the same rows",
+            num_examples=len(whole),
         )
         engine.train_batch(batch, classification_loss)
 

@@ -18,7 +18,7 @@ from assets import recipe_values, write_data, write_reader
 from commands import run_forked_well
 from faults import Fault, run_faulty
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
-from reference import Reference, estimate, probes_of
+from reference import Reference, estimate_groups, probes_of
 from run_ends import end, num_steps, records_of, results_of
 from transformers import AutoModelForCausalLM
 
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def directions(self):
-        return 2 if self.estimator == "spsa" else 4
+        return 2 if self.estimator in ("spsa", "grzo") else 4
 
     def keys(self):
         return [
@@ -84,6 +84,9 @@ MASTER, STOCHASTIC = "fp32_master", "stochastic"
 ES = "evolution-strategies"
 WEIGHTED = "weighted_groups:Weighted"
 BLOCKS = ("zo.only_blocks=true",)
+ONE_A_ROW = ("zo.noise_rank=1", "zo.examples_per_direction=1")
+PAIRS = ("zo.noise_rank=2", "zo.examples_per_direction=2")
+WHOLE = ("zo.noise_rank=3", "zo.examples_per_direction=null")
 FALLING = ("zo.lr_schedule=linear", "zo.warmup_steps=2")
 CASES = [
     Case("none", "fp32", MASTER, ES, "uniform", "rademacher", "replicas", True, 4),
@@ -122,6 +125,12 @@ CASES = [
         "opt",
         BLOCKS,
     ),
+]
+LOW_RANK = [
+    Case("none", "fp32", MASTER, "grzo", "uniform", "normal", "shared", True, 4, "opt", ONE_A_ROW),
+    Case("none", "bf16", MASTER, "spsa", "uniform", "normal", "replicas", False, 2, "llama", WHOLE),
+    Case("lora", "fp32", MASTER, "fzoo", "fixed", "rademacher", "shared", False, 5, "opt", PAIRS),
+    Case("none", "bf16", STOCHASTIC, ES, WEIGHTED, "normal", "shared", True, 4, "llama", ONE_A_ROW),
 ]
 COLUMNS = [
     "adapter",
@@ -177,7 +186,7 @@ def recipe(case, models, data, run_dir):
 
 
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda c: "-".join(map(str, (getattr(c, n) for n in COLUMNS)))
+    "case", CASES + LOW_RANK, ids=lambda c: "-".join(map(str, (getattr(c, n) for n in COLUMNS)))
 )
 def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
     undisturbed, run_dir, exported = (
@@ -270,14 +279,16 @@ def read_start(case, models, run_dir):
 def trained_by_reference(case, config, model, records):
     """Compare the records of all steps with the reference's own; return its trained weights."""
     zo = config.zo
-    reference = Reference(model, DTYPES[case.dtype], case.precision, case.distribution, own_name)
+    reference = Reference(
+        model, DTYPES[case.dtype], case.precision, case.distribution, own_name, zo.noise_rank
+    )
     task = load_task_data(config)
     for step, record in enumerate(records):
         probes = probes_of(case.estimator, SCALE, case.directions)
-        losses = reference.losses(
-            task.step_batch(config, step), record.key, probes, record.dropped_layers
-        )
-        loss, gradients = estimate(case.estimator, SCALE, losses)
+        batch = task.step_batch(config, step)
+        size = zo.examples_per_direction or config.train.batch_size
+        losses = reference.losses_of_groups(batch, record.key, probes, record.dropped_layers, size)
+        loss, gradients = estimate_groups(case.estimator, SCALE, losses)
         if case.probes == 1:
             assert record.loss == pytest.approx(loss, rel=1e-14), step
             assert record.projected_grads == pytest.approx(gradients, rel=1e-9), step
@@ -310,5 +321,7 @@ def trained_weights(case, model):
     return {
         own_name(name): parameter.detach()
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (case.more != BLOCKS or "layers." in name)
+        if parameter.requires_grad
+        and (case.more != BLOCKS or "layers." in name)
+        and (case not in LOW_RANK or (parameter.dim() == 2 and "layers." in name))
     }

@@ -41,12 +41,13 @@ def assets(tmp_path_factory):
     return root
 
 
-def train(assets, num_ranks, forward, objective, micro_batch_size=2):
+def train(assets, num_ranks, forward, objective, micro_batch_size=2, **zo):
     task, changes = OBJECTIVES[objective]
     sizes = {"train__batch_size": 4, "train__micro_batch_size": micro_batch_size}
-    config = task_config(assets / "writer", assets / "data", task, **sizes, **changes)
+    of_zo = {f"zo__{name}": value for name, value in zo.items()}
+    config = task_config(assets / "writer", assets / "data", task, **sizes, **changes, **of_zo)
     data = load_task_data(config)
-    settings = {"probes_per_pass": forward, "perturbation_scale": SCALE, "sparsity": 0.25}
+    settings = {"probes_per_pass": forward, "perturbation_scale": SCALE, "sparsity": 0.25, **zo}
     engine = start_engine(assets / "writer", num_ranks=num_ranks, **settings)
     records = [engine.train_batch(data.step_batch(config, step), data.loss) for step in range(2)]
     return records, engine.weights.digest()
@@ -73,3 +74,34 @@ def test_forwards_ranks_and_passes_change_no_bit_of_a_step_and_micro_batches_no_
         # The difference of two float32 losses, over twice the perturbation scale.
         error = abs(parts.projected_grads[0] - whole.projected_grads[0])
         assert error <= 1e-6 * max(1, abs(whole.loss)) / SCALE
+
+
+ONE_A_ROW = {"noise_rank": 1, "examples_per_direction": 1}
+PAIRS = {"noise_rank": 2, "examples_per_direction": 2, "estimator": "grzo"}
+
+
+def train_groups(assets, num_ranks, *sizes):
+    """The records of each objective, of directions by example and by pairs of examples."""
+    return [
+        {
+            (o, zo["noise_rank"]): train(assets, num_ranks, 2, o, size, **zo)[0]
+            for o in OBJECTIVES
+            for zo in (ONE_A_ROW, PAIRS)
+        }
+        for size in sizes
+    ]
+
+
+@pytest.mark.distributed
+def test_examples_have_their_own_directions_whatever_shares_their_batch(assets):
+    ((one, two, four),) = run_ranks(train_groups, 1, assets, 1, 1, 2, 4)
+    for (by_two,) in run_ranks(train_groups, 2, assets, 2, 2):
+        assert by_two == two
+    for case, records in one.items():
+        assert len(records[0].projected_grads) == (4 if case[1] == 1 else 2)
+        # Of a micro-batch of one example, all rows have one direction.
+        for others in (two, four):
+            assert others[case][0].loss == pytest.approx(records[0].loss, rel=1e-6)
+            gradients = others[case][0].projected_grads
+            scale = max(map(abs, records[0].projected_grads))
+            assert gradients == pytest.approx(records[0].projected_grads, abs=1e-3 * scale), case

@@ -30,7 +30,9 @@ class Source:
             self.laid_out.release()
             return MicroBatch({"input_ids": torch.tensor([[step, index]])}, weight=index)
 
-        return StepBatch(range(NUM_MICRO_BATCHES), build, content=bytes([step]))
+        return StepBatch(
+            range(NUM_MICRO_BATCHES), build, bytes([step]), num_examples=NUM_MICRO_BATCHES
+        )
 
 
 def read(batch, indices):

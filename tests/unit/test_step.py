@@ -135,7 +135,7 @@ def step_batch(laid_out, changed=None, num_micro_batches=12):
         laid_out.add(index)
         return batch_of(index, index == changed)[0]
 
-    return StepBatch([1.0] * num_micro_batches, build, content=b"rows")
+    return StepBatch([1.0] * num_micro_batches, build, b"rows", num_examples=num_micro_batches)
 
 
 def sum_of_shares(num_ranks, step, rank_with_another=None, changed=None):
@@ -173,7 +173,7 @@ def test_what_a_rank_states_of_a_batch_needs_no_layout():
     batch = step_batch(laid_out)
     assert batch_claims(batch) != batch_claims(step_batch(set(), num_micro_batches=11))
     assert batch_claims(batch) != batch_claims(
-        StepBatch(batch.weights, batch.__getitem__, b"other rows")
+        StepBatch(batch.weights, batch.__getitem__, b"other rows", batch.num_examples)
     )
     assert laid_out == set()
 

@@ -1,0 +1,138 @@
+"""Directions of low rank: all rows share one product with W, and add thin products to it.
+
+Each token of a pass has a direction d and a scale: those of its probe, and of the group of its
+example. With a [rank, outputs] and b [rank, inputs] of each direction:
+
+    x [N, inputs] --W--------------------------------> y [N, outputs]
+      |                                                ^ + mu rank^-1/2 * t a
+      --all b--> t [N, directions * rank] --of its own direction only, with its sign--
+
+No weight is copied, so the number of probes of a pass is limited by activations alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.module_calls import add_before_sum
+from lezo_ds.forward.perturber import PassState, Perturber
+from lezo_ds.forward.probes import Perturbation, TrainedParameter
+from lezo_ds.noise.low_rank import LowRankNoise, Matrix
+
+_NO_LIMIT = 2**30
+
+
+class LowRankPerturber(Perturber):
+    """Adds thin products to the outputs of linear modules.
+
+    The vectors of a module are drawn when it runs. While a model writes answers, they stay to the
+    last token.
+    """
+
+    probes_at_once = _NO_LIMIT
+
+    def __init__(
+        self, state: PassState, noise: LowRankNoise, perturbation: Perturbation, batch: MicroBatch
+    ) -> None:
+        super().__init__(state, noise)
+        self._noise = noise
+        number_of: dict[int, int] = {}  # of the direction with a key
+        for keys in perturbation.keys:
+            for key in keys:
+                number_of.setdefault(key, len(number_of))
+        self._keys = list(number_of)
+        numbers = [[number_of[key] for key in keys] for keys in perturbation.keys]
+        self._directions = torch.tensor(numbers)  # [probes, groups]
+        scales = torch.tensor([probe.scale for probe in perturbation.probes], dtype=torch.float64)
+        self._scale = float(scales.abs().max())
+        self._signs = scales / (self._scale or 1.0)  # [probes], +1 or -1 if all scales are equal
+        self._token_examples = batch.token_examples
+        self._shares: dict[tuple[int, int], Tensor] = {}  # by rows of a copy, and tokens of a row
+        self._kept: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+
+    def run_module(
+        self,
+        module: nn.Module,
+        own_forward: Callable[..., Any],
+        active: Sequence[TrainedParameter],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        (weight,) = active  # `blocks.freeze_all_but` leaves nothing else
+        (inputs,) = [*args, *kwargs.values()]  # nn.Linear calls its argument `input`
+        of_inputs, of_outputs = self._vectors(weight, transposed=isinstance(module, Conv1D))
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        through = flat @ of_inputs.t()  # [N, directions * rank]
+        through *= self._shares_of(module, len(flat)).to(through.dtype)
+        scale = self._scale / math.sqrt(self._noise.law.rank)
+
+        def add_thin_products(output: Tensor) -> None:
+            output.view(-1, output.shape[-1]).addmm_(through, of_outputs, alpha=scale)
+
+        return add_before_sum(module, own_forward, inputs, add_thin_products)
+
+    def _vectors(self, weight: TrainedParameter, *, transposed: bool) -> tuple[Tensor, Tensor]:
+        """Return the vectors of all directions that meet inputs, and those that meet outputs.
+
+        Each is [directions * rank, inputs or outputs of this rank], in the dtype of the model.
+        """
+        parameter = weight.parameter
+        named = weight.named
+        if parameter in self._kept:
+            return self._kept[parameter]
+        matrix = Matrix.of(named.parameter_id, named.shape, named.region, parameter.numel())
+        of_rows, of_columns = self._noise.vectors(matrix, self._keys)
+        vectors = of_columns.to(parameter.dtype), of_rows.to(parameter.dtype)
+        if transposed:  # a weight that is stored as [inputs, outputs]
+            vectors = vectors[::-1]
+        if self.state.current.writes_answers:
+            self._kept[parameter] = vectors
+        return vectors
+
+    def _shares_of(self, module: nn.Module, num_tokens: int) -> Tensor:
+        """Return which directions each token has: [num_tokens, directions * rank].
+
+        An entry is the sign of the token's probe where the column is of the token's direction, and
+        0 elsewhere.
+        """
+        current = self.state.current
+        num_rows = current.rows
+        num_copies = len(current.probes)
+        tokens_of_row = current.tokens
+        if num_tokens != num_copies * num_rows * tokens_of_row:
+            raise UserError(
+                f"a {type(module).__name__} of this model runs on {num_tokens} of "
+                f"{num_copies * num_rows * tokens_of_row} tokens, and zo.noise_rank needs all",
+                fix="set zo.noise_rank=0",
+            )
+        shares = self._shares.get((num_rows, tokens_of_row))
+        if shares is None:
+            groups = self._groups_of_tokens(num_rows, tokens_of_row)
+            directions = self._directions[:, groups].reshape(-1)  # [copies * rows * tokens]
+            signs = self._signs[:, None].expand(-1, groups.numel()).reshape(-1, 1)
+            shares = torch.zeros(num_tokens, len(self._keys), dtype=torch.float64)
+            shares.scatter_(1, directions[:, None], signs)
+            shares = shares.repeat_interleave(self._noise.law.rank, dim=1)
+            dtype = next(iter(module.parameters())).dtype
+            shares = shares.to(next(iter(module.parameters())).device, dtype)
+            self._shares[num_rows, tokens_of_row] = shares
+        return shares
+
+    def _groups_of_tokens(self, num_rows: int, tokens_of_row: int) -> Tensor:
+        """Return the group of each token of one copy: int64 [num_rows, tokens_of_row]."""
+        num_groups = self._directions.shape[1]
+        examples = self._token_examples
+        if num_groups == 1 or examples is None:
+            # Examples have equally many rows each, one after the other.
+            groups = torch.arange(num_rows) * num_groups // num_rows
+            return groups[:, None].expand(-1, tokens_of_row)
+        num_examples = int(examples.max()) + 1
+        return (examples * num_groups // num_examples).expand(-1, tokens_of_row)
