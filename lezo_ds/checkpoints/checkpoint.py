@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from lezo_ds.errors import HubError, UserError
+from lezo_ds.errors import HubError, UserError, did_you_mean
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.noise import ALL
 from lezo_ds.sharding.files import WeightFiles, has_safetensors
@@ -44,13 +44,12 @@ def resolve_model(model: str) -> Path:
             or a link to a file elsewhere.
     """
     directory = Path(model)
+    if directory.is_file():
+        raise _no_model(model, directory)
     if not directory.is_dir():
         directory = _download(model)
     if not (directory / "config.json").is_file():
-        raise UserError(
-            f"model.path {model} has no config.json",
-            fix="set model.path to the directory that holds config.json and the weights",
-        )
+        raise _no_model(model, directory)
     if not has_safetensors(directory):
         raise UserError(
             f"model.path {model} has no weights as safetensors",
@@ -81,6 +80,25 @@ def _assert_own_file(file: Path) -> None:
         raise UserError(f"{file} {problem}", fix="remove it, or put a copy of a file in its place")
 
 
+def _no_model(model: str, path: Path) -> UserError:
+    """Return what a file or a directory without config.json is, and what to name instead of it."""
+    if path.suffix == ".gguf" or any(path.glob("*.gguf")):
+        return UserError(
+            f"model.path {model} has weights as GGUF, which are for inference",
+            fix="set model.path to the model that it was made from, with safetensors",
+        )
+    if (path / "adapter_config.json").is_file():
+        return UserError(
+            f"model.path {model} is an adapter without its base model",
+            fix="merge it once with peft: AutoPeftModelForCausalLM.from_pretrained, "
+            "merge_and_unload, save_pretrained; or set model.path to the base model",
+        )
+    return UserError(
+        f"model.path {model} has no config.json",
+        fix="set model.path to the directory that holds config.json and the weights",
+    )
+
+
 def _download(model: str) -> Path:
     problem = hub_problem()
     try:
@@ -88,12 +106,19 @@ def _download(model: str) -> Path:
             snapshot_download(model, allow_patterns=_HUB_PATTERNS, local_files_only=bool(problem))
         )
     except Exception as error:  # the client raises many types: offline, not found, bad name
-        is_final = isinstance(error, HFValidationError | RepositoryNotFoundError)
+        fix = "check the name, or download the model first and set model.path to its directory"
+        parent = Path(model).parent
+        near = fix
+        if parent.is_dir():
+            near = did_you_mean(Path(model).name, [path.name for path in parent.iterdir()], fix)
+        # The hub also has names with one slash, or none.
+        is_path = near != fix or ("/" in model and parent.is_dir())
+        is_final = isinstance(error, HFValidationError | RepositoryNotFoundError) or is_path
         kind = UserError if is_final else HubError
         raise kind(
             f"model.path {model} is neither a directory nor a model that can be downloaded from "
             f"the hub: {problem or _first_line(error)}",
-            fix="check the name, or download the model first and set model.path to its directory",
+            fix=near,
         ) from error
 
 

@@ -51,11 +51,18 @@ from lezo_ds.data.generation import (
     read_answers,
 )
 from lezo_ds.data.metrics import try_metric
-from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_reward
+from lezo_ds.data.objectives import (
+    Objective,
+    load_objective,
+    training_objective,
+    try_loss,
+    try_reward,
+)
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.splits import Splits, load_splits, usable, with_demonstrations
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
+from lezo_ds.registry import names_code
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD
@@ -268,7 +275,7 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     encoder = _Encoder(config, task, objective, tokenizer, model_config)
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.
     takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
-    return TaskData(
+    data = TaskData(
         task,
         tokenizer,
         train=encoder.encode(splits.train, has_prompts=objective.reads_answers),
@@ -280,6 +287,10 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         packed=takes_packed and can_pack(model_config, config.data.max_length),
         loss_batch=_MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,
     )
+    if splits.train and names_code(config.train.objective) and not objective.reads_answers:
+        batch = data.objective_batch(data.train, [0])
+        try_loss(objective, batch, model_config.get_text_config().vocab_size)
+    return data
 
 
 @dataclass(frozen=True)

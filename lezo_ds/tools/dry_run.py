@@ -9,9 +9,9 @@ The result is a text with a line for each finding, such as
     blocks        24 in model.decoder.layers, 12 dropped per step
     disk          15.8 GB: snapshots, 3 of 5.26 GB, that being written included
     memory        of a rank, with inputs of at most 2048 tokens (assumed): 5.15 GiB: ...
-    a rank        receives and holds: ZeRO-3 1.97 GB a step, 5.15 GiB; tensor_parallel=4 ...
-    what fits     partition_size=1 train.micro_batch_size=4: 8.35 GiB a rank, fits
-    what fits     partition_size=2 train.micro_batch_size=4: 6.37 GiB a rank, fits
+    a GPU         of 24 GB has 22.5 GiB; ways that fit come first, and the fastest first
+    a way         train.micro_batch_size=4 partition_size=1: 8.35 GiB a rank, receives 0 GB ...
+    a way         train.micro_batch_size=8 tensor_parallel=2: 5.21 GiB a rank, receives 0.11 ...
     time          about 0:42, besides loading and snapshots: 10 steps of 0.41 s, ...
     data          sst2, protocol clean: 1000 train, 500 dev, 872 test
     first example "</s>a gripping film It was great"
@@ -32,14 +32,28 @@ from typing import Any, TypeVar
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, eval_every, num_passes
+from lezo_ds.config import (
+    TRAINED,
+    RunConfig,
+    config_to_dict,
+    copies_per_pass,
+    eval_every,
+    num_passes,
+)
 from lezo_ds.config.deepspeed import check_shares, ds_config_of, tensor_parallel_of
+from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.errors import HubError
+from lezo_ds.errors import HubError, UserError
 from lezo_ds.runs.disk import snapshot_sizes
 from lezo_ds.runs.screen import duration
 from lezo_ds.runs.trainer import check_run
-from lezo_ds.tools.memory_plan import GIB, RankMemory, rank_memory, received_bytes
+from lezo_ds.tools.memory_plan import (
+    GIB,
+    RankMemory,
+    memory_of_card,
+    rank_memory,
+    received_bytes,
+)
 from lezo_ds.tools.sizes import OPT_SHAPES, InputSizes, ModelSizes, measured_inputs, model_sizes
 from lezo_ds.tools.time_plan import plan_time
 
@@ -48,6 +62,28 @@ Line = tuple[str, str]  # a heading and what was found
 
 _MAX_SHOWN = 160  # characters of the first example
 _OFFLOAD = "zero3_cpu_offload"
+
+# Tokens of the longest example and of an example on average, where the data cannot be read.
+_TYPICAL_INPUTS = {
+    "sst2": (72, 20),
+    "copa": (32, 16),
+    "wic": (96, 40),
+    "wsc": (128, 48),
+    "rte": (288, 88),
+    "cb": (288, 100),
+    "record": (640, 280),
+    "boolq": (784, 148),
+    "multirc": (800, 360),
+    "squad": (896, 180),
+    "drop": (1024, 330),
+}
+
+# Models whose blocks AutoTP does not split (docs/clusters.md).
+_UNSPLIT = ("GPT2", "Mixtral", "Qwen3Moe", "Phi3", "Olmo2", "Falcon", "Bloom")
+
+# Bytes a second between two GPUs (PCIe), and of the memory of a GPU. They only order what fits.
+_LINK = 25e9
+_GPU_MEMORY = 1e12
 
 
 LONG_STEP = 10.0
@@ -66,7 +102,8 @@ def dry_run(
         config: The run.
         num_gpus: Plan for so many GPUs with a rank on each. None plans for the ranks and devices
             of this process group.
-        gpu_memory: GiB of a GPU. The text then says which settings fit it.
+        gpu_memory: Size of a GPU (see `memory_of_card`). The text then says which settings fit it,
+            also if this configuration does not run on so many GPUs.
         seconds: The result of `plan_time`, if it is known.
 
     Returns:
@@ -79,8 +116,13 @@ def dry_run(
     has_gpu = distributed.device().type != "cpu"
     on_gpu = has_gpu or num_gpus is not None or gpu_memory is not None
     train = config.train
-    check_shares(config, ds_config_of(config, num_ranks), num_ranks)
     lines = [("run directory", config.run_dir), ("method", config.method)]
+    try:
+        check_shares(config, ds_config_of(config, num_ranks), num_ranks)
+    except UserError as error:
+        if gpu_memory is None:
+            raise
+        lines.append(("refused", str(error)))
     if config.method in TRAINED:
         num_micro_batches = train.batch_size // train.micro_batch_size
         batch = f"{num_micro_batches} micro-batches of {train.micro_batch_size} examples"
@@ -95,19 +137,12 @@ def dry_run(
         model = model_sizes(config, directory or name)
         lines += _model_lines(config, model)
         if config.method != "adamw":
-            assumed = ""
-            if data is not None:
-                inputs = measured_inputs(config, data)
-            else:
-                max_length = config.data.max_length
-                inputs = InputSizes(min(max_length, model.max_length or max_length))
-                assumed = " (assumed)"
-            plan = Plan(config, model, inputs, num_ranks, on_gpu)
-            tokens = f"inputs of at most {inputs.length} tokens{assumed}"
+            plan = Plan(config, model, _inputs(config, model, data), num_ranks, on_gpu)
+            assumed = "" if data is not None else " (assumed)"
+            tokens = f"inputs of at most {plan.inputs.length} tokens{assumed}"
             lines.append(("memory", f"of a rank, with {tokens}: {plan.memory()}"))
-            lines += plan.received_lines()
-            if gpu_memory is not None:
-                lines += plan.what_fits(int(gpu_memory * GIB))
+            if num_ranks > 1 or gpu_memory is not None:
+                lines += plan.ways(gpu_memory)
         if data is not None and directory is not None:
             if on_gpu == has_gpu and config.method != "adamw":
                 if seconds is None:
@@ -131,6 +166,17 @@ def _unless_on_hub(check: Callable[[], T], not_checked: list[str]) -> T | None:
         if problem not in not_checked:  # without the model, its tokenizer is missing, too
             not_checked.append(problem)
         return None
+
+
+def _inputs(config: RunConfig, model: ModelSizes, data: TaskData | None) -> InputSizes:
+    """Return the sizes of the inputs, or typical ones of the task if they cannot be read."""
+    if data is not None:
+        return measured_inputs(config, data)
+    max_length = min(config.data.max_length, model.max_length or config.data.max_length)
+    typical = _TYPICAL_INPUTS.get(config.data.task)
+    if typical is None or config.method == "icl":  # demonstrations fill the input
+        return InputSizes(max_length)
+    return InputSizes(*typical)
 
 
 def _model_lines(config: RunConfig, model: ModelSizes) -> list[Line]:
@@ -177,80 +223,105 @@ class Plan:
         """Return the plan of the run with other values of some keys."""
         return replace(self, config=replace(self.config, **keys))
 
-    def received_lines(self) -> list[Line]:
-        """Compare ZeRO-3 and tensor parallelism: what a rank receives in a step, and its memory.
+    def ways(self, gpu_memory: float | None) -> list[Line]:
+        """Return a line for each way to share the weights, with the largest micro-batch that fits.
 
-        With one rank there is nothing to compare, and the heads of some models cannot be split.
+        The ways are ZeRO-3 among `partition_size` ranks, and tensor parallelism; a part of all
+        ranks then holds the model. If nothing fits, a last way offloads to the hosts' memory.
+        Without the memory of a GPU, everything fits.
         """
-        if self.config.method not in ZEROTH_ORDER or self.num_ranks == 1:
-            return []
-        split = tensor_parallel_of(self.config)
-        if split == 1:
-            split = self.num_ranks  # the run uses ZeRO-3; compare it with weights that all split
-        sizes = [1]
-        if self.model.heads % split == 0:
-            sizes.append(split)
-        received = []  # bytes
-        descriptions = []
-        for size in sizes:
-            plan = self.changed(tensor_parallel=size, partition_size=None, deepspeed=None)
-            num_bytes = received_bytes(
-                plan.config, self.model, self.inputs, ranks=self.num_ranks, split=size
+        gpu_bytes = math.inf if gpu_memory is None else memory_of_card(gpu_memory)
+        plans = [plan._largest_fitting(gpu_bytes) for plan in self._ways()]
+        plans = [plan for plan in plans if plan.splits_evenly()]
+        if all(plan.memory().total > gpu_bytes for plan in plans):
+            offloaded = self.changed(
+                tensor_parallel=None, partition_size=self.num_ranks, deepspeed=_OFFLOAD
             )
-            name = "ZeRO-3" if size == 1 else f"tensor_parallel={size}"
-            memory = f"{plan.memory().total / GIB:.3g} GiB"
-            received.append(num_bytes)
-            descriptions.append(f"{name} {num_bytes / 1e9:.3g} GB a step, {memory}")
-        if len(sizes) == 2:
-            # Activations are proportional to the length of the examples, and weights do not depend
-            # on it. At this length, both are the same number of bytes.
-            weights, activations = received
-            mean_length = self.inputs.mean_length or self.inputs.length
-            length = mean_length * weights / activations
-            descriptions.append(f"ZeRO-3 receives less from {length:.3g} tokens an example on")
-        return [("a rank", f"receives and holds: {'; '.join(descriptions)}")]
-
-    def what_fits(self, gpu_bytes: int) -> list[Line]:
-        """Return a line for each partition_size, with the largest micro-batch that fits a GPU.
-
-        ZeRO-3 shards the weights, also if the run uses tensor parallelism. A last line offloads
-        them to the hosts' memory if nothing fits otherwise.
-        """
-        own_json = self.config.deepspeed if tensor_parallel_of(self.config) == 1 else None
-        zero3 = self.changed(tensor_parallel=None, deepspeed=own_json)
-        plans = []
-        for size in range(1, self.num_ranks + 1):
-            if self.num_ranks % size == 0:
-                plans.append(zero3.changed(partition_size=size)._largest_fitting(gpu_bytes))
-        if all(memory.total > gpu_bytes for _, memory in plans):
-            offloaded = zero3.changed(partition_size=self.num_ranks, deepspeed=_OFFLOAD)
             plans.append(offloaded._largest_fitting(gpu_bytes))
-        lines = []
-        for config, memory in plans:
-            keys = f"partition_size={config.partition_size}"
-            keys += f" train.micro_batch_size={config.train.micro_batch_size}"
-            needs = f"{memory.total / GIB:.2f} GiB a rank"
-            if memory.host:
-                keys += f" deepspeed={_OFFLOAD}"
-                needs += f", {memory.host / GIB:.2f} of the host's memory"
-            verdict = "fits" if memory.total <= gpu_bytes else "does not fit"
-            lines.append(("what fits", f"{keys}: {needs}, {verdict}"))
+        plans.sort(key=lambda plan: (plan.memory().total > gpu_bytes, plan.step_seconds()))
+        lines = [("a way", self._description(plan, gpu_bytes)) for plan in plans]
+        if gpu_memory is not None:
+            has = f"of {gpu_memory:g} GB has {gpu_bytes / GIB:.1f} GiB"
+            lines.insert(0, ("a GPU", f"{has}; ways that fit come first, and the fastest first"))
         return lines
 
-    def _largest_fitting(self, gpu_bytes: int) -> tuple[RunConfig, RankMemory]:
-        """Return the run with the largest micro-batch that fits, or of 1 example; its memory."""
+    def _ways(self) -> list[Plan]:
+        """Return the plans with each way to share the weights among the ranks."""
+        zero3 = self.changed(tensor_parallel=None)
+        if tensor_parallel_of(zero3.config) > 1:  # in the JSON
+            zero3 = self.changed(tensor_parallel=1)
+        is_splittable = not self.model.class_name.startswith(_UNSPLIT)
+        ways = []
+        for size in range(1, self.num_ranks + 1):
+            if self.num_ranks % size != 0:
+                continue
+            ways.append(zero3.changed(partition_size=size))
+            if is_splittable and size > 1 and self.model.heads % size == 0:
+                split = self.changed(tensor_parallel=size, partition_size=None)
+                try:
+                    ds_config_of(split.config, self.num_ranks)
+                except UserError:  # the JSON offloads the weights
+                    split = split.changed(deepspeed=None)
+                ways.append(split)
+        return ways
+
+    def _description(self, plan: Plan, gpu_bytes: float) -> str:
+        """Return the keys that turn this run into another plan, and what that needs."""
+        own = READER.flatten(config_to_dict(self.config))
+        shown = ["partition_size", "train.micro_batch_size"]
+        if tensor_parallel_of(plan.config) > 1:
+            shown[0] = "tensor_parallel"
+        keys = []
+        for key, value in READER.flatten(config_to_dict(plan.config)).items():
+            if key in shown or value != own[key]:
+                keys.append(f"{key}={'null' if value is None else value}")
+        memory = plan.memory()
+        needs = f"{memory.total / GIB:.2f} GiB a rank"
+        if memory.host:
+            needs += f", {memory.host / GIB:.2f} of the host's memory"
+        needs += f", receives {plan.received() / 1e9:.3g} GB a step"
+        if gpu_bytes < math.inf:
+            needs += ", fits" if memory.total <= gpu_bytes else ", does not fit"
+        return f"{' '.join(keys)}: {needs}"
+
+    def splits_evenly(self) -> bool:
+        """Return whether all ranks have the same share of a step."""
+        num_groups = self.num_ranks // tensor_parallel_of(self.config)
+        return self.config.method not in TRAINED or num_passes(self.config) % num_groups == 0
+
+    def received(self) -> int:
+        """Return the bytes that a rank receives in a step."""
+        split = tensor_parallel_of(self.config)
+        return received_bytes(
+            self.config, self.model, self.inputs, ranks=self.num_ranks, split=split
+        )
+
+    def step_seconds(self) -> float:
+        """Return the seconds of messages, and of weights on their way through a GPU's memory.
+
+        The products of a step are the same number in all plans, and left out.
+        """
+        split = tensor_parallel_of(self.config)
+        passes_of_rank = max(1, num_passes(self.config) * split / self.num_ranks)
+        kept = 1 - self.model.num_dropped / self.model.num_blocks
+        # A weight is read, and its copies are written and read.
+        num_accesses = 1 + 2 * copies_per_pass(self.config) * kept
+        weight_bytes = self.model.num_parameters * self.model.itemsize / split
+        return self.received() / _LINK + passes_of_rank * num_accesses * weight_bytes / _GPU_MEMORY
+
+    def _largest_fitting(self, gpu_bytes: float) -> Plan:
+        """Return the plan with the largest micro-batch that fits, or of 1 example."""
         train = self.config.train
+        plan = self
         for size in range(train.batch_size, 0, -1):
             if train.batch_size % size != 0:
                 continue
-            plan = self.changed(train=replace(train, micro_batch_size=size, eval_batch_size=size))
-            is_trained = self.config.method in TRAINED
-            if size > 1 and is_trained and num_passes(plan.config) % self.num_ranks != 0:
-                continue
-            memory = plan.memory()
-            if memory.total <= gpu_bytes:
-                break
-        return plan.config, memory
+            for eval_size in (train.eval_batch_size, min(size, train.eval_batch_size)):
+                sizes = replace(train, micro_batch_size=size, eval_batch_size=eval_size)
+                plan = self.changed(train=sizes)
+                if plan.splits_evenly() and plan.memory().total <= gpu_bytes:
+                    return plan
+        return plan
 
 
 def _time_lines(

@@ -54,6 +54,17 @@ from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.tools.sizes import HIDDEN_STATES, InputSizes, ModelSizes
 
 GIB = 1 << 30
+# What CUDA finds, in GiB, in a card by the gigabytes that it is sold with.
+_CARDS: Mapping[float, float] = {
+    16: 14.7,
+    24: 22.5,
+    32: 31.3,
+    40: 39.4,
+    48: 44.4,
+    80: 79.1,
+    96: 94.9,
+    141: 139.7,
+}
 # Measured: Python with torch, transformers, datasets, DeepSpeed and gloo.
 CPU_RESERVE = int(0.53 * GIB)
 # Assumed: CUDA's context, NCCL's buffers, and what the allocator cannot use.
@@ -61,6 +72,15 @@ GPU_RESERVE = int(2.0 * GIB)
 # Bytes of the low bits of a 16-bit weight, and of a float32 number.
 _LOW_BITS = 2
 _FP32 = 4
+
+
+def memory_of_card(size: float) -> int:
+    """Return the bytes of a GPU: of a card that is sold with so many gigabytes, or else of GiB.
+
+    Cards of one size differ by some percent. The smallest of them counts, such as L4 and A10G,
+    which keep a part of their 24 GB for the correction of errors.
+    """
+    return int(_CARDS.get(size, size) * GIB)
 
 
 @dataclass(frozen=True)

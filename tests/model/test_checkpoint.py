@@ -194,6 +194,27 @@ def test_a_model_that_learned_more_than_its_parameters_is_refused(tmp_path):
         build_checked(tmp_path, "fp32")
 
 
+def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gguf/model.gguf", "lora/adapter_config.json", "models/smollm2/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    for name, message in (
+        ("gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
+        ("gguf/model.gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
+        ("lora", "is an adapter without its base model; fix: merge it once"),
+        ("models", "models has no config.json"),
+        ("models/smolm2", r"fix: did you mean smollm2\?"),
+        ("models/other", "fix: check the name"),
+        ("ggfu", r"fix: did you mean gguf\?"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            resolve_model(name)
+        assert error.type is UserError  # a dry run does not go on
+    with pytest.raises(HubError):
+        resolve_model("facebook/opt-1.3b")
+
+
 def test_a_hub_that_does_not_answer_is_given_up_within_seconds(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.socket() as silent:

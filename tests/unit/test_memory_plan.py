@@ -14,6 +14,7 @@ import torch
 from assets import write_reader, write_recipe
 from own_data import own_values, write_byte_model, write_tickets
 from ranks import run_ranks
+from tiny_models import FAMILIES
 from tiny_runs import write_model
 from transformers import OPTConfig
 
@@ -30,7 +31,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools import memory_plan, time_plan
 from lezo_ds.tools.dry_run import Plan, dry_run
-from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, rank_memory, received_bytes
+from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, memory_of_card, rank_memory, received_bytes
 from lezo_ds.tools.sizes import InputSizes, measured_inputs, model_sizes
 from lezo_ds.tools.time_plan import plan_time
 
@@ -39,6 +40,7 @@ MAX_FILE_BYTES = 150 << 20  # of a snapshot of 330 MB
 INPUTS = InputSizes(64, 1, num_labels=2)
 AUTOTP = '{"tensor_parallel": {"autotp_size": 4}}'
 NO_OFFLOAD = '{"zero_optimization": {"stage": 3, "offload_param": null}}'
+KINDS = ("partition_size", "tensor_parallel")
 OPT_30B = 29_974_540_288
 LAYER, BLOCK, HEAD = 7168 * 4 * 7168, 616_655_872, 50272 * 7168  # the head is tied
 
@@ -142,20 +144,19 @@ def test_a_step_sends_all_weights_under_zero_3_and_sums_of_activations_if_they_a
     assert activations == round((2 * 48 + 1) * 2 * 277 * 7168 * 2 * 2 * 3 / 4)
 
 
-def test_a_dry_run_says_from_which_length_on_zero_3_receives_less():
-    changes = [
-        "model=opt-30b",
-        "task=sst2",
-        "method=lezo",
-        "model.dtype=bf16",
-        "train.micro_batch_size=16",
-    ]
-    changes += ["deepspeed=tensor_parallel_bf16"]
-    text = dry_run(load_config("paper", changes), num_gpus=4)
+def test_a_dry_run_shows_what_a_rank_receives_and_holds_each_way():
+    words = ["model=opt-30b", "task=sst2", "method=lezo", "train.micro_batch_size=4"]
+    text = dry_run(load_config("paper", words), num_gpus=4)
+    ways = [line[14:] for line in text.splitlines() if line.startswith("a way")]
+    assert len(ways) == 5 and "fit" not in "".join(ways)
     # Each of 48 blocks sums two activations of 7168 numbers, and the embedding one, for each of 16
-    # examples at two probes.
-    length = OPT_30B * 3 / 4 / ((48 * 2 + 1) * 2 * 16 * 7168 * 2 * 3 / 4)
-    assert f"ZeRO-3 receives less from {length:.3g} tokens an example on" in text
+    # examples of 20 tokens at two probes.
+    sums = (48 * 2 + 1) * 7168 * 2 * 16 * 20 * 2 * 2 * 3 / 4
+    split = next(way for way in ways if "tensor_parallel=4" in way)
+    assert split.startswith("train.micro_batch_size=16 tensor_parallel=4: ")
+    assert split.endswith(f", receives {sums / 1e9:.3g} GB a step")
+    whole = next(way for way in ways if "partition_size=4" in way)
+    assert whole.endswith(f", receives {2 * OPT_30B * 3 / 4 / 1e9:.3g} GB a step")
 
 
 def test_more_probes_in_a_pass_need_more_activations_and_copies_of_one_layer_at_a_time():
@@ -188,25 +189,95 @@ def test_long_answers_need_the_whole_head_all_logits_and_their_keys_and_values()
     )
 
 
+def ways(gigabytes, num_ranks=4, config=None, family="opt-30b"):
+    """Return (ways to share, largest micro-batch, "fits" or not, whether weights are offloaded)."""
+    config = config or recipe(train__batch_size=16)
+    inputs = replace(INPUTS, mean_length=20)
+    plan = Plan(config, model_sizes(config, family), inputs, num_ranks=num_ranks)
+    _, *lines = plan.ways(gigabytes)
+    found = []
+    for _, text in lines:
+        keys = dict(key.split("=") for key in text.partition(":")[0].split())
+        way = next(f"{key}={keys[key]}" for key in KINDS if key in keys)
+        size = int(keys["train.micro_batch_size"])
+        found.append((way, size, text.rpartition(", ")[2], "cpu_offload" in text))
+    return found
+
+
 @pytest.mark.parametrize("way", [{}, {"tensor_parallel": 4}, AUTOTP, NO_OFFLOAD])
-def test_what_fits_is_for_few_ranks_of_zero3_and_offloads_only_if_nothing_else_fits(way, tmp_path):
+def test_what_fits_comes_first_and_weights_are_offloaded_only_if_nothing_else_fits(way, tmp_path):
     (tmp_path / "ds.json").write_text(str(way))
     keys = {"deepspeed": str(tmp_path / "ds.json")} if isinstance(way, str) else way
     config = recipe(train__batch_size=16, **keys)
-    model = model_sizes(config, "opt-30b")
+    found = ways(80, config=config)
+    assert {way for way, _, verdict, _ in found[:-1] if verdict == "fits"} == {
+        "tensor_parallel=2",
+        "tensor_parallel=4",
+        "partition_size=2",
+        "partition_size=4",
+    }
+    assert found[-1] == ("partition_size=1", 1, "does not fit", False)
+    assert ways(16, config=config)[0] == ("partition_size=4", 4, "fits", True)
 
-    def lines(gigabytes):
-        found = Plan(config, model, INPUTS, num_ranks=4).what_fits(gigabytes * GIB)
-        return [
-            (text.partition(" ")[0], text.rpartition(", ")[2], "offload" in text)
-            for _, text in found
-        ]
 
-    sizes = [f"partition_size={size}" for size in (1, 2, 4)]
-    assert lines(80) == list(
-        zip(sizes, ("does not fit", "fits", "fits"), (False,) * 3, strict=True)
-    )
-    assert lines(16)[-1] == ("partition_size=4", "fits", True)
+def test_the_fastest_comes_first_and_every_rank_has_the_same_share():
+    found = ways(141, num_ranks=8)
+    assert [way for way, *_ in found] == [
+        "tensor_parallel=4",
+        "tensor_parallel=8",
+        "tensor_parallel=2",
+        "partition_size=1",
+        "partition_size=2",
+        "partition_size=4",
+        "partition_size=8",
+    ]
+    assert [size for _, size, *_ in found] == [8, 16, 4, 2, 2, 2, 2]
+    assert not any(way.startswith("partition") for way, *_ in ways(141, num_ranks=32))
+
+
+def test_models_that_autotp_does_not_split_are_listed_with_zero_3_only(tmp_path):
+    config = recipe(train__batch_size=16, model__path=str(tmp_path))
+    FAMILIES["gpt2"][0].save_pretrained(tmp_path)
+    assert {way.partition("=")[0] for way, *_ in ways(80, 2, config, tmp_path)} == {
+        "partition_size"
+    }
+
+
+def test_a_line_of_what_fits_is_the_keys_that_run_it():
+    """From the paper's recipe for ZeRO-3, or from a JSON that offloads; without its own batch."""
+    words = ["model=opt-30b", "task=sst2", "method=lezo"]
+    for more in ([], ["deepspeed=zero3_cpu_offload", "train.micro_batch_size=4"]):
+        text = dry_run(load_config("paper", [*words, *more]), num_gpus=4, gpu_memory=24)
+        facts = [line[14:] for line in text.splitlines() if line.startswith("a way")]
+        assert len(facts) > 4
+        for fact in facts:
+            keys = fact.partition(":")[0].split()
+            again = dry_run(load_config("paper", [*words, *more, *keys]), num_gpus=4)
+            needed = re.search(r": ([\d.]+ GiB) a rank", fact)[1]
+            assert f"tokens (assumed): {needed}: " in again
+
+
+def test_a_card_has_less_than_it_is_sold_with():
+    assert [memory_of_card(size) for size in (24, 20.5)] == [22.5 * GIB, 20.5 * GIB]
+    config = recipe(train__batch_size=16, zo__update_precision="stochastic")
+    found = {way: verdict for way, _, verdict, _ in ways(24, num_ranks=4, config=config)}
+    assert next(way for way, verdict in found.items() if verdict == "fits") == "tensor_parallel=4"
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "length"),
+    [("sst2", "lezo", 72), ("squad", "lezo", 896), ("sst2", "icl", 2048)],
+)
+def test_without_its_data_a_task_has_inputs_of_its_typical_length(task, method, length):
+    words = ["model=opt-13b", f"task={task}", f"method={method}"]
+    assert f"inputs of at most {length} tokens (assumed)" in dry_run(load_config("paper", words))
+
+
+def test_a_run_that_does_not_split_is_planned_if_the_question_is_what_fits():
+    config = load_config("paper", ["model=opt-30b", "task=sst2", "method=lezo"])
+    with pytest.raises(UserError, match="equally many for each of 8 ranks"):
+        dry_run(config, num_gpus=8)
+    assert "refused       train.batch_size=16 does" in dry_run(config, num_gpus=8, gpu_memory=24)
 
 
 def test_every_token_of_every_label_is_counted(tmp_path):

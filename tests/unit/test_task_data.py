@@ -280,3 +280,15 @@ def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(
         load_task_data(load_config(tmp_path / "recipe.yaml"))
     assert "\n" not in str(error.value)
     assert str(tmp_path) not in sys.path
+
+
+def test_a_reward_without_its_mark_is_found_before_weights_are_read_also_beside_labels(
+    assets, tmp_path, monkeypatch
+):
+    (tmp_path / "unmarked.py").write_text(UNDECORATED)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = config_of(assets, "sst2")
+    config = replace(config, train=replace(config.train, objective="unmarked:judge"))
+    message = "not one loss per example; fix: .*put @lezo_ds.reward before a function that judges"
+    with pytest.raises(UserError, match=message):
+        load_task_data(config)
