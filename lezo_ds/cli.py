@@ -74,8 +74,10 @@ class _Parser(argparse.ArgumentParser):
             fix = did_you_mean(option, self._option_string_actions, fix)
             key = option.removeprefix("--")
             keys = [key] if key in READER.keys else READER.meant(key)
-            if keys and any(action.dest == "overrides" for action in self._actions):
+            if keys and not self.prog.endswith(("export", "init", "report")):
                 fix = f"write {' or '.join(f'{key}=VALUE' for key in keys)}, without dashes"
+            elif "resume" in key:
+                fix = "leave it out: the same command resumes a run"
         raise UserError(f"{self.prog}: {message}", fix=fix)
 
 

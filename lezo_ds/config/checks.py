@@ -156,7 +156,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
     if partition_size is not None and world_size % partition_size != 0:
         raise UserError(
             f"partition_size={partition_size} does not divide {world_size} ranks",
-            fix="set partition_size=1, or null",
+            fix="set partition_size=1, or null, or start more ranks: deepspeed --num_gpus N",
         )
     batch_size = config.train.batch_size
     micro_batch_size = config.train.micro_batch_size

@@ -194,7 +194,8 @@ def _check_sharding(config: Mapping[str, Any], world_size: int, source: str) -> 
     if size < 1 or world_size % size != 0:
         raise UserError(
             f"tensor_parallel={size} does not divide {world_size} ranks",
-            fix="use a divisor of the number of ranks",
+            fix="use a divisor of the number of ranks, which deepspeed --num_gpus N sets, and "
+            "--dry-run --gpus N for a plan",
         )
     if size > 1 and stage != 0:
         raise UserError(

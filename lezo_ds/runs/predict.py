@@ -128,12 +128,12 @@ def for_prediction(config: RunConfig) -> RunConfig:
 
 def _check_files(task: Task, source: Path, out: Path) -> int:
     """Refuse an input or an output that cannot be used. Return the number of records."""
+    check_kind(str(source), source)
     if out.exists():
         raise UserError(f"--out {out} exists", fix="set another --out")
     if kind_of(out) != kind_of(source):
         message = f"--out {out} does not end in {source.suffix}, as {source} does"
         raise UserError(message, fix="set another --out")
-    check_kind(str(source), source)
     num_records = sum(1 for _ in _records(task, source))
     if num_records == 0:
         raise UserError(f"{source} has no records", fix="fill the file, or name another one")

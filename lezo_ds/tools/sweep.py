@@ -31,7 +31,7 @@ import pandas as pd
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_to_dict, flatten, load_config
 from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
-from lezo_ds.files import make_directory, write_atomically
+from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.signals import on_stop_signals
 from lezo_ds.tools.tables import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs, recorded_config
@@ -178,7 +178,9 @@ def tune(
     start = flatten(config_to_dict(load_config(recipe, [*overrides, f"run_dir={out}"]))).get(key)
     if not isinstance(start, float) or start <= 0:
         problem = f"--tune {key} needs a number above 0 to start from"
-        raise UserError(problem, fix=f"set {key} in the recipe")
+        raise UserError(
+            problem, fix="name a key such as zo.learning_rate, and set it in the recipe"
+        )
     overrides = [word for word in overrides if word.partition("=")[0] != key]
     first_values = [f"{','.join(keys)}={values[0]}" for keys, values in map(_parse_axis, grid)]
     runs: dict[Path, SweepRun] = {}
@@ -267,8 +269,9 @@ def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
     marked, among those whose runs are all finished.
     """
     results = results_frame(runs)
-    make_directory(directory)
-    write_atomically(directory / "results.csv", results.to_csv(index=False))
+    with failures_named(directory):
+        make_directory(directory)
+        write_atomically(directory / "results.csv", results.to_csv(index=False))
     keys = [key for key in runs[0].settings if key not in SEEDS]
     summary = over_seeds(results, keys)
     losses = summary.loc[summary["finished"] == summary["runs"], "best_dev_loss"].dropna()

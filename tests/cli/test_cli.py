@@ -63,6 +63,8 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
             "fix: write zo.learning_rate=VALUE or adamw.learning_rate=VALUE, without dashes",
         ),
         ("train --num-train-epochs=3", "num-train-epochs=3; fix: write train.steps=VALUE, without"),
+        ("train --config demo --resume", "fix: leave it out: the same command resumes a run"),
+        ("export --model m --out e", "fix: see lezo-ds export --help"),
         ("report runs --seed 3", "fix: see lezo-ds report --help"),
         ("init m d --reward brevity", "brevity is not MODULE:FUNCTION; fix: .* rewards:brevity"),
         (

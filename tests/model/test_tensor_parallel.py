@@ -310,7 +310,11 @@ def test_heads_that_are_not_split_are_blamed_on_tensor_parallelism(message):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"tensor_parallel": 3}, "tensor_parallel=3 does not divide 4 ranks"),
+        (
+            {"tensor_parallel": 3},
+            "tensor_parallel=3 does not divide 4 ranks; fix: use a divisor of the number of ranks, "
+            "which deepspeed --num_gpus N sets",
+        ),
         (
             {"tensor_parallel": 2, "partition_size": 1},
             "partition_size and method=adamw need ZeRO-3",

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from lezo_ds.config import config_to_dict
-from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.runs.results import RunResults
 from lezo_ds.tools import report, sweep
 from lezo_ds.tools.charts import Chart, svg
@@ -97,6 +97,12 @@ def test_a_run_that_the_grid_does_not_have_is_refused(index, tmp_path):
     arguments |= {"launcher": "python", "tune": None, "list": False}
     with pytest.raises(UserError, match="the grid has 2 runs; fix: give 0 to 1"):
         sweep.main(Namespace(**arguments, index=index))
+
+
+def test_a_file_in_place_of_the_directory_is_named_in_one_line(plan, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LezoError, match=r"file cannot be written: .*File exists.*; fix: "):
+        write_tables(plan("seed=0"), tmp_path / "file")
 
 
 @pytest.mark.parametrize("option", [{"index": 0, "list": False}, {"index": None, "list": True}])
