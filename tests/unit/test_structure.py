@@ -36,7 +36,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"engine": 3_100},
     {"runs": 17_900},
     {"tools": 15_300},
-    {"cli": 2_800},
+    {"cli": 2_900},
 )
 """The rooms of the package from the ground up, with the most code tokens of each: a tenth more
 than it has.
