@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
         if "unrecognized" in message:
             options = [word for word in message.split() if word.startswith("--")]
             option = options[0].partition("=")[0] if options else ""
-            fix = did_you_mean(option, self._option_string_actions, fix)
+            fix = did_you_mean(option, self._option_string_actions.keys() - {"--help"}, fix)
             key = option.removeprefix("--")
             keys = [key] if key in READER.keys else READER.meant(key)
             if keys and not self.prog.endswith(("export", "init", "report")):

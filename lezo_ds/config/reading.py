@@ -228,6 +228,8 @@ class Reader:
         expected = _expected(self.keys[name])
         if "string" in expected and isinstance(value, bool | int | float):
             fix = f'write it in quotes: "{json.dumps(value)}"'
+        elif "an integer" in expected and isinstance(value, float) and value.is_integer():
+            fix = f"write {value:.0f}"
         elif expected == _TYPES["boolean"]:
             fix = "write true or false"  # in YAML 1.1, so were yes and no
         else:

@@ -64,7 +64,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ),
         ("train --num-train-epochs=3", "num-train-epochs=3; fix: write train.steps=VALUE, without"),
         ("train --config demo --resume", "fix: leave it out: the same command resumes a run"),
-        ("export --model m --out e", "arguments: --model; fix: did you mean --help"),
+        ("export --model m --out e", "arguments: --model; fix: see lezo-ds export --help"),
         ("report runs --seed 3", "fix: see lezo-ds report --help"),
         ("init m d --reward brevity", "brevity is not MODULE:FUNCTION; fix: .* rewards:brevity"),
         (

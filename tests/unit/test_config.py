@@ -153,6 +153,8 @@ def test_labels_may_be_yes_and_no_without_quotes():
         ("zo.update_precision=fp32_mister", "did you mean fp32_master?"),
         ("zo.update_precision=nearest", "is not one of stochastic, fp32_master; fix: "),
         ("train.steps=10.0", "train.steps=10.0"),
+        ("train.steps=1e3", "fix: write 1000"),
+        ("zo.sparsity=75.0", "train --help describes it"),
         ("train.report_to=csv,wandbb", "did you mean wandb?"),
         ("data.labels=[true, no]", 'fix: write it in quotes: "true"'),
         ("zo.only_blocks=yes", 'only_blocks="yes" in recipe.yaml and the command line is not true'),

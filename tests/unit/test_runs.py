@@ -19,10 +19,12 @@ from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import snapshot_sizes
+from lezo_ds.runs.predict import _check_files
 from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import run_summary
 from lezo_ds.runs.trainer import monitor_sections
+from lezo_ds.tasks import TASKS
 from lezo_ds.tools.tables import read_runs
 
 VALUES = {
@@ -437,3 +439,10 @@ def test_snapshots_that_are_kept_and_the_one_that_is_written_take_disk():
     assert snapshot_sizes(config("train.snapshot_every=0"), **opt_30b) == [120 * 10**9]
     adamw = snapshot_sizes(config("method=adamw", "train.keep_snapshots=0"), **opt_30b)
     assert adamw == [60 * 10**9] * 3 + [360 * 10**9] * 2
+
+
+def test_a_file_of_an_unknown_kind_is_refused_before_the_name_of_the_output(tmp_path):
+    source = tmp_path / "recipe.yaml"
+    source.touch()
+    with pytest.raises(UserError, match=r"cannot read .*recipe\.yaml; fix: name a file that"):
+        _check_files(TASKS["sst2"], source, tmp_path / "labels.csv")
