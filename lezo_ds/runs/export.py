@@ -230,7 +230,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
         fits = False  # such a rank could ask for any amount of memory
     num_groups = text_config.num_hidden_layers
-    if config.zo.trained_part == "all":
+    if config.zo.trained_part == "all" and config.peft.kind == "none":
         num_groups += 2  # two are outside the blocks
     for record, _ in lines:  # one in memory at a time
         fits = fits and _fits(record, num_groups, num_directions(config))
