@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections import Counter
 from fractions import Fraction
 from itertools import combinations
@@ -17,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lezo_ds.zo.estimators import ESTIMATORS, Spsa, mean_losses
+from lezo_ds.zo.grzo import Grzo
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
 from lezo_ds.zo.layers import Fixed, Uniform
+from lezo_ds.zo.passes import Groups
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 from lezo_ds.zo.updates import step_updates, updates_of_parameter
@@ -240,3 +243,35 @@ def test_every_subset_is_equally_likely_and_neighboring_steps_and_seeds_are_inde
 def test_a_fixed_policy_keeps_the_named_blocks_or_the_last_ones(blocks, kept):
     sample = Fixed(num_layers=5, num_dropped=2, blocks=blocks).sample(1, make_records(2))
     assert set(range(5)) - set(sample.dropped) == kept
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "size", "groups", "of_places"),
+    [
+        (2, None, (1, 1, 2), [0, 0]),
+        (2, 16, (1, 1, 2), [0, 0]),
+        (2, 8, (2, 1, 2), [0, 1]),
+        (2, 4, (4, 2, 4), [0, 1, 2, 3]),
+        (4, 8, (2, 1, 4), [0, 0, 1, 1]),
+        (1, 1, (16, 16, 16), list(range(16))),
+    ],
+)
+def test_groups_of_16_examples_lie_in_micro_batches(num_micro_batches, size, groups, of_places):
+    found = Groups.of(num_micro_batches, 16, size)
+    assert found == groups
+    places = range(found.num_places)
+    assert [found.of_place(place) for place in places] == of_places
+    by_group = [list(found.places(group)) for group in range(found.number)]
+    assert sum(by_group, []) == list(places)
+
+
+def test_grzo_divides_the_slopes_of_all_groups_by_their_deviation():
+    grzo = Grzo(perturbation_scale=0.5, num_directions=1)
+    probes = grzo.probes(())
+    estimate = grzo.estimate_groups(probes, [[3.0, 1.0], [2.0, 2.0], [0.0, 1.0]])
+    slopes = [2.0, 0.0, -1.0]
+    spread = statistics.stdev(slopes)
+    assert estimate.projected_grads == pytest.approx([slope / spread for slope in slopes])
+    assert estimate.loss == pytest.approx((2 + 2 + 0.5) / 3)
+    equal = grzo.estimate_groups(probes, [[2.0, 1.0], [3.0, 2.0]])
+    assert equal.projected_grads == (0.0, 0.0)
