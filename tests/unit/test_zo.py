@@ -262,7 +262,7 @@ def test_groups_of_16_examples_lie_in_micro_batches(num_micro_batches, size, gro
     places = range(found.num_places)
     assert [found.of_place(place) for place in places] == of_places
     by_group = [list(found.places(group)) for group in range(found.number)]
-    assert sum(by_group, []) == list(places)
+    assert [place for group in by_group for place in group] == list(places)
 
 
 def test_grzo_divides_the_slopes_of_all_groups_by_their_deviation():
