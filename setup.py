@@ -59,6 +59,7 @@ setup(
         # Builds a model without its weights. peft, which LoRA needs, requires it in any case.
         "accelerate>=1.15.0",
         "annotated-types>=0.8.0",
+        "charset-normalizer>=3.5.2",
         "datasets>=5.2.0",
         "deepspeed>=0.19.8",
         "huggingface_hub>=2.4.0",

@@ -95,6 +95,24 @@ def _code(text: str) -> str:
     return text
 
 
+def _add_encoding(add: Callable[..., Any]) -> None:
+    add("--encoding", default="utf-8", help="of a .csv or .tsv file, such as cp1252 (Windows-1252)")
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
+    return share
+
+
+def _pair(text: str) -> tuple[str, str]:
+    label, equals, other = text.partition("=")
+    if not (label and equals and other):
+        raise argparse.ArgumentTypeError(f"{text} is not LABEL=OTHER")
+    return label, other
+
+
 def _path(text: str) -> Path:
     return Path(_name(text))
 
@@ -247,17 +265,37 @@ def _predict(parser: _Parser) -> None:
         help="file to write, of the same kind as DATA",
     )
     add("data", type=_path, metavar="DATA", help="records: .csv, .tsv, .json, .jsonl or .parquet")
+    add(
+        "--probabilities",
+        action="store_true",
+        help="also write the probability of each label, as probability_LABEL",
+    )
+    _add_encoding(add)
+    add(
+        "--threshold",
+        type=_share,
+        default=0.0,
+        metavar="P",
+        help="leave `predicted` empty where the probability of the label is below P",
+    )
     parser.add_keys()
 
 
 def run_predict(arguments: argparse.Namespace) -> None:
     # The task of the run, but neither its files nor a module that scores or rewards answers.
     unset = [f"data.{key}=null" for key in ("path", "validation", "test")]
-    keys = (f"data.train={arguments.data}", *unset, *_unjudged(arguments))
+    source = (f"data.train={arguments.data}", f"data.encoding={arguments.encoding}")
+    keys = (*source, *unset, *_unjudged(arguments))
     opened = _open_weights(arguments, *keys, needs_task=True)
     from lezo_ds.runs.predict import predict_file
 
-    num_records = predict_file(opened, arguments.data, arguments.out)
+    num_records = predict_file(
+        opened,
+        arguments.data,
+        arguments.out,
+        probabilities=arguments.probabilities,
+        threshold=arguments.threshold,
+    )
     if launched_rank() == 0:
         print(f"{num_records} records: {arguments.out}")
 
@@ -394,9 +432,18 @@ def _init(parser: _Parser) -> None:
         metavar="FILE",
         help="default: recipe.yaml",
     )
+    _add_encoding(add)
     add("--text", help="the column that the model reads")
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--label", help="the column with the right label")
+    add(
+        "--label-map",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="LABEL=OTHER",
+        help="count a label as another one; may be repeated",
+    )
     target.add_argument("--answer", help="the column with a text to write")
     target.add_argument(
         "--reward",

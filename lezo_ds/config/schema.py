@@ -75,6 +75,9 @@ class DataConfig:
     test: Annotated[str | None, _MAY_DIFFER] = None
     """The final score is measured on this file or split. Null sets a fifth of data.train aside for
     it, at most 1000 records."""
+    encoding: Annotated[str, _MAY_DIFFER] = "utf-8"
+    """The .csv and .tsv files of data.train, data.validation and data.test are in this encoding,
+    such as cp1252 (Windows-1252)."""
     prompt: str | None = None
     """The model reads this text, in which names in braces stand for fields of the record: "{text}
     This ticket is about". A dot leads into a nested field. {{ and }} are braces."""
@@ -83,7 +86,8 @@ class DataConfig:
     be the number of the right choice (from 0) or its text. Records without a label are left out."""
     labels: Strings | dict[str, str] | None = None
     """Classification: the model chooses one of these labels. A map gives each label the text that
-    continues the prompt. With data.choices, a list gives the choices their labels, in order."""
+    continues the prompt; labels of the same text are one class. With data.choices, a list gives the
+    choices their labels, in order."""
     choices: Strings | None = None
     """Multiple choice: the model chooses one of the texts that these templates make, such as
     [{a}, {b}], or one of the texts in a single field."""
@@ -108,6 +112,10 @@ class DataConfig:
     exact_match (generation), token_accuracy (chat), reward (the mean of train.objective), or your
     own function of predictions and examples, which returns 0 to 1 (see lezo_ds/tasks/metrics.py).
     Null takes the task's metric, or reward if there are no right answers."""
+    splits: Annotated[Literal["stratified", "random"], _MAY_DIFFER] = "stratified"
+    """Splits that are drawn from data.train have each label in its share (stratified). Test records
+    that repeat the text of a training or validation record are then left out. random does neither,
+    as all versions up to 0.4 did."""
     protocol: Protocol = "clean"
     """clean uses split sizes that fit the task. mezo does what MeZO's published scripts do: it uses
     their split sizes, draws demonstrations for each question, and copies three details that rarely

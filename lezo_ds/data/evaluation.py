@@ -14,9 +14,10 @@ Ranks that split the weights by tensor parallelism run the same batches, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -27,17 +28,20 @@ from torch.nn.utils.rnn import pad_sequence
 from lezo_ds import distributed
 from lezo_ds.data.batches import all_candidates, teacher_forcing_batch, token_batch
 from lezo_ds.data.encoding import TokenIds
-from lezo_ds.data.metrics import load_score, majority_score
+from lezo_ds.data.metrics import has_classes, load_score, majority_score
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss, training_objective
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.forward.batch import MicroBatch, to_device
+from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example
-from lezo_ds.tasks.metrics import Prediction, TokenCounts
+from lezo_ds.tasks.metrics import LabelScore, Prediction, TokenCounts, label_scores
 
 PREDICTED = "predicted"
 """Key of `predict`'s records: the answer, or the label or text of the best candidate."""
 PROBABILITY = "probability"
 """Key of `predict`'s records: the probability of the best candidate among the candidates."""
+OF_LABEL = f"{PROBABILITY}_"
+"""How the keys of the probabilities of all labels begin; the label follows."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,21 @@ class EvaluationResult:
         majority_class: score of always predicting the most frequent label; None if there are no
             classes, or if the metric has no score for it.
         predicted: a prediction for each example.
+        by_label: of a classification, the scores of each label; else None.
     """
 
     loss: float
     score: float
     majority_class: float | None
     predicted: tuple[Prediction, ...]
+    by_label: Mapping[str, LabelScore] | None
+
+    @property
+    def macro_f1(self) -> float | None:
+        """The mean F1 of the labels; None if the task is no classification."""
+        if self.by_label is None:
+            return None
+        return fmean(score.f1 for score in self.by_label.values())
 
 
 class Model(Protocol):
@@ -89,12 +102,16 @@ def evaluate(
     """
     loss, predicted = _Evaluation(engine, data, split, batch_size).loss_and_predictions()
     score = load_score(data.task)
+    by_label = None
+    if data.task.kind == "classification" and has_classes(split.examples):
+        by_label = scores_by_label(data.task, split.examples, predicted)
     return EvaluationResult(
         loss,
         # The metric without a score is the reward, and the loss is minus the mean reward.
         score=-loss if score is None else score(predicted, split.examples),
         majority_class=majority_score(score, split.examples),
         predicted=tuple(predicted),
+        by_label=by_label,
     )
 
 
@@ -103,23 +120,40 @@ def predict(
     data: TaskData,
     split: EncodedSplit,
     batch_size: int,
+    *,
+    probabilities: bool = False,
+    threshold: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Return for each example what the model makes of it. A collective.
 
     A record has the key PREDICTED and, for candidates, PROBABILITY: the softmax of the candidates'
     scores, which are mean log-probabilities of tokens.
+
+    Args:
+        engine: the model.
+        data: the data of the run.
+        split: the examples.
+        batch_size: sequences in a forward pass.
+        probabilities: whether a record also has the probability of each label, under OF_LABEL and
+            the label.
+        threshold: below this probability, PREDICTED is "".
     """
     evaluation = _Evaluation(engine, data, split, batch_size)
     if split.prompts:
         return [{PREDICTED: answer} for answer in data.answers(evaluation.new_tokens())]
     scores = evaluation.candidate_scores(evaluation.log_probabilities())
     choices: list[int] = scores.argmax(dim=1).tolist()
-    probabilities: list[float] = scores.softmax(dim=1).amax(dim=1).tolist()
-    labels = data.task.labels
+    shares: list[list[float]] = scores.softmax(dim=1).tolist()
     rows = []
-    for example, choice, probability in zip(split.examples, choices, probabilities, strict=True):
-        predicted = labels[choice] if labels else answer_text(example, choice)
-        rows.append({PREDICTED: predicted, PROBABILITY: round(probability, 6)})
+    for example, choice, of_example in zip(split.examples, choices, shares, strict=True):
+        labels = label_names(data.task, example)
+        row = {PREDICTED: labels[choice], PROBABILITY: round(of_example[choice], 6)}
+        if of_example[choice] < threshold:
+            row[PREDICTED] = ""
+        if probabilities:
+            for label, share in zip(labels, of_example, strict=True):
+                row[f"{OF_LABEL}{label}"] = round(share, 6)
+        rows.append(row)
     return rows
 
 
@@ -149,6 +183,20 @@ def prediction_rows(
             }
         )
     return rows
+
+
+def label_names(task: Task, example: Example) -> Sequence[Any]:
+    """Return what the records hold for the candidates of an example, or else their texts."""
+    return task.labels or [text.strip() for text in example.candidates]
+
+
+def scores_by_label(
+    task: Task, examples: Sequence[Example], predicted: Sequence[Any]
+) -> dict[str, LabelScore]:
+    """Return the scores of each label of a classification."""
+    names = list(map(str, label_names(task, examples[0])))
+    labels = [names[example.label or 0] for example in examples]
+    return label_scores(labels, [names[choice] for choice in predicted])
 
 
 @dataclass(frozen=True)

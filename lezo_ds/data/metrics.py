@@ -49,14 +49,18 @@ def load_score(task: Task) -> Score | None:
     return score
 
 
+def has_classes(examples: Sequence[Example]) -> bool:
+    """Return whether each example has one right candidate."""
+    return all(example.label is not None and not example.references for example in examples)
+
+
 def majority_score(score: Score | None, examples: Sequence[Example]) -> float | None:
     """Return the score of always predicting the most frequent label.
 
     It is None if there are no classes, because examples list their own right answers; if there is
     no score of predictions; or if the metric fails on such predictions, as a correlation does.
     """
-    has_classes = all(example.label is not None and not example.references for example in examples)
-    if score is None or not has_classes:
+    if score is None or not has_classes(examples):
         return None
     ((label, _),) = Counter(example.label for example in examples).most_common(1)
     try:

@@ -1,7 +1,8 @@
 """The examples of a run: records are checked, split as MeZO splits them, and built into examples.
 
 Records come from one of two kinds of source. The indices that a split takes are the first of a
-permutation by data.seed, so that a split is a function of the file, the sizes and the seed.
+permutation by data.seed, so that a split is a function of the file, the sizes and the seed. With
+data.splits=stratified, that of a user's own files is reordered by label.
 
     a task's data set             train.jsonl  [ train | dev | unused ... ]
     (data.path, or the hub)       validation   [ test | unused ... ]
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -159,17 +161,17 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     Test is drawn first, so that it does not depend on the other sizes.
     """
     assert data.train is not None
-    examples = _examples(task, data, "train", read_source("data.train", data.train))
-    left = _permutation(data.seed, len(examples))
+    examples = _examples(task, data, "train", read_source("data.train", data.train, data.encoding))
+    left = _order(task, data, examples)
     drawn = []
     for name, source, wanted in (
         ("test", data.test, data.num_test),
         ("validation", data.validation, data.num_dev),
     ):
         if source is not None:
-            own = _examples(task, data, name, read_source(f"data.{name}", source))
-            order = _permutation(data.seed, len(own))
-            drawn.append(_chosen(own, order[:wanted]))
+            rows = read_source(f"data.{name}", source, data.encoding)
+            own = _examples(task, data, name, rows)
+            drawn.append(_chosen(own, _order(task, data, own)[:wanted]))
             continue
         size = wanted or min(_MOST_DRAWN[name], max(1, len(examples) // 5))
         drawn.append(_chosen(examples, left[:size]))
@@ -181,7 +183,54 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
             fix="set a smaller data.num_train, data.num_dev or data.num_test, or add records",
         )
     train = _chosen(examples, left[: data.num_train])
+    if task.kind == "classification" and len({example.label for example in train}) == 1:
+        (text,) = train[0].gold_texts
+        logger.warning("all %d training records have the label %s", len(train), text.strip())
+    num_repeated = len(dev) - len(_new(dev, train))
+    if num_repeated:
+        repeat = "%d of %d validation records repeat the text of training records"
+        logger.warning(repeat, num_repeated, len(dev))
+    # All that train could take counts, so that test does not depend on the sizes of the others.
+    new = _new(test, (*dev, *_chosen(examples, left)))
+    if len(new) < len(test):
+        repeat = "%d of %d test records repeat the text of training or validation records; %d stay"
+        num_records = len(test)
+        if new and data.splits == "stratified":
+            test = new
+        logger.warning(repeat, num_records - len(new), num_records, len(test))
     return Splits(train, dev, test, pool=train)
+
+
+def _order(task: Task, data: DataConfig, examples: Sequence[Example]) -> list[int]:
+    """Return the order in which splits take examples.
+
+    In a stratified one of a classification, the k-th of the n examples of a label comes after the
+    part (k + 1/2) / n of all, so that each split has about the same share of every label.
+    """
+    order = _permutation(data.seed, len(examples))
+    if data.splits == "random" or task.kind != "classification":
+        return order
+    totals = Counter(example.label for example in examples)
+    seen: Counter[int | None] = Counter()
+    places = {}
+    for index in order:
+        label = examples[index].label
+        places[index] = (seen[label] + 0.5) / totals[label]
+        seen[label] += 1
+    return sorted(order, key=lambda index: places[index])
+
+
+def _new(examples: Sequence[Example], others: Sequence[Example]) -> tuple[Example, ...]:
+    """Return the examples whose text no other example has."""
+    texts = set(map(_text, others))
+    return tuple(example for example in examples if _text(example) not in texts)
+
+
+def _text(example: Example) -> tuple[object, ...]:
+    """Return what the model reads of an example, without its case and spacing."""
+    turns = tuple(turn.content for turn in example.messages[:-1])
+    choices = example.candidates if len(example.candidates) > 1 else ()
+    return (" ".join(example.prompt.casefold().split()), turns, choices)
 
 
 def with_demonstrations(data: DataConfig, splits: Splits) -> Splits:
@@ -320,7 +369,9 @@ def _check_field(task: Task, where: str, record: Record, name: str, expected_typ
         fields = [str(field) for field in record]
         raise UserError(
             f"{where} has no field {name}, only {', '.join(fields)}",
-            fix=did_you_mean(name, fields, "correct the names of fields, or the file"),
+            fix=did_you_mean(
+                name, fields, "correct the names of fields, or the file (a table's first line)"
+            ),
         ) from error
     try:
         _type_adapter(expected_type).validate_python(value, strict=True)

@@ -34,9 +34,17 @@ from pyarrow.parquet import ParquetFile, ParquetWriter
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, find_task
-from lezo_ds.data.evaluation import PREDICTED, PROBABILITY, predict
+from lezo_ds.data.evaluation import OF_LABEL, PREDICTED, PROBABILITY, predict
 from lezo_ds.data.splits import checked_example
-from lezo_ds.data.tables import check_kind, kind_of, read_file, separator_of
+from lezo_ds.data.tables import (
+    TABLES,
+    UTF_8,
+    check_kind,
+    codec_of,
+    kind_of,
+    read_file,
+    separator_of,
+)
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, remove_directory, sync
@@ -56,7 +64,14 @@ Rows = Iterator[dict[str, Any]]
 """The predicted fields of each record."""
 
 
-def predict_file(opened: Opened, source: Path, out: Path) -> int:
+def predict_file(
+    opened: Opened,
+    source: Path,
+    out: Path,
+    *,
+    probabilities: bool = False,
+    threshold: float = 0.0,
+) -> int:
     """Label the records of a file, or continue to. A collective.
 
     Args:
@@ -65,28 +80,41 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
         out: becomes a file of the same kind and order, with `predicted`: the label as the records
             hold it, the chosen candidate, or the written answer. A candidate also has a
             `probability` (see data.evaluation.predict).
+        probabilities: whether the output also has the probability of each label.
+        threshold: below this probability, `predicted` stays empty.
 
     Returns:
         The number of records.
 
     Raises:
-        UserError: a record does not fit the task, `out` exists, or OUT.part is in use.
+        UserError: a record does not fit the task, `out` exists, OUT.part is in use, or a task
+            without labels has probabilities or a threshold.
         LezoError: the output cannot be written.
     """
     _, config, load_engine = opened
     config = for_prediction(config)
     task = unlabelled(find_task(config.data))
+    encoding = config.data.encoding
+    if (probabilities or threshold) and task.kind != "classification":
+        raise UserError(
+            f"--probabilities and --threshold are about labels, and {task.kind} has none",
+            fix="remove them",
+        )
+    taken = (PREDICTED, PROBABILITY, OF_LABEL) if probabilities else (PREDICTED, PROBABILITY)
     batch_size = config.train.eval_batch_size
     size = _BATCHES_A_CHUNK * batch_size
     folder = RunDirectory(f"{out}.part")
     chunks = []
     with ExitStack() as lock:
-        num_records = distributed.on_rank_zero(lambda: _check_files(task, source, out))
+        num_records = distributed.on_rank_zero(
+            lambda: _check_files(task, source, out, encoding, taken)
+        )
         distributed.on_rank_zero(lambda: lock.enter_context(folder.locked()))
         data = load_task_data(config, task)
         engine = load_engine()
-        settings = [recipe_of(config), config.method, batch_size, engine.weights.digest()]
-        records = _records(task, source)
+        settings: list[object] = [probabilities, threshold]
+        settings += [recipe_of(config), config.method, batch_size, engine.weights.digest()]
+        records = _records(task, source, encoding, taken)
         with progress_bar(num_records, is_shown=distributed.rank() == 0, unit="record") as bar:
             for start in range(0, num_records, size):
                 examples = []
@@ -98,10 +126,17 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
                 chunk = folder.path / f"chunk-{start // size}-{digest.hexdigest()}.json"
                 chunks.append(chunk)
                 if not distributed.on_rank_zero(chunk.is_file):
-                    rows = predict(engine, data, data.encode(tuple(examples)), batch_size)
+                    rows = predict(
+                        engine,
+                        data,
+                        data.encode(tuple(examples)),
+                        batch_size,
+                        probabilities=probabilities,
+                        threshold=threshold,
+                    )
                     distributed.on_rank_zero(partial(folder.write, chunk, json.dumps(rows)))
                 bar.update(len(examples))
-        distributed.on_rank_zero(lambda: _write_output(source, out, folder.path, chunks))
+        distributed.on_rank_zero(lambda: _write_output(source, encoding, out, folder.path, chunks))
     return num_records
 
 
@@ -126,27 +161,39 @@ def for_prediction(config: RunConfig) -> RunConfig:
     return replace(config, data=data, generation=generation)
 
 
-def _check_files(task: Task, source: Path, out: Path) -> int:
-    """Refuse an input or an output that cannot be used. Return the number of records."""
+def _check_files(task: Task, source: Path, out: Path, encoding: str, taken: Sequence[str]) -> int:
+    """Refuse an input or an output that cannot be used. Return the number of records.
+
+    `encoding` and `taken` are those of `_records`.
+    """
     check_kind(str(source), source)
     if out.exists():
         raise UserError(f"--out {out} exists", fix="set another --out")
     if kind_of(out) != kind_of(source):
         message = f"--out {out} does not end in {source.suffix}, as {source} does"
         raise UserError(message, fix="set another --out")
-    num_records = sum(1 for _ in _records(task, source))
+    num_records = sum(1 for _ in _records(task, source, encoding, taken))
     if num_records == 0:
         raise UserError(f"{source} has no records", fix="fill the file, or name another one")
     return num_records
 
 
-def _records(task: Task, source: Path) -> Iterator[tuple[str, Record]]:
-    """Yield each record with its place, and refuse one that does not fit the task."""
-    for number, (place, record) in enumerate(read_file(source), start=1):
+def _records(
+    task: Task,
+    source: Path,
+    encoding: str,
+    taken: Sequence[str],
+) -> Iterator[tuple[str, Record]]:
+    """Yield each record with its place, and refuse one that does not fit the task.
+
+    No field of a record may have one of the names in `taken`. OF_LABEL stands for all that begin
+    with it.
+    """
+    for number, (place, record) in enumerate(read_file(source, encoding), start=1):
         where = f"record {number}{place}"
         checked_example(task, where, record)
-        for name in (PREDICTED, PROBABILITY):
-            if name in record:
+        for name in record:
+            if name in taken or (OF_LABEL in taken and name.startswith(OF_LABEL)):
                 raise UserError(f"{where} has a field {name} already", fix="rename it")
         yield place, record
 
@@ -183,7 +230,9 @@ def unlabelled(task: Task) -> Task:
     )
 
 
-def _write_output(source: Path, out: Path, folder: Path, chunks: Sequence[Path]) -> None:
+def _write_output(
+    source: Path, encoding: str, out: Path, folder: Path, chunks: Sequence[Path]
+) -> None:
     """Write the output from the finished chunks, and remove their folder."""
     rows = chain.from_iterable(json.loads(chunk.read_text()) for chunk in chunks)
     output = folder / "output"
@@ -191,7 +240,7 @@ def _write_output(source: Path, out: Path, folder: Path, chunks: Sequence[Path])
         if kind_of(source) == ".parquet":
             _write_parquet(source, output, rows)
         else:
-            _write_text(source, output, rows)
+            _write_text(source, encoding, output, rows)
         sync(output)
         output.rename(out)
         sync(out.parent)
@@ -212,20 +261,24 @@ def _write_parquet(source: Path, target: Path, rows: Rows) -> None:
             writer.write_table(table)
 
 
-def _write_text(source: Path, target: Path, rows: Rows) -> None:
-    """Write the records of `source`, each with the fields of its row after its own."""
+def _write_text(source: Path, encoding: str, target: Path, rows: Rows) -> None:
+    """Write the records of `source`, each with the fields of its row after its own.
+
+    A table has the encoding of `source`, and its byte order mark if it has one.
+    """
     kind = kind_of(source)
-    pairs = zip(read_file(source), rows, strict=True)
+    codec = codec_of(source, encoding) if kind in TABLES else UTF_8
+    pairs = zip(read_file(source, encoding), rows, strict=True)
     labelled = ({**record, **row} for (_, record), row in pairs)
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in labelled)
     # JSON may name half of a surrogate pair, which UTF-8 lacks. It is written as it was read, as
     # in \udce4.
-    with target.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        if kind in (".csv", ".tsv"):
+    with target.open("w", encoding=codec, errors="backslashreplace", newline="") as file:
+        if kind in TABLES:
             first = next(labelled)
             # The writer quotes a value with a carriage return only if lines end with one.
             writer = csv.DictWriter(
-                _ShortLineEnds(file), list(first), delimiter=separator_of(source)
+                _ShortLineEnds(file), list(first), delimiter=separator_of(source, encoding)
             )
             writer.writeheader()
             writer.writerow(first)

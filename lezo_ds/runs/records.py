@@ -101,6 +101,9 @@ def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> R
     """Return the configuration in a header, with `key=value` overrides. No module is imported."""
     values = {key: value for key, value in header.config.items() if key not in _INPUTS}
     where = f"run {run_dir}"
+    data = values.get("data")
+    if isinstance(data, dict):  # a run without this key is older than it
+        values["data"] = {"splits": "random", **data}
     # A refusal names both versions: an older one had keys and values that are gone.
     version = header.libraries.get("lezo_ds")
     if version != lezo_ds.__version__:
@@ -125,6 +128,10 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         had_default = old == _SHORT.repr("absent") and new == default
         if key in may_differ or had_default:
             continue
+        fix = "use the inputs that the run was started with, or another run_dir"
+        data = recorded.config.get("data")
+        if key.startswith("data_fingerprints") and isinstance(data, dict) and "splits" not in data:
+            fix = "add data.splits=random, as the splits of this run were drawn"
         written_by = ""
         version = recorded.libraries.get("lezo_ds")
         own_version = ours.libraries["lezo_ds"]
@@ -132,7 +139,7 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
             written_by = f", written by lezo_ds {version} (this is {own_version})"
         raise UserError(
             f"{key} differs from the journal's{written_by}: it is {new}, and was {old}",
-            fix="use the inputs that the run was started with, or another run_dir",
+            fix=fix,
         )
     recorded_machine = recorded.libraries | recorded.arithmetic
     for key, old, new in _differences(recorded_machine, ours.libraries | ours.arithmetic):

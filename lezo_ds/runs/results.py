@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -17,6 +18,7 @@ from typing import Self
 from pydantic import TypeAdapter
 
 from lezo_ds.files import DAMAGE, failures_named, read_regular, write_atomically
+from lezo_ds.tasks.metrics import LabelScore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,9 @@ class RunResults:
         test: score on the test split, at `best_step` if the run trains; None until it is finished.
         majority_class: score of always giving the most frequent label; None if there are no
             classes.
+        macro_f1: mean F1 of the labels where `test` was measured; None if the task is no
+            classification.
+        by_label: the scores of each label there; None if another launch has done this test.
         best_step: step with the lowest validation loss, 0 for the base model; None if the run does
             not train, or is not finished.
         best_dev_loss: validation loss at `best_step`; None if it was not finite.
@@ -61,6 +66,8 @@ class RunResults:
     zero_shot: float | None
     test: float | None
     majority_class: float | None
+    macro_f1: float | None = None
+    by_label: Mapping[str, LabelScore] | None = None
     best_step: int | None
     best_dev_loss: float | None
     trained_dev_loss: float | None = None

@@ -70,6 +70,7 @@ from lezo_ds.runs.method import StepMetrics, TrainingMethod
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
+from lezo_ds.tasks.metrics import LabelScore
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,8 @@ CHECK_EVERY = 100
 """Steps between checks that the weights of each rank are the result of the steps so far."""
 
 MAJORITY_CLASS = "majority_class"
-"""Name of a score in the record of an evaluation, next to the task's metric."""
+MACRO_F1 = "macro_f1"
+"""Names of scores in the record of an evaluation, next to the task's metric."""
 
 
 class Run:
@@ -110,6 +112,11 @@ class Run:
         self.has_stop_file = False
         self._writes = self.engine.global_rank == 0
         self._launchers = launchers()
+        # By the step of a test, which an earlier process may have done.
+        self._by_label: dict[int, Mapping[str, LabelScore] | None] = {}
+        earlier = RunResults.read(self.directory.results)
+        if earlier is not None:
+            self._by_label[earlier.best_step or 0] = earlier.by_label
         self._began = time.monotonic()  # earlier by the seconds that earlier processes have taken
 
     def execute(self) -> RunResults:
@@ -285,6 +292,8 @@ class Run:
         self.method.check()
         encoded = self.data.dev if split == "dev" else self.data.test
         result = evaluate(self, self.data, encoded, self.config.train.eval_batch_size)
+        if split == "test":
+            self._by_label[at] = result.by_label
         # Predictions come first: an evaluation that is recorded is not done again.
         if self._writes and split == "test":
             rows = prediction_rows(encoded.examples, result.predicted)
@@ -293,6 +302,8 @@ class Run:
         metrics = {metric: result.score}
         if result.majority_class is not None:
             metrics[MAJORITY_CLASS] = result.majority_class
+        if result.macro_f1 is not None:
+            metrics[MACRO_F1] = result.macro_f1
         loss = result.loss if math.isfinite(result.loss) else None
         evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
         self.record(evaluation)
@@ -370,6 +381,8 @@ class Run:
             zero_shot=None if config.method == "icl" else of_base.get(metric),
             test=of_result.get(metric),
             majority_class=of_base.get(MAJORITY_CLASS),
+            macro_f1=of_result.get(MACRO_F1),
+            by_label=self._by_label.get(best_step or 0),
             best_step=best_step,
             best_dev_loss=None if best is None else best.loss,
             trained_dev_loss=None if trained is None else trained.loss,

@@ -16,7 +16,7 @@ module that a run or an export names is imported only if the command line names 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -211,6 +211,8 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         "metric": data.task.metric,
         "score": result.score,
         "majority_class": result.majority_class,
+        "macro_f1": result.macro_f1,
+        "by_label": asdict(result)["by_label"],
         "objective": config.train.objective,
         "loss": result.loss,
     }

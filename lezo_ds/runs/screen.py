@@ -58,7 +58,8 @@ def duration(seconds: float) -> str:
 
 def evaluation_line(evaluation: EvaluationRecord, metric: str) -> str:
     """Return an evaluation as one line of a log."""
-    scores = f"{metric} {evaluation.metrics[metric]:.3f}"
+    of_screen = {metric, "macro_f1"} & evaluation.metrics.keys()
+    scores = ", ".join(f"{name} {evaluation.metrics[name]:.3f}" for name in sorted(of_screen))
     # The loss of a test split is None if it was not measured, and that of a validation is measured.
     if evaluation.loss is not None or evaluation.split == "dev":
         scores = f"loss {number(evaluation.loss)}, {scores}"
@@ -96,9 +97,12 @@ def _test_scores(results: RunResults) -> str:
     scores = f"{results.test:.3f}"
     if results.best_step is not None:
         scores = f"{results.zero_shot:.3f} before, {scores} after"
+    beside = []
     if results.majority_class is not None:
-        scores += f" (majority class {results.majority_class:.3f})"
-    return scores
+        beside.append(f"majority class {results.majority_class:.3f}")
+    if results.macro_f1 is not None and results.metric != "macro_f1":
+        beside.append(f"macro F1 {results.macro_f1:.3f}")
+    return f"{scores} ({', '.join(beside)})" if beside else scores
 
 
 def scores_summary(scores: Mapping[str, Any]) -> str:
@@ -108,6 +112,8 @@ def scores_summary(scores: Mapping[str, Any]) -> str:
     shown = [f"{scores['metric']} {scores['score']:.3f} on {examples}"]
     if scores["majority_class"] is not None:
         shown.append(f"majority class {scores['majority_class']:.3f}")
+    if scores["macro_f1"] is not None and scores["metric"] != "macro_f1":
+        shown.append(f"macro F1 {scores['macro_f1']:.3f}")
     if not math.isnan(scores["loss"]):  # NaN: it was not measured
         shown.append(f"loss {number(scores['loss'])}")
     return f"{source}: {', '.join(shown)}"

@@ -109,8 +109,7 @@ def make_task(described: Description) -> Task:
         metric = _METRICS[reading.kind] if has_answers else REWARD
     labels = described.labels or ()
     if isinstance(labels, Mapping):
-        # A journal does not keep the order of a map, so the order of classes must not depend on it.
-        labels = sorted(labels)
+        labels = list(_classes(labels).values())
     return Task(
         name=CUSTOM,
         hub_id=None,
@@ -125,6 +124,16 @@ def make_task(described: Description) -> Task:
         ),
         labels=labels,
     )
+
+
+def _classes(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the label of each class by its text: the text itself, or the first of its labels."""
+    classes: dict[str, str] = {}
+    # A journal does not keep the order of a map, so the order of classes must not depend on it.
+    for label, text in sorted(labels.items()):
+        if text not in classes or label == text:
+            classes[text] = label
+    return classes
 
 
 def _refuse_others(name: str, described: Description, *others: str) -> None:
@@ -171,26 +180,30 @@ def _classification(
 ) -> _Reading:
     """Return how a task reads records whose `label_field` has one of the labels.
 
-    A list has the labels, which are also the texts that the model gives. A map has texts by label.
+    A list has the labels, which are also the texts that the model gives. A map has texts by label;
+    labels of the same text are one class.
     """
     if isinstance(labels, Mapping):
-        texts = dict(sorted(labels.items()))  # what the model writes, by label
+        texts = list(_classes(labels))
     else:
-        texts = {label: label for label in labels}
-    spellings = Counter(text.strip().casefold() for text in texts.values())
+        labels = {label: label for label in labels}
+        texts = list(labels)
+    spellings = Counter(text.strip().casefold() for text in texts)
+    names = tuple(labels)
     shared = [text for text, number in spellings.items() if number > 1 or not text]
     if len(texts) < 2 or shared:
         raise UserError(
             f"data.labels={cut(str(labels), 200)} does not hold two or more labels, each with a "
             f"text of its own, whatever its case (not of its own: {shared})",
-            fix="add records of another class, write labels that differ in case only alike, or "
-            "give each label a text of its own in a map",
+            fix="add records of another class, or write a map in which labels that differ in case "
+            "only have the same text",
         )
 
     def build_example(record: Record, index: int) -> Example:
         filled = prompt.fill(record)
-        candidates = tuple(_after(filled, text) for text in texts.values())
-        label = _label(label_field, field_value(record, label_field), tuple(texts))
+        candidates = tuple(_after(filled, text) for text in texts)
+        row = _label(label_field, field_value(record, label_field), names)
+        label = None if row is None else texts.index(labels[names[row]])
         return Example(filled, candidates, label, index)
 
     return _Reading("classification", prompt.fields, (label_field,), build_example)

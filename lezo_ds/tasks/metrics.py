@@ -10,6 +10,8 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
 from lezo_ds.errors import UserError
@@ -61,14 +63,49 @@ def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
     This is scikit-learn's f1_score with average="macro".
     """
     labels = [example.label for example in examples if example.label is not None]
-    num_labels = Counter(labels)
+    return fmean(score.f1 for score in label_scores(labels, predicted).values())
+
+
+@dataclass(frozen=True)
+class LabelScore:
+    """How well one label is predicted.
+
+    Attributes:
+        examples: number of examples with this label.
+        predicted: number of examples for which it was predicted.
+        precision: the fraction of `predicted` that is right, 0 if it was never predicted.
+        recall: the fraction of `examples` that is found, 0 if there is none.
+        f1: the harmonic mean of both.
+    """
+
+    examples: int
+    predicted: int
+    precision: float
+    recall: float
+    f1: float
+
+
+def label_scores(labels: Sequence[Any], predicted: Sequence[Any]) -> dict[Any, LabelScore]:
+    """Return the scores of each class that is a label or was predicted, the most frequent first.
+
+    Args:
+        labels: the right class of each example.
+        predicted: its predicted class.
+    """
+    num_examples = Counter(labels)
     num_predicted = Counter(predicted)
-    pairs = Counter(zip(predicted, labels, strict=True))
-    scores = []
-    for name in num_predicted.keys() | num_labels.keys():
-        # The harmonic mean of right / predicted and right / labels.
-        scores.append(2 * pairs[name, name] / (num_predicted[name] + num_labels[name]))
-    return sum(scores) / len(scores)
+    pairs = Counter(zip(labels, predicted, strict=True))
+    scores = {}
+    for name in sorted(num_examples | num_predicted, key=lambda name: -num_examples[name]):
+        num_right = pairs[name, name]
+        scores[name] = LabelScore(
+            examples=num_examples[name],
+            predicted=num_predicted[name],
+            precision=num_right / max(1, num_predicted[name]),
+            recall=num_right / max(1, num_examples[name]),
+            f1=2 * num_right / (num_examples[name] + num_predicted[name]),
+        )
+    return scores
 
 
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:

@@ -9,10 +9,12 @@ refused is removed.
 from __future__ import annotations
 
 import json
+import logging
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +24,9 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, load_config
 from lezo_ds.data.encoding import load_tokenizer
-from lezo_ds.data.tables import READERS, kind_of, read_source
+from lezo_ds.data.tables import READERS, TABLES, UTF_8, kind_of, read_source
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, did_you_mean
 from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.template import field_text
@@ -33,9 +35,14 @@ from lezo_ds.tools.memory_plan import rank_memory
 from lezo_ds.tools.sizes import measured_inputs, model_sizes
 from lezo_ds.tools.time_plan import plan_time
 
+logger = logging.getLogger(__name__)
+
 _FEWEST_RECORDS = 10
 _MAX_LABELS = 200  # a column with more different values is not taken for labels, unless it is named
 _MAX_LABEL_LENGTH = 60  # characters
+# A label may be misspelt if another one is so many times as frequent and so similar.
+_RARE = 10
+_NEAR = 0.85
 _BATCH_SIZE = 16
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of LeZO's
 _MAX_STEPS = 1000
@@ -131,9 +138,7 @@ def main(arguments: Namespace) -> None:
         fix = f"lezo-ds init {arguments.data} {arguments.model}"
         raise UserError(f"{arguments.model} is a file, not the directory of a model", fix=fix)
     distributed.init_distributed()
-    rows = read_source("DATA", arguments.data)
-    # Rows that are no records are left to the dry run, which refuses them with their line.
-    records = [record for _, record in rows if isinstance(record, Mapping)]
+    records = _read_records(arguments.data, arguments.encoding)
     directory = resolve_model(arguments.model)
     title, task = describe_task(
         records,
@@ -142,9 +147,12 @@ def main(arguments: Namespace) -> None:
         answer=arguments.answer,
         reward=arguments.reward,
         in_chat=bool(load_tokenizer(str(directory)).backend.chat_template),
+        label_map=dict(arguments.label_map),
     )
     if arguments.skip_unusable:
         task["skip_unusable"] = True
+    if arguments.encoding != UTF_8:
+        task["encoding"] = arguments.encoding
     machine = _this_machine()
     launcher = "lezo-ds"
     if machine.num_ranks > 1:
@@ -183,8 +191,7 @@ def main(arguments: Namespace) -> None:
     except BaseException:  # Ctrl-C, too: the same command then works again
         target.unlink(missing_ok=True)
         raise
-    print(plan)
-    print(f"\n{target} is written; next: {command}")
+    print(f"{plan}\n\n{target} is written; next: {command}")
 
 
 def _shorten_labels(task: dict[str, Any], data: TaskData) -> bool:
@@ -240,6 +247,25 @@ def _cost(config: RunConfig, data: TaskData, step: float, full_step: float) -> s
     if step > LONG_STEP:
         comments += f"# Faster: {faster(config, data)}.\n"
     return comments
+
+
+def _read_records(source: str, encoding: str) -> list[Record]:
+    """Return the records. Rows that are none are left to the dry run, which names their line.
+
+    Raises:
+        UserError: The first row of a table is probably a record, since a later one has its value.
+    """
+    rows = read_source("DATA", source, encoding)
+    records = [record for _, record in rows if isinstance(record, Mapping)]
+    is_table = kind_of(Path(source)) in TABLES
+    for column in records[0] if is_table and records else ():
+        if any(record[column] == column for record in records):
+            raise UserError(
+                f"the first row of {source} is taken for the names of its columns, but {column} "
+                "is also a value in its column",
+                fix="add a first row with names such as text,label, or rename this column",
+            )
+    return records
 
 
 def _this_machine() -> _Machine:
@@ -355,6 +381,7 @@ def describe_task(
     answer: str | None = None,
     reward: str | None = None,
     in_chat: bool = False,
+    label_map: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Describe the task of a table's records.
 
@@ -368,6 +395,7 @@ def describe_task(
         answer: Column with a text that the model shall write.
         reward: package.module:function that judges what the model writes.
         in_chat: Whether the model's chat template writes the prompt.
+        label_map: What labels of the table count as. They may also differ in case.
 
     Returns:
         A title, and the keys of a recipe's section `data` that describe the task.
@@ -402,20 +430,57 @@ def describe_task(
     if answer is not None:
         task = {"prompt": prompt, "completion": f"{{{answer}}}", **template}
         return f"Generation of {answer} from {text}", task
-    labels = _labels(target, columns[target])
+    labels = _labels(target, columns[target], label_map or {})
     task = {"prompt": prompt, "label_field": label, "labels": labels, **template}
     return f"Classification of {text} by {label}", task
 
 
-def _labels(name: str, values: Sequence[object]) -> list[str]:
-    """Return the labels in a column, sorted. Cells without one are left out."""
-    labels = {field_text(name, value).strip() for value in values if value is not None}
-    labels.discard("")
-    if len(labels) > len(values) / 2:
-        problem = f"the column {name} has {len(labels)} different labels in {len(values)} records"
+def _labels(
+    name: str, values: Sequence[object], label_map: Mapping[str, str]
+) -> list[str] | dict[str, str]:
+    """Return the labels in a column, sorted, or a map if some count as others.
+
+    Labels that differ in case only are one: the most frequent of them. Cells without one are left
+    out.
+    """
+    counts = Counter(field_text(name, value).strip() for value in values if value is not None)
+    del counts[""]
+    for label in label_map:
+        if label not in counts:
+            fix = did_you_mean(label, counts, "write --label-map LABEL=LABEL")
+            raise UserError(f"--label-map: the column {name} has no label {label}", fix=fix)
+    texts: dict[str, str] = {}
+    spellings: dict[str, str] = {}
+    classes: Counter[str] = Counter()
+    for label, number in counts.most_common():
+        text = label_map.get(label, label)
+        texts[label] = spellings.setdefault(text.casefold(), text)
+        classes[texts[label]] += number
+        if texts[label] != label:
+            logger.warning("%d records with the label %s count as %s", number, label, texts[label])
+    if len(classes) > len(values) / 2:
+        problem = f"the column {name} has {len(classes)} different labels in {len(values)} records"
         fix = f"add records of each class or, if the model shall write them, give --answer {name}"
         raise UserError(problem, fix=fix)
-    return sorted(labels)
+    if len(classes) < 2:
+        problem = f"the column {name} has no two labels, only {list(classes)}"
+        raise UserError(problem, fix="add records of another label, or name another column")
+    for label, number in classes.items():
+        frequent = [other for other in classes if classes[other] >= _RARE * number]
+        for near in get_close_matches(label, frequent, n=1, cutoff=_NEAR):
+            logger.warning(
+                "the label %s (%d records) is almost %s (%d records); to count it as that, add "
+                "--label-map '%s=%s'",
+                label,
+                number,
+                near,
+                classes[near],
+                label,
+                near,
+            )
+    if all(label == text for label, text in texts.items()):
+        return sorted(texts)
+    return dict(sorted(texts.items()))
 
 
 def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) -> list[str]:

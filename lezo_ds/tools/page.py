@@ -37,6 +37,7 @@ def page(runs: pd.DataFrame) -> str:
     """Return the page of runs that `name_experiments` has named."""
     each_run = []
     answers = []
+    by_label = []
     for run in runs.to_dict("records"):
         row = {name: short(run[name]) for name in ("directory", "experiment", *SEEDS)}
         row["test"] = shown_score(run, "test")
@@ -48,6 +49,7 @@ def page(runs: pd.DataFrame) -> str:
             if judge is not None:  # the wrong ones, beginning with the worst
                 shown = sorted((answer for answer in shown if judge(answer) < 1), key=judge)
             answers.append((run["directory"], judge is not None, shown))
+            by_label.append((run["directory"], run["labels"]))
     template = Template(Path(__file__).with_name("report.html").read_text(), autoescape=True)
     html: str = template.render(
         scores=score_table(runs).to_dict("records"),
@@ -56,6 +58,7 @@ def page(runs: pd.DataFrame) -> str:
         svg=svg,
         runs=each_run,
         answers=answers,
+        by_label=by_label,
     )
     return html
 

@@ -9,6 +9,8 @@ from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 
+import pandas as pd
+
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.tools.tables import NOTE, name_experiments, read_runs, score_table
@@ -37,6 +39,10 @@ def main(arguments: Namespace) -> None:
             write_atomically(arguments.html, page(runs))
     elif runs["finished"].any():
         print(f"{score_table(runs).to_string(index=False)}\n\n{NOTE}")
+        finished = runs[runs["finished"]]
+        if len(finished) == 1 and finished["labels"].iloc[0]:
+            by_label = pd.DataFrame(finished["labels"].iloc[0])
+            print(f"\n{by_label.to_string(index=False)}")
     else:
         fix = "start them again (they resume), or use --html"
         raise UserError("none of these runs is finished", fix=fix)

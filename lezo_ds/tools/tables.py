@@ -10,6 +10,7 @@ and may come from anyone: their values are read, and nothing that they name is i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
 from lezo_ds.runs.results import RunResults
 from lezo_ds.tasks.custom import CUSTOM
-from lezo_ds.tasks.metrics import REWARD, best_f1, normalize
+from lezo_ds.tasks.metrics import REWARD, LabelScore, best_f1, normalize
 
 # What reading a damaged JSON or YAML file may raise. YamlError is a ValueError.
 DAMAGE = (*files.DAMAGE, UserError)
@@ -37,6 +38,7 @@ _RESULTS = [
     "test",
     "zero_shot",
     "majority_class",
+    "macro_f1",
     "best_dev_loss",
     "steps",
     "seconds",
@@ -124,7 +126,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     if judge is not None:
         scores = pd.Series([judge(answer) for answer in answers], dtype=float)
         row["standard_error"] = scores.sem()
-    return {**row, "answers": answers, "finished": True, "problem": ""}
+    labels = label_table(results.by_label or {})
+    return {**row, "answers": answers, "labels": labels, "finished": True, "problem": ""}
 
 
 def recorded_config(directory: Path) -> RunConfig:
@@ -223,6 +226,7 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
             "standard error": shown_score(row, "standard_error"),
             "before": shown_score(row, "zero_shot"),
             "majority": shown_score(row, "majority_class"),
+            "macro F1": _percent(row["macro_f1"]),
             "paper": short(PAPER_SCORES.get(cell)),
             "learning rate": short(row["learning_rate"]),
             "validation loss": short(row["best_dev_loss"]),
@@ -233,6 +237,25 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
         }
         rows.append(texts)
     return pd.DataFrame(rows)
+
+
+def label_table(by_label: Mapping[str, LabelScore]) -> list[dict[str, object]]:
+    """Return the texts of a table with a row for each label: its test examples and its scores."""
+    return [
+        {
+            "label": label,
+            "examples": score.examples,
+            "predicted": score.predicted,
+            "precision": _percent(score.precision),
+            "recall": _percent(score.recall),
+            "F1": _percent(score.f1),
+        }
+        for label, score in by_label.items()
+    ]
+
+
+def _percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{100 * value:.1f}"
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
@@ -251,7 +274,7 @@ def shown_score(row: Mapping[str, Any], name: str) -> str:
     score = row[name]
     if pd.isna(score):
         return "-"
-    return f"{score:.3f}" if row["metric"] == REWARD else f"{100 * score:.1f}"
+    return f"{score:.3f}" if row["metric"] == REWARD else _percent(score)
 
 
 def short(value: Any) -> str:

@@ -83,6 +83,14 @@ def test_the_results_are_printed_once_and_agree_with_the_journal(trained):
     )
     assert 0.5 <= results["majority_class"] < 1
     assert (results["best_step"], results["best_dev_loss"]) == (best.step, best.loss)
+    assert results["macro_f1"] == last.metrics["macro_f1"]
+    by_label = results["by_label"]
+    assert by_label.keys() == {"0", "1"}  # as the records hold them
+    num_right = sum(row["examples"] * row["recall"] for row in by_label.values())
+    assert num_right / sum(row["examples"] for row in by_label.values()) == pytest.approx(
+        results["test"]
+    )
+    assert f"macro F1 {results['macro_f1']:.3f}" in finished.out
     assert (results["steps"], results["skipped_steps"], results["world_size"]) == (STEPS, 0, 2)
     assert results["weights_digest"] == digest_after(run_dir, best.step)
 

@@ -258,6 +258,48 @@ def test_a_base_model_answers_a_question_and_a_conversation_alike(root, tmp_path
     assert [[*record] for record in answers] == [["text", "turns", "predicted"]] * 2
 
 
+def test_each_label_has_its_probability_and_an_unsure_one_stays_empty(root, tmp_path):
+    new, out = root / "new.CSV", tmp_path / "labels.csv"
+    predict("--model", root / "model", new, "--out", out, "--probabilities", "--threshold=0.9")
+    known = {record["id"]: record for record in records_in(root / "labels.jsonl")}
+    for record in records_in(out):
+        shares = [float(record[f"probability_{label}"]) for label in sorted(VERBALIZERS)]
+        assert sum(shares) == pytest.approx(1, abs=1e-5)
+        assert max(shares) == float(record["probability"]) < 0.9
+        best = sorted(VERBALIZERS)[shares.index(max(shares))]
+        assert (best, record["predicted"]) == (known[record["id"]]["predicted"], "")
+    again = tmp_path / "again.csv"
+    predict("--model", root / "model", new, "--out", again, "--threshold=0.1")
+    assert all(record["predicted"] for record in records_in(again))
+    taken = tmp_path / "taken.csv"
+    taken.write_text("text,probability_of_rain\na,1\n")
+    command = ["--model", root / "model", taken, "--out", tmp_path / "out.csv"]
+    refused = predict(*command, "--probabilities", runner=run_forked)
+    assert_one_error(refused, 2, "has a field probability_of_rain already")
+    predict(*command)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252"])
+def test_labels_are_written_in_the_encoding_of_the_table_with_its_mark(encoding, root, tmp_path):
+    new, out = tmp_path / "new.csv", tmp_path / "labels.csv"
+    new.write_text("id;text\n1;Grüße aus Köln\n", encoding=encoding)
+    predict("--model", root / "model", new, "--out", out, f"--encoding={encoding}")
+    text = out.read_bytes().decode(encoding.removesuffix("-sig"))
+    assert text.startswith("\ufeff") == (encoding == "utf-8-sig")
+    assert text.lstrip("\ufeff").startswith("id;text;predicted;probability\n1;Grüße aus Köln;")
+
+
+def test_answers_have_no_probabilities(root, tmp_path):
+    file = tmp_path / "n.jsonl"
+    file.write_text('{"text": "a"}\n')
+    command = ["--model", root / "base", file, "data.prompt={text}:", "--out", tmp_path / "o.jsonl"]
+    for option in ("--probabilities", "--threshold=0.5"):
+        refused = predict(*command, option, runner=run_forked)
+        assert_one_error(refused, 2, "--probabilities and --threshold are about labels")
+    refused = predict(*command, "--threshold=1.5", runner=run_forked)
+    assert_one_error(refused, 2, "1.5 is not a number from 0 to 1")
+
+
 BAD = {
     "record 2 (FILE line 2) has no field text": '{"text": "a"}\n{"txt": "b"}\n',
     "has no records": "",

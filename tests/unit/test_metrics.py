@@ -14,6 +14,7 @@ from lezo_ds import distributed
 from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
+from lezo_ds.tasks.metrics import macro_f1
 
 
 def count_right(predicted, examples):
@@ -121,6 +122,15 @@ def test_the_score_of_a_metric_is_a_float_of_python(assets, score):
     result = score(load(assets, "count_right"))
     assert type(result.score) is float
     assert type(result.majority_class) is float
+
+
+def test_a_classification_has_the_scores_of_each_label_beside_any_metric(assets, score):
+    data = load(assets, "count_right")
+    result = score(data)
+    assert set(result.by_label) <= {"0", "1"}  # as the records hold them
+    assert sum(row.examples for row in result.by_label.values()) == 20
+    assert sum(row.predicted for row in result.by_label.values()) == 20
+    assert result.macro_f1 == macro_f1(result.predicted, data.test.examples)
 
 
 def test_a_metric_without_a_score_of_constant_predictions_has_no_majority_class(assets, score):

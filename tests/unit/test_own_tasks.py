@@ -100,6 +100,16 @@ def test_a_conversation_ends_with_the_last_turn_of_the_assistant_and_may_get_a_s
     assert task.build_example({"turns": plain(own)}, 4).messages == own
 
 
+def test_labels_of_the_same_text_are_one_class_with_the_label_that_is_the_text():
+    labels = {"Bug": "bug", "bug": "bug", "buug": "bug", "a": "billing", "b": "billing"}
+    task = task_of(CLASSES | {"labels": labels})
+    examples = [task.build_example({"text": "x", "topic": label}, 0) for label in labels]
+    assert examples[0].candidates == (" bug", " billing")
+    assert list(task.labels) == ["bug", "a"]
+    found = [example.label for example in examples]
+    assert found == [0, 0, 0, 1, 1]
+
+
 def test_a_prompt_in_a_template_is_a_conversation_with_its_completion_or_for_a_reward():
     task = task_of(ANSWER | {"system_prompt": "Be kind."})
     example = task.build_example({"q": "Where?", "a": ["Rome", "Roma"]}, 0)

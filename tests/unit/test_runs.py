@@ -321,6 +321,20 @@ def test_the_summary_of_a_run_is_short():
     assert run_summary("runs/x", stopped).startswith("Stopped after step 8 (0:00:02).")
 
 
+def test_a_run_that_is_older_than_data_splits_is_read_and_resumed_with_its_own_splits(tmp_path):
+    data = {name: key for name, key in RECORDED.config["data"].items() if name != "splits"}
+    older = replace(RECORDED, config=RECORDED.config | {"data": data})
+    assert records.config_of(older, tmp_path).data.splits == "random"
+    assert records.config_of(RECORDED, tmp_path).data.splits == "stratified"
+    fingerprints = {**RECORDED.config["data_fingerprints"], "test": "other"}
+    ours = replace(RECORDED, config=RECORDED.config | {"data_fingerprints": fingerprints})
+    with pytest.raises(
+        UserError, match=r"fingerprints.test differs .* fix: add data.splits=random"
+    ):
+        assert_same_run(older, ours, READER.may_differ)
+    assert_same_run(older, header("data.splits=random"), READER.may_differ)
+
+
 @pytest.mark.parametrize("text", DAMAGED)
 def test_damaged_results_are_not_read_and_the_report_says_so(directory, text):
     directory.write_config_and_environment(config())

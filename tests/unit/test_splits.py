@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 
 import datasets
@@ -23,6 +24,9 @@ from lezo_ds.tasks.custom import Description, make_task
 SST2 = TASKS["sst2"]
 TICKETS = make_task(
     Description(prompt="{text} is about", label_field="topic", labels=["bug", "billing"])
+)
+SHIPPING = make_task(
+    Description(prompt="{text}", label_field="topic", labels=["bug", "billing", "shipping"])
 )
 RECORDS = [{"text": f"text {row}, 007", "topic": ("bug", "billing")[row % 2]} for row in range(20)]
 
@@ -83,6 +87,25 @@ def test_tables_hold_text_only_and_lines_are_known(tmp_path):
         (f" ({tmp_path}/t.jsonl line 2)", {"a": "2020-01-01 00:00:00"}),
         (f" ({tmp_path}/t.jsonl line 4)", {"a": 1, "b": {}}),
     ]
+
+
+GERMAN = "Text;Abteilung\nIch möchte die Waschmaschine zurückgeben;Rückgabe\nGrüße;Lob\n"
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_a_table_of_another_encoding_is_read_with_it_and_refused_with_its_name(encoding, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(GERMAN, encoding=encoding)
+    likely = encoding.replace("-", "_")
+    with pytest.raises(UserError, match=f"set data.encoding={likely}.* --encoding {likely}"):
+        read_source("data.train", str(path))
+    rows = read_source("data.train", str(path), encoding)
+    assert [record["Abteilung"] for _, record in rows] == ["Rückgabe", "Lob"]
+    with pytest.raises(UserError, match="unknown encoding: cp1252x"):
+        read_source("data.train", str(path), "cp1252x")
+    # Whatever the encoding is said to be, the mark of UTF-8 counts.
+    path.write_text(GERMAN, encoding="utf-8-sig")
+    assert read_source("data.train", str(path), encoding) == rows
 
 
 @pytest.mark.parametrize(
@@ -237,6 +260,50 @@ def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
     other = str(tmp_path / "t.jsonl")
     whole = load_own(tmp_path / "t.jsonl", validation=other, test=other)
     assert [len(split) for split in (whole.train, whole.dev, whole.test)] == [100] * 3
+
+
+def texts_of(split):
+    return [example.record["text"] for example in split]
+
+
+def test_splits_have_the_labels_in_their_shares_whatever_the_seed(tmp_path):
+    labels = 70 * ["bug"] + 20 * ["billing"] + 10 * ["shipping"]
+    tickets = [{"text": f"ticket {n}", "topic": label} for n, label in enumerate(labels)]
+    write_records(tmp_path / "t.jsonl", tickets)
+    for seed in range(5):
+        loaded = load_own(tmp_path / "t.jsonl", SHIPPING, seed=seed)
+        counts = [Counter(e.record["topic"] for e in split) for split in (loaded.test, loaded.dev)]
+        assert counts == [{"bug": 14, "billing": 4, "shipping": 2}] * 2
+    random = load_own(tmp_path / "t.jsonl", SHIPPING, seed=4, splits="random")
+    drawn = [tickets[row]["text"] for row in np.random.RandomState(4).permutation(100)]
+    assert texts_of((*random.test, *random.dev, *random.train)) == drawn
+
+
+def test_test_records_that_repeat_a_text_are_left_out_and_counted(tmp_path, caplog):
+    tickets = [{"text": f"Ticket {n}", "topic": ("bug", "billing")[n % 2]} for n in range(30)]
+    write_records(tmp_path / "t.jsonl", tickets)
+    repeated = [{**ticket, "text": f" ticket  {n}"} for n, ticket in enumerate(tickets[:4])]
+    new = {**tickets[0], "text": "Ticket of another kind"}
+    write_records(tmp_path / "test.jsonl", [*repeated, new])
+    files = {"test": str(tmp_path / "test.jsonl"), "num_train": 5}
+    loaded = load_own(tmp_path / "t.jsonl", **files)
+    assert texts_of(loaded.test) == [new["text"]]
+    said = "4 of 5 test records repeat the text of training or validation records; 1 stay"
+    assert said in caplog.text
+    assert len(load_own(tmp_path / "t.jsonl", **files, splits="random").test) == 5
+
+
+def test_one_file_for_all_splits_and_one_label_are_said(tmp_path, caplog):
+    same = str(tmp_path / "t.jsonl")
+    tickets = [{"text": f"ticket {n}", "topic": "bug"} for n in range(20)]
+    write_records(tmp_path / "t.jsonl", tickets)
+    loaded = load_own(tmp_path / "t.jsonl", validation=same, test=same)
+    assert [len(split) for split in (loaded.train, loaded.dev, loaded.test)] == [20, 20, 20]
+    assert caplog.messages == [
+        "all 20 training records have the label bug",
+        "20 of 20 validation records repeat the text of training records",
+        "20 of 20 test records repeat the text of training or validation records; 20 stay",
+    ]
 
 
 # Demonstrations.

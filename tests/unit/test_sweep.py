@@ -15,6 +15,7 @@ import yaml
 from lezo_ds.config import config_to_dict
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.runs.results import RunResults
+from lezo_ds.tasks.metrics import label_scores
 from lezo_ds.tools import report, sweep
 from lezo_ds.tools.charts import Chart, svg
 from lezo_ds.tools.page import page, sections
@@ -193,6 +194,21 @@ def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp
     text = file.read_text()
     assert "<td>85.0 ± 7.1 (2)</td>" in text and "Validation loss" in text
     assert not any(loads in text for loads in ('src="', "<script", "<link", "<?xml", "@import"))
+
+
+def test_a_report_of_one_run_has_a_table_by_label_and_a_page_has_one_for_each(plan, capsys):
+    first, second = plan("seed=0,1")
+    scores = label_scores(["bug", "bug", "bill"], ["bug", "bill", "bill"])
+    finish(first, macro_f1=2 / 3, by_label=scores)
+    finish(second)
+    report.main(Namespace(runs=[str(first.directory)], html=None))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["bug", "2", "1", "100.0", "50.0", "66.7"] in lines
+    assert "66.7" in lines[1] and "F1" in lines[0]
+    report.main(Namespace(runs=[str(first.directory), str(second.directory)], html=None))
+    assert "bug" not in capsys.readouterr().out  # the table by label of one run only
+    text = page(name_experiments(read_runs([first.directory, second.directory])))
+    assert text.count("Scores by label of") == 1 and "<td>bug</td><td>2</td>" in text
 
 
 def test_a_page_without_matplotlib_is_refused_with_what_to_install(tmp_path, monkeypatch):

@@ -11,9 +11,11 @@ from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import (
     METRICS,
+    LabelScore,
     accuracy,
     best_f1,
     find_score,
+    label_scores,
     macro_f1,
     mean_f1,
 )
@@ -63,6 +65,14 @@ F1_CASES = [
 @pytest.mark.parametrize(("answer", "golds", "expected"), F1_CASES)
 def test_f1_is_what_was_worked_out_by_hand(answer, golds, expected):
     assert best_f1(answer, golds) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_scores_of_each_label_are_what_was_worked_out_by_hand():
+    scores = label_scores(["a", "b", "b", "c"], ["b", "b", "b", "d"])
+    assert list(scores) == ["b", "a", "c", "d"]  # the most frequent label first
+    assert scores["b"] == LabelScore(2, 3, precision=2 / 3, recall=1.0, f1=0.8)
+    assert scores["a"] == LabelScore(1, 0, precision=0.0, recall=0.0, f1=0.0)
+    assert scores["d"] == LabelScore(0, 1, precision=0.0, recall=0.0, f1=0.0)
 
 
 def test_scores_of_several_examples():

@@ -91,6 +91,35 @@ def test_init_asks_for_the_columns_that_are_not_clear(columns, options, message)
         describe_task(records(**columns), **options)
 
 
+def described_labels(labels, **options):
+    texts = [f"ticket number {number} says" for number in range(len(labels))]
+    return describe_task(records(body=texts, topic=labels), label="topic", **options)[1]["labels"]
+
+
+def test_labels_that_differ_in_case_are_one_and_near_ones_are_named_with_counts(caplog):
+    labels = 30 * ["bug"] + 3 * ["Bug"] + 27 * ["Rechnung"] + 2 * ["Rechnng"]
+    assert described_labels(labels) == {
+        "Bug": "bug",
+        "Rechnng": "Rechnng",
+        "Rechnung": "Rechnung",
+        "bug": "bug",
+    }
+    assert caplog.messages == [
+        "3 records with the label Bug count as bug",
+        "the label Rechnng (2 records) is almost Rechnung (27 records); to count it as that, add "
+        "--label-map 'Rechnng=Rechnung'",
+    ]
+    caplog.clear()
+    mapped = described_labels(labels, label_map={"Rechnng": "rechnung", "bug": "a fault"})
+    assert mapped["Rechnng"] == mapped["Rechnung"] == "Rechnung"
+    assert (mapped["Bug"], mapped["bug"]) == ("Bug", "a fault")
+    assert not any("almost" in message for message in caplog.messages)
+    with pytest.raises(UserError, match="topic has no label Rechnug; fix: did you mean Rechn"):
+        described_labels(labels, label_map={"Rechnug": "Rechnung"})
+    with pytest.raises(UserError, match=r"topic has no two labels, only .'bug'.; fix: add records"):
+        described_labels(40 * ["bug"])
+
+
 def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_chat_model(tmp_path / "model")
@@ -121,6 +150,19 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
     (tmp_path / "my: table #2.csv").write_text("\n".join(rows))
     recipe("model", "my: table #2.csv", "--out", "odd.yaml")
     assert load_config(tmp_path / "odd.yaml").run_dir == "runs/my: table #2"
+    (tmp_path / "bare.csv").write_text("\n".join(rows[1:]))
+    with pytest.raises(UserError, match="bug is also a value in its column; fix: add a first row"):
+        recipe("model", "bare.csv", "--out", "bare.yaml")
+    (tmp_path / "cases.csv").write_text("\n".join([*rows, "Bug,x", "buug,y"]))
+    cases = ["model", "cases.csv", "--out", "cases.yaml", "--label", "the\ntopic"]
+    recipe(*cases, "--label-map", "buug=bug")
+    labels = load_config(tmp_path / "cases.yaml").data.labels
+    assert labels == {"Bug": "bug", "billing": "billing", "bug": "bug", "buug": "bug"}
+    (tmp_path / "excel.csv").write_text("\n".join([*rows, "bug,Grüße"]), encoding="cp1252")
+    with pytest.raises(UserError, match="--encoding cp1252"):
+        recipe("model", "excel.csv", "--out", "excel.yaml")
+    recipe("model", "excel.csv", "--out", "excel.yaml", "--encoding", "cp1252")
+    assert load_config(tmp_path / "excel.yaml").data.encoding == "cp1252"
     (tmp_path / "judge_of_init.py").write_text(REWARD)
     recipe(
         "model",
