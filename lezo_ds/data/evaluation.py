@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lezo_ds import distributed
 from lezo_ds.data.batches import all_candidates, teacher_forcing_batch, token_batch
 from lezo_ds.data.encoding import TokenIds
+from lezo_ds.data.generation import ended_answers
 from lezo_ds.data.metrics import has_classes, load_score, majority_score
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss, training_objective
 from lezo_ds.data.task_data import EncodedSplit, TaskData
@@ -44,6 +45,29 @@ OF_LABEL = f"{PROBABILITY}_"
 """How the keys of the probabilities of all labels begin; the label follows."""
 
 
+NUM_SAMPLES = 4
+"""Number of answers that an evaluation shows."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model wrote after a prompt.
+
+    Attributes:
+        index: of the example in its split.
+        prompt: what it read.
+        answer: what it wrote.
+        reward: minus the loss that the objective gives the answer.
+        ended: whether it ended before it had generation.max_new_tokens.
+    """
+
+    index: int
+    prompt: str
+    answer: str
+    reward: float
+    ended: bool
+
+
 @dataclass(frozen=True)
 class EvaluationResult:
     """The result of scoring a split. It is the same on every rank.
@@ -56,6 +80,9 @@ class EvaluationResult:
             classes, or if the metric has no score for it.
         predicted: a prediction for each example.
         by_label: of a classification, the scores of each label; else None.
+        samples: the first answers that an objective has judged; empty if none reads answers.
+        share_ended: share of these answers, of all examples, that ended before
+            generation.max_new_tokens; None without answers.
     """
 
     loss: float
@@ -63,6 +90,8 @@ class EvaluationResult:
     majority_class: float | None
     predicted: tuple[Prediction, ...]
     by_label: Mapping[str, LabelScore] | None
+    samples: tuple[Sample, ...] = ()
+    share_ended: float | None = None
 
     @property
     def macro_f1(self) -> float | None:
@@ -100,18 +129,27 @@ def evaluate(
     Raises:
         UserError: the user's metric or objective failed.
     """
-    loss, predicted = _Evaluation(engine, data, split, batch_size).loss_and_predictions()
+    evaluation = _Evaluation(engine, data, split, batch_size)
+    tokens = evaluation.new_tokens() if split.prompts else None
+    loss, predicted = evaluation.loss_and_predictions(tokens)
+    samples: tuple[Sample, ...] = ()
+    share_ended = None
+    if tokens is not None and data.objective.reads_answers:
+        samples, share_ended = evaluation.samples(tokens)
     score = load_score(data.task)
     by_label = None
     if data.task.kind == "classification" and has_classes(split.examples):
         by_label = scores_by_label(data.task, split.examples, predicted)
     return EvaluationResult(
         loss,
-        # The metric without a score is the reward, and the loss is minus the mean reward.
-        score=-loss if score is None else score(predicted, split.examples),
+        # The metric without a score is the reward, and the loss is minus the mean reward. Adding 0
+        # makes 0 of -0.
+        score=0.0 - loss if score is None else score(predicted, split.examples),
         majority_class=majority_score(score, split.examples),
         predicted=tuple(predicted),
         by_label=by_label,
+        samples=samples,
+        share_ended=share_ended,
     )
 
 
@@ -208,10 +246,10 @@ class _Evaluation:
     split: EncodedSplit
     batch_size: int
 
-    def loss_and_predictions(self) -> tuple[float, Sequence[Prediction]]:
+    def loss_and_predictions(self, tokens: Tensor | None) -> tuple[float, Sequence[Prediction]]:
+        """Return the mean loss, and a prediction for each example. `tokens`: the answers' own."""
         data = self.data
         kind = data.task.kind
-        tokens = self.new_tokens() if self.split.prompts else None
         if kind == "generation":
             assert tokens is not None
             return self._objective_loss(tokens), data.answers(tokens)
@@ -233,6 +271,21 @@ class _Evaluation:
         if data.objective != training_objective(kind):
             loss = self._objective_loss(tokens)
         return loss, predicted
+
+    def samples(self, tokens: Tensor) -> tuple[tuple[Sample, ...], float]:
+        """Return the first answers in new tokens, and the share of all that ended in time."""
+        data = self.data
+        assert data.generation is not None
+        ended = ended_answers(tokens, data.generation, data.tokenizer)
+        shown = range(min(NUM_SAMPLES, len(tokens)))
+        losses = data.loss(tokens[: len(shown)], data.objective_batch(self.split, shown))
+        answers = data.answers(tokens[: len(shown)])
+        samples = []
+        for number, answer, loss in zip(shown, answers, losses.tolist(), strict=True):
+            example = self.split.examples[number]
+            reward = 0.0 - loss
+            samples.append(Sample(example.index, example.prompt, answer, reward, ended[number]))
+        return tuple(samples), sum(ended) / len(ended)
 
     def candidate_scores(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the mean log-probability of each candidate's tokens.

@@ -261,6 +261,18 @@ def uniforms(key: int, position: int, count: int) -> np.ndarray:
     return (integers + np.float32(0.5)) * np.float32(2.0**-23)
 
 
+def ended_answers(
+    tokens: Tensor, settings: GenerationSettings, tokenizer: PromptTokenizer
+) -> list[bool]:
+    """Return whether each answer in new tokens [rows, n] ended before it had the most tokens."""
+    ended = []
+    for ids in tokens.tolist():
+        has_stop_id = any(token in settings.stop_ids for token in ids)
+        written = "" if has_stop_id else tokenizer.decode(ids)
+        ended.append(has_stop_id or any(stop in written for stop in settings.stops))
+    return ended
+
+
 def read_answers(
     tokens: Tensor,
     settings: GenerationSettings,

@@ -10,6 +10,7 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
     checkpoints/step-N/       DeepSpeed's checkpoint (first_order.py)
     snapshots/step-N/         a model in the format of transformers or peft
     predictions/step-N.jsonl  the answers to the test examples
+    samples.jsonl             some answers of each evaluation, with their rewards
     metrics.jsonl             a line for each step and each evaluation
     results.json              the outcome (results.py)
     STOP                      the user makes this file to ask for a stop
@@ -40,6 +41,7 @@ import torch
 import lezo_ds
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
+from lezo_ds.data.evaluation import Sample
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE, failures_named, make_directory, write_atomically
 
@@ -78,6 +80,7 @@ class RunDirectory:
         self.stop_file = self.path / "STOP"
         self.results = self.path / "results.json"
         self._predictions = self.path / "predictions"
+        self.samples = self.path / "samples.jsonl"
         self._metrics = self.path / "metrics.jsonl"
         self._config = self.path / "config.yaml"
         self._environment = self.path / "environment.json"
@@ -169,7 +172,14 @@ class RunDirectory:
 
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal or training state."""
-        outputs = [self._metrics, self._predictions, self.results, self.snapshots, self.checkpoints]
+        outputs = [
+            self._metrics,
+            self.samples,
+            self._predictions,
+            self.results,
+            self.snapshots,
+            self.checkpoints,
+        ]
         if any(path.exists() for path in outputs):
             # What describes a run may be there before the run.
             outputs = [self._config, self._environment, *outputs]
@@ -228,6 +238,12 @@ class RunDirectory:
         """Append a line to metrics.jsonl. It is not synced."""
         with failures_named(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(entry) + "\n")
+
+    def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
+        """Append the answers that an evaluation shows to samples.jsonl. It is not synced."""
+        with failures_named(self.samples), self.samples.open("a") as file:
+            for sample in samples:
+                file.write(json.dumps({"step": step, "split": split, **vars(sample)}) + "\n")
 
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the answers to the test examples by the weights after `step` steps."""

@@ -104,6 +104,10 @@ class TrainingMethod(ABC):
     def num_skipped_steps(self) -> int:
         """Return the number of steps that changed nothing. Only that of rank 0 counts."""
 
+    def num_flat_steps(self) -> int:
+        """Return the number of steps whose probes had equal losses. Only that of rank 0 counts."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Close the run's records. Nothing can be recorded afterwards."""

@@ -52,6 +52,7 @@ class RunResults:
         seconds: wall-clock time of all processes of the run, without what a kill threw away.
         peak_memory_bytes: most memory that a rank used: of its GPU, or else of the host.
         skipped_steps: number of steps that changed nothing because a loss was not finite.
+        flat_steps: number of steps that changed nothing because all losses, or rewards, were equal.
         model_fingerprint: digest of the base weights.
         weights_digest: digest of the weights after `step_of_weights` steps.
         world_size: number of ranks of the last process.
@@ -78,6 +79,7 @@ class RunResults:
     seconds: float
     peak_memory_bytes: int
     skipped_steps: int
+    flat_steps: int = 0
     model_fingerprint: str
     weights_digest: str
     world_size: int

@@ -68,7 +68,7 @@ from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs import records
 from lezo_ds.runs.method import StepMetrics, TrainingMethod
 from lezo_ds.runs.results import RunResults
-from lezo_ds.runs.screen import evaluation_line, number, progress_bar
+from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
 from lezo_ds.tasks.metrics import LabelScore
 
@@ -307,9 +307,18 @@ class Run:
         loss = result.loss if math.isfinite(result.loss) else None
         evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
         self.record(evaluation)
-        self._log_metrics({f"{split}_loss": evaluation.loss, f"{split}_{metric}": result.score})
+        numbers: dict[str, float | bool | None] = {
+            f"{split}_loss": evaluation.loss,
+            f"{split}_{metric}": result.score,
+        }
+        if result.share_ended is not None:
+            numbers[f"{split}_share_ended"] = result.share_ended
+        self._log_metrics(numbers)
         if self._writes:
             logger.info("%s", evaluation_line(evaluation, metric))
+            if result.samples:
+                self.directory.log_samples(at, split, result.samples)
+                logger.info("%s", samples_line(result))
 
     def has_evaluated(self, split: str, step: int) -> bool:
         """Return whether an evaluation of a split after `step` steps is recorded."""
@@ -393,6 +402,7 @@ class Run:
             seconds=self._seconds(),
             peak_memory_bytes=self._peak_memory_bytes(),
             skipped_steps=self.method.num_skipped_steps(),
+            flat_steps=self.method.num_flat_steps(),
             model_fingerprint=self.engine.base.fingerprint,
             weights_digest=self.engine.weights.digest(),
             world_size=self.engine.world_size,

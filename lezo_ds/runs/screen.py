@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lezo_ds.data.evaluation import EvaluationResult
+from lezo_ds.errors import cut
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs.results import RunResults
 
@@ -20,6 +22,7 @@ _SPLITS = {"dev": "validation", "test": "test"}
 
 _LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}\n"
 _LINE_SECONDS = 20
+_SHOWN_ANSWER = 80  # characters
 
 
 def progress_bar(
@@ -48,7 +51,7 @@ def progress_bar(
 
 def number(value: float | None) -> str:
     """Return a number with four significant digits; None is one that was not finite."""
-    return "not finite" if value is None else f"{value:.4g}"
+    return "not finite" if value is None else f"{value + 0.0:.4g}"  # 0 for -0
 
 
 def duration(seconds: float) -> str:
@@ -64,6 +67,16 @@ def evaluation_line(evaluation: EvaluationRecord, metric: str) -> str:
     if evaluation.loss is not None or evaluation.split == "dev":
         scores = f"loss {number(evaluation.loss)}, {scores}"
     return f"step {evaluation.step}: {_SPLITS[evaluation.split]} {scores}"
+
+
+def samples_line(result: EvaluationResult) -> str:
+    """Return the share of answers that ended, and an answer with its reward, as a log line."""
+    sample = result.samples[0]
+    answer = cut(" ".join(sample.answer.split()), _SHOWN_ANSWER)
+    return (
+        f"{result.share_ended:.0%} of the answers ended; reward {number(sample.reward)} "
+        f"for {answer!r}"
+    )
 
 
 def run_summary(run_dir: str, results: RunResults) -> str:
@@ -85,8 +98,15 @@ def run_summary(run_dir: str, results: RunResults) -> str:
             f"Best step: {results.best_step} (validation loss {best_loss}).",
         ]
         if results.worse_than_base:
+            advice = "Lower the learning rate, or do more steps."
+            if results.flat_steps == results.steps:
+                advice = "Change the reward, because it gave all probes the same number."
+            lines.append(f"{WORSE}, which is what export writes. {advice}")
+        if results.flat_steps > 0:
             lines.append(
-                f"{WORSE}, which is what export writes. Lower the learning rate, or do more steps."
+                f"All losses or rewards were equal in {results.flat_steps} of {results.steps} "
+                "steps, which changed nothing. A finer reward, or generation.temperature=1, gives "
+                "the probes different ones."
             )
         if results.skipped_steps > 0:
             lines.append(f"Skipped steps: {results.skipped_steps}.")

@@ -109,6 +109,10 @@ class ZerothOrderMethod(TrainingMethod):
     def num_skipped_steps(self) -> int:
         return sum(1 for record in self._recorded_steps() if not record.applied)
 
+    def num_flat_steps(self) -> int:
+        applied = [record for record in self._recorded_steps() if record.applied]
+        return sum(1 for record in applied if not any(record.projected_grads))
+
     def close(self) -> None:
         if self.journal is not None:
             self.journal.close()

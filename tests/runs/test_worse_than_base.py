@@ -61,3 +61,41 @@ def test_a_run_that_gets_worse_says_so_and_gives_the_base_model(kind, recipe, tm
     assert WORSE in exported.err and WORSE in (tmp_path / "out" / "README.md").read_text()
     digests = read_manifest(tmp_path / "out")["digest"], results["weights_digest"]
     assert digests == (results["model_fingerprint"],) * 2
+
+
+@reward
+def nothing(answers, records):
+    return [0.0 for _ in answers]
+
+
+def test_rewards_that_are_all_equal_are_named_and_samples_show_the_answers(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    data = write_tasks(tmp_path / "data") / "squad"
+    keys = [
+        f"run_dir={run_dir}",
+        f"model.path={write_writer(tmp_path / 'writer')}",
+        "data.task=squad",
+        f"data.path={data}",
+        f"data.max_length={NUM_POSITIONS}",
+        *[f"data.{split}=9" for split in ("num_train", "num_dev", "num_test")],
+        "train.objective=test_worse_than_base:nothing",
+        "data.metric=reward",
+        "generation.max_new_tokens=12",
+    ]
+    finished = run_forked_well(["--config", recipe, *keys], PYTHONPATH=PATH, num_ranks=2)
+    assert "All losses or rewards were equal in 8 of 8 steps" in finished.out
+    assert "-0" not in finished.out.replace("-0000", "").split("Run directory")[0]
+    assert results_of(run_dir)["flat_steps"] == 8
+    samples = list(map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines()))
+    of_base = [sample for sample in samples if (sample["step"], sample["split"]) == (0, "test")]
+    predictions = (run_dir / "predictions" / "step-00000000.jsonl").read_text().splitlines()
+    shown = [json.loads(line) for line in predictions][: len(of_base)]
+    assert len(of_base) == 4
+    assert [s["answer"] for s in of_base] == [row["predicted"] for row in shown]
+    assert all(
+        sample["reward"] == 0 and not str(sample["reward"]).startswith("-") for sample in samples
+    )
+    assert all(type(sample["ended"]) is bool for sample in samples)
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    shares = [line["test_share_ended"] for line in lines if "test_share_ended" in line]
+    assert shares and all(0 <= share <= 1 for share in shares)
