@@ -103,7 +103,7 @@ class RunDirectory:
             # It stays: a file that is removed could be locked twice.
             # In a run of someone else, it may be a link to a file elsewhere.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            file = os.fdopen(os.open(self.path / ".lock", flags), "r+", errors="replace")
+            file = os.fdopen(os.open(self.path / ".lock", flags, 0o666), "r+", errors="replace")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -210,12 +210,16 @@ def _shorten_labels(task: dict[str, Any], data: TaskData) -> bool:
     for ids, length in zip(example.sequences, example.option_lengths, strict=True):
         options.append(ids[-length:])
     counts = Counter(token for option in options for token in set(option))
-    texts = {}
-    for label, option in zip(task["labels"], options, strict=True):
+    labels = task["labels"]
+    if isinstance(labels, list):
+        labels = {label: label for label in labels}
+    shorter = {}  # by the text of a label, which several values may have
+    for label, option in zip(dict.fromkeys(labels.values()), options, strict=True):
         own = [data.tokenizer.decode([token]).strip() for token in option if counts[token] == 1]
-        texts[label] = next((text for text in own if text and f" {text}" in f" {label}"), "")
-    different = {text.casefold() for text in texts.values() if text}
-    if len(different) < len(texts) or texts == task["labels"]:
+        shorter[label] = next((text for text in own if text and f" {text}" in f" {label}"), "")
+    different = {text.casefold() for text in shorter.values() if text}
+    texts = {value: shorter[label] for value, label in labels.items()}
+    if len(different) < len(shorter) or texts == labels:
         return False
     task["labels"] = texts
     return True

@@ -459,4 +459,4 @@ def test_a_file_of_an_unknown_kind_is_refused_before_the_name_of_the_output(tmp_
     source = tmp_path / "recipe.yaml"
     source.touch()
     with pytest.raises(UserError, match=r"cannot read .*recipe\.yaml; fix: name a file that"):
-        _check_files(TASKS["sst2"], source, tmp_path / "labels.csv")
+        _check_files(TASKS["sst2"], source, tmp_path / "labels.csv", "utf-8", [])

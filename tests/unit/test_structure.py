@@ -15,7 +15,7 @@ from packaging.version import Version
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-CODE_TOKENS = 118_000
+CODE_TOKENS = 121_000
 """Most code tokens of Python in lezo_ds. Comments, docstrings and layout are free, and so are
 lines."""
 
@@ -30,13 +30,13 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"sharding": 9_400},
     {"forward": 11_700},
     {"checkpoints": 4_200},
-    {"data": 16_500},
+    {"data": 17_500},
     {"agreement": 900},
     {"step": 1_300},
     {"engine": 3_100},
-    {"runs": 17_900},
+    {"runs": 19_200},
     {"tools": 15_300},
-    {"cli": 2_900},
+    {"cli": 3_300},
 )
 """The rooms of the package from the ground up, with the most code tokens of each: a tenth more
 than it has.

@@ -229,7 +229,9 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
         "and 1 more; fix: correct or remove the record, or leave out such records: data.skip"
         in message
     )
-    data = load_task_data(config_from_dict(values, "test", ["data.skip_unusable=true"]))
+    data = load_task_data(
+        config_from_dict(values, "test", ["data.skip_unusable=true", "data.splits=random"])
+    )
     splits = (data.train, data.dev, data.test)
     assert (
         sum(len(split.examples) for split in splits)
