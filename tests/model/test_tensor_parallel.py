@@ -148,7 +148,6 @@ def _run(
         ("bf16", "stochastic", "lora", 0),
         ("fp32", "stochastic", "prefix", 0),
         ("bf16", "fp32_master", "none", 2),
-        ("bf16", "stochastic", "none", 1),
         ("fp32", "stochastic", "lora", 2),
     ],
 )

@@ -127,7 +127,6 @@ CASES = [
     ),
 ]
 LOW_RANK = [
-    Case("none", "fp32", MASTER, "grzo", "uniform", "normal", "shared", True, 4, "opt", ONE_A_ROW),
     Case("none", "bf16", MASTER, "spsa", "uniform", "normal", "replicas", False, 2, "llama", WHOLE),
     Case("lora", "fp32", MASTER, "fzoo", "fixed", "rademacher", "shared", False, 5, "opt", PAIRS),
     Case("none", "bf16", STOCHASTIC, ES, WEIGHTED, "normal", "shared", True, 4, "llama", ONE_A_ROW),
