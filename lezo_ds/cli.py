@@ -474,6 +474,10 @@ COMMANDS: dict[str, tuple[Callable[[_Parser], None], str]] = {
 function that takes the parsed arguments. The module is imported when the command runs."""
 
 
+def _begins_with_key(word: str) -> bool:
+    return word.partition("=")[0] in READER.keys
+
+
 def run_command(name: str, words: Sequence[str] | None = None) -> None:
     """Run a command on the words of its command line, by default those in `sys.argv`."""
     add_arguments, function = COMMANDS[name]
@@ -482,6 +486,8 @@ def run_command(name: str, words: Sequence[str] | None = None) -> None:
         description += f"\n\nKeys:\n{READER.describe()}"
     parser = _Parser(name, description)
     add_arguments(parser)
+    if name == "predict":  # keys may come before DATA
+        words = sorted(words or sys.argv[1:], key=_begins_with_key)
     arguments = parser.parse_intermixed_args(words)  # options and keys may alternate
     for word in getattr(arguments, "overrides", ()):
         if word.endswith((".yaml", ".yml")) and "=" not in word:

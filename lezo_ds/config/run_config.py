@@ -71,7 +71,7 @@ def _answers_in_chat(flat: Mapping[str, Any]) -> bool:
     return flat.get("data.chat_template") is True and (is_judged or not has_candidates)
 
 
-def _tokens_of_turn(max_length: object) -> int:
+def tokens_of_turn(max_length: object) -> int:
     """Return the default of generation.max_new_tokens in a chat: at most half of an input."""
     if not isinstance(max_length, int):
         return TOKENS_OF_TURN
@@ -114,7 +114,7 @@ def config_from_dict(
     if _answers_in_chat(flat):
         # A recorded run has these keys, and they keep the meaning that they had when it began.
         flat.setdefault("generation.stop", [])
-        flat.setdefault("generation.max_new_tokens", _tokens_of_turn(flat.get("data.max_length")))
+        flat.setdefault("generation.max_new_tokens", tokens_of_turn(flat.get("data.max_length")))
     if overrides and values:
         where += " and the command line"
     config: RunConfig = READER.read(flat, where)

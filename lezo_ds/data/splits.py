@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar, get_args
 
@@ -120,6 +120,20 @@ def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tup
     return used
 
 
+def refused_together(builds: Iterable[Callable[[], T]]) -> list[T]:
+    """Return what functions return. What several of them refuse is one error."""
+    built = []
+    errors = []
+    for build in builds:
+        try:
+            built.append(build())
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        raise type(errors[0])("; ".join(map(str, errors)))
+    return built
+
+
 def _task_splits(task: Task, data: DataConfig) -> Splits:
     """Draw train, then dev, from the training records, and test from the validation records."""
     names = ("train", "validation")
@@ -132,8 +146,8 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     else:
         fix = "set data.path to a directory with train.jsonl and validation.jsonl"
         stored = read_hub(task.hub_id, task.hub_config, names, fix=fix)
-    train, test = (
-        _examples(task, data, name, rows) for name, rows in zip(names, stored, strict=True)
+    train, test = refused_together(
+        partial(_examples, task, data, name, rows) for name, rows in zip(names, stored, strict=True)
     )
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
     num_dev = data.num_dev or sizes.num_dev
@@ -161,16 +175,25 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     Test is drawn first, so that it does not depend on the other sizes.
     """
     assert data.train is not None
-    examples = _examples(task, data, "train", read_source("data.train", data.train, data.encoding))
+
+    def read(name: str) -> tuple[Example, ...] | None:
+        source = getattr(data, name)
+        if source is None:
+            return None
+        rows = read_source(f"data.{name}", source, data.encoding)
+        return _examples(task, data, name, rows)
+
+    examples, own_test, own_dev = refused_together(
+        partial(read, name) for name in ("train", "test", "validation")
+    )
+    assert examples is not None
     left = _order(task, data, examples)
     drawn = []
-    for name, source, wanted in (
-        ("test", data.test, data.num_test),
-        ("validation", data.validation, data.num_dev),
+    for name, own, wanted in (
+        ("test", own_test, data.num_test),
+        ("validation", own_dev, data.num_dev),
     ):
-        if source is not None:
-            rows = read_source(f"data.{name}", source, data.encoding)
-            own = _examples(task, data, name, rows)
+        if own is not None:
             drawn.append(_chosen(own, _order(task, data, own)[:wanted]))
             continue
         size = wanted or min(_MOST_DRAWN[name], max(1, len(examples) // 5))
@@ -316,8 +339,8 @@ def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> 
 
     def build(numbered: tuple[int, Row]) -> Example:
         number, (place, record) = numbered
-        example = checked_example(task, f"record {number} {of_split}{place}", record)
-        return replace(example, record=record, place=place)
+        where = f"record {number} {of_split}{place}"
+        return replace(checked_example(task, where, record), record=record, place=where)
 
     built = usable(enumerate(rows, start=1), build, skip=data.skip_unusable)
     answerable = [

@@ -59,7 +59,7 @@ from lezo_ds.data.objectives import (
     try_reward,
 )
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
-from lezo_ds.data.splits import Splits, load_splits, usable, with_demonstrations
+from lezo_ds.data.splits import Splits, load_splits, refused_together, usable, with_demonstrations
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.registry import names_code
@@ -275,14 +275,22 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     encoder = _Encoder(config, task, objective, tokenizer, model_config)
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.
     takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
+    encode = partial(encoder.encode, has_prompts=writes_answers)
+    train, dev, test = refused_together(
+        (
+            partial(encoder.encode, splits.train, has_prompts=objective.reads_answers),
+            partial(encode, splits.dev),
+            partial(encode, splits.test),
+        )
+    )
     data = TaskData(
         task,
         tokenizer,
-        train=encoder.encode(splits.train, has_prompts=objective.reads_answers),
-        dev=encoder.encode(splits.dev, has_prompts=writes_answers),
-        test=encoder.encode(splits.test, has_prompts=writes_answers),
+        train=train,
+        dev=dev,
+        test=test,
         objective=objective,
-        encode=partial(encoder.encode, has_prompts=writes_answers),
+        encode=encode,
         generation=generation,
         packed=takes_packed and can_pack(model_config, config.data.max_length),
         loss_batch=_MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,

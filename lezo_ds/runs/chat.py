@@ -34,7 +34,6 @@ CHAT_KEYS = (
     "generation.max_new_tokens=512",
     "generation.temperature=0",
     "generation.top_p=null",
-    "generation.num_samples=1",
 )
 """How answers are written unless the command line says otherwise, whatever the model's task was."""
 

@@ -326,6 +326,28 @@ prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_pro
 prompt = prompt.removeprefix(tokenizer.bos_token or "")
 labels = [label.strip() for label in labels]
 """
+_TALK = """
+To talk to it: `lezo-ds chat --model DIR`. With transformers (of an adapter, its base model is
+loaded, too):
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+# data.system_prompt in lezo_manifest.json, if it is not null, is a first turn of the role system.
+turns = [{"role": "user", "content": "Who are you?"}]
+inputs = tokenizer.apply_chat_template(
+    turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)
+tokens = model.generate(**inputs, max_new_tokens=256, do_sample=False)
+answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+print(answer)
+```
+
+With vLLM: `vllm serve DIR`, or of a LoRA adapter
+`vllm serve BASE --enable-lora --lora-modules tuned=DIR`, and in another terminal `vllm chat`.
+"""
 _TRAINED = {"none": "all weights", "lora": "low-rank adapters", "prefix": "a prefix in each block"}
 _LIBRARIES = {"none": "transformers", "lora": "peft", "prefix": "lezo_ds"}
 _LOAD_BASE = 'AutoModelForCausalLM.from_pretrained("{base}")'
@@ -379,6 +401,8 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
             bos=[] if bos_id is None else [bos_id],
             chat=_CHAT if config.data.chat_template else "",
         )
+    elif config.data.messages or config.data.chat_template:
+        card += _TALK
     return card
 
 

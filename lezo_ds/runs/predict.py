@@ -184,7 +184,7 @@ def _records(
     encoding: str,
     taken: Sequence[str],
 ) -> Iterator[tuple[str, Record]]:
-    """Yield each record with its place, and refuse one that does not fit the task.
+    """Yield what messages call each record, and the record. Refuse one that does not fit the task.
 
     No field of a record may have one of the names in `taken`. OF_LABEL stands for all that begin
     with it.
@@ -195,7 +195,7 @@ def _records(
         for name in record:
             if name in taken or (OF_LABEL in taken and name.startswith(OF_LABEL)):
                 raise UserError(f"{where} has a field {name} already", fix="rename it")
-        yield place, record
+        yield where, record
 
 
 def unlabelled(task: Task) -> Task:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import math
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,10 +129,6 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         had_default = old == _SHORT.repr("absent") and new == default
         if key in may_differ or had_default:
             continue
-        fix = "use the inputs that the run was started with, or another run_dir"
-        data = recorded.config.get("data")
-        if key.startswith("data_fingerprints") and isinstance(data, dict) and "splits" not in data:
-            fix = "add data.splits=random, as the splits of this run were drawn"
         written_by = ""
         version = recorded.libraries.get("lezo_ds")
         own_version = ours.libraries["lezo_ds"]
@@ -139,11 +136,23 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
             written_by = f", written by lezo_ds {version} (this is {own_version})"
         raise UserError(
             f"{key} differs from the journal's{written_by}: it is {new}, and was {old}",
-            fix=fix,
+            fix=f"{_inputs_to_add(key, recorded)}, or use another run_dir",
         )
     recorded_machine = recorded.libraries | recorded.arithmetic
     for key, old, new in _differences(recorded_machine, ours.libraries | ours.arithmetic):
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
+
+
+def _inputs_to_add(key: str, recorded: Header) -> str:
+    """Return what a command adds to continue a run whose input `key` is not the command's."""
+    if key.startswith("generation."):
+        older = recorded.config["generation"]
+        stop = shlex.quote(f"generation.stop={json.dumps(older['stop'])}")
+        return f"add {stop} generation.max_new_tokens={older['max_new_tokens']}"
+    data = recorded.config.get("data")
+    if key.startswith("data_fingerprints") and isinstance(data, dict) and "splits" not in data:
+        return "add data.splits=random, as the splits of this run were drawn"
+    return "use the inputs that the run was started with"
 
 
 def _inputs_of(header: Header) -> dict[str, Any]:

@@ -153,16 +153,11 @@ def open_model(
 
 def _load_adapter(engine: LezoEngine, directory: Path) -> None:
     """Set the weights of an adapter to those in its export. A collective."""
-    manifest = distributed.on_rank_zero(lambda: read_manifest(directory))
-    if manifest is None:
-        raise UserError(
-            f"the adapter in {directory} is not one that lezo_ds exported, or has changed",
-            fix="export the run again",
-        )
+    manifest = distributed.on_rank_zero(lambda: read_manifest(directory)) or {}
     if manifest.get("base") != engine.base.fingerprint:
         raise UserError(
-            f"{engine.base.name} is not the base model of {directory}: its fingerprint is another",
-            fix="add model.path=... with the directory of the base model",
+            f"{directory} is not an adapter of {engine.base.name} that lezo_ds exported",
+            fix="add model.path=... with the directory of its base model, or export it again",
         )
     load_weights(engine.sharded, directory)
 

@@ -74,7 +74,8 @@ class Example:
         messages: the conversation, if the tokenizer's chat template writes the example. Its last
             turn is the gold text of the assistant, if there is one.
         record: all fields of the record, including those that the task does not read.
-        place: where the record is, such as " (train.jsonl line 3)"; "" if unknown.
+        place: what messages call the record, such as "record 3 of the train split of custom
+            (train.jsonl line 3)"; "" numbers it by its index.
     """
 
     prompt: str
@@ -90,7 +91,7 @@ class Example:
     @property
     def where(self) -> str:
         """What messages call the record."""
-        return f"record {self.index + 1}{self.place}"
+        return self.place or f"record {self.index + 1}"
 
     @property
     def gold_texts(self) -> tuple[str, ...]:

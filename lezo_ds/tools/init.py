@@ -23,6 +23,7 @@ import torch
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, load_config
+from lezo_ds.config.run_config import tokens_of_turn
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import READERS, TABLES, UTF_8, kind_of, read_source
 from lezo_ds.data.task_data import TaskData, load_task_data
@@ -47,6 +48,9 @@ _BATCH_SIZE = 16
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of LeZO's
 _MAX_STEPS = 1000
 _DEFAULT_POSITIONS = 2048
+_QUESTIONS = {"completion": "prompt", "response": "prompt", "output": "instruction"}
+"""The usual names of columns with questions, by those of the columns with their answers."""
+
 # Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
 # wider models are smaller by the root of the width, and FZOO's perturbations and steps with them.
 # LeZO's rates for OPT-1.3B to 30B follow the third power of that root.
@@ -64,7 +68,7 @@ model:
 data:
   train: {train}  # data.validation and data.test name other files
 {task}  max_length: {max_length}  # tokens; longer inputs are cut
-
+{generation}
 zo:
 {zo}
 train:
@@ -76,6 +80,11 @@ train:
 deepspeed: {deepspeed}
 """
 _TOKENS_NOTE = "# Labels are scored by a token of each; a list scores whole labels.\n"
+_GENERATION = """
+generation:  # answers end at one of the texts in stop
+  stop: {stop}  # [] is the end of the model's turn or of the sequence, and null the first newline
+  max_new_tokens: {max_new_tokens}
+"""
 _PARTITION = (
     "partition_size: 1  # each GPU holds the whole model, and ranks exchange only scalars\n"
 )
@@ -345,13 +354,20 @@ def _recipe(
     objective = ""
     if arguments.reward is not None:
         objective = f"  objective: {arguments.reward}  # judges answers\n"
+    max_length = min(_DEFAULT_POSITIONS, max_positions)
+    generation = ""
+    if "labels" not in task:
+        generation = _GENERATION.format(stop="null", max_new_tokens=50)
+        if "messages" in task or "chat_template" in task:
+            generation = _GENERATION.format(stop="[]", max_new_tokens=tokens_of_turn(max_length))
     return _TEMPLATE.format(
         run_dir=json.dumps(f"runs/{Path(arguments.data).stem}"),
         model=json.dumps(arguments.model),
         dtype=machine.dtype,
         train=json.dumps(arguments.data),
         task="".join(task_lines),
-        max_length=min(_DEFAULT_POSITIONS, max_positions),
+        max_length=max_length,
+        generation=generation,
         zo=zo,
         objective=objective,
         steps=steps,
@@ -391,6 +407,7 @@ def describe_task(
 
     A table with a column of conversations is a chat. Otherwise the model reads the column `text`,
     by default the only one that holds texts, and gives what `label`, `answer` or `reward` asks for.
+    Columns with the usual names of questions and answers need not be named.
 
     Args:
         records: The rows of the table.
@@ -417,9 +434,11 @@ def describe_task(
             fix = f"use one of {', '.join(columns)}"
             raise UserError(f"{option} {name} is not a column", fix=fix)
 
-    conversations = [name for name, values in columns.items() if any(map(_are_turns, values))]
-    if len(conversations) == 1 and text is None and label is None and answer is None:
-        return f"Chat: the messages in {conversations[0]}", {"messages": conversations[0]}
+    if text is None and label is None and answer is None:
+        conversations = [name for name, values in columns.items() if any(map(_are_turns, values))]
+        if len(conversations) == 1:
+            return f"Chat: the messages in {conversations[0]}", {"messages": conversations[0]}
+        text, answer = _usual_columns(columns, reward)
     if answer is None and label is None and reward is None:
         label = _only("label", "few different values", _few_valued(columns, without=text))
     target = str(answer or label)
@@ -427,16 +446,39 @@ def describe_task(
         candidates = [name for name in columns if name != target and _are_texts(columns[name])]
         text = _only("text", "texts", candidates)
     template = {"chat_template": True} if in_chat else {}
+    prompt = f"{{{text}}}"
+    if text == "instruction" and any(columns.get("input", ())):
+        prompt += "\n\n{input}"
     if reward is not None:
-        return f"Answers to {text}, judged by {reward}", {"prompt": f"{{{text}}}", **template}
-    question = target.replace("_", " ").capitalize()
-    prompt = f"{{{text}}}\n{question}:"  # such as "{body}\nTopic:"
+        return f"Answers to {text}, judged by {reward}", {"prompt": prompt, **template}
+    if text != "prompt" or answer is None:
+        question = target.replace("_", " ").capitalize()
+        prompt += f"\n{question}:"  # such as "{body}\nTopic:"
     if answer is not None:
         task = {"prompt": prompt, "completion": f"{{{answer}}}", **template}
         return f"Generation of {answer} from {text}", task
     labels = _labels(target, columns[target], label_map or {})
     task = {"prompt": prompt, "label_field": label, "labels": labels, **template}
     return f"Classification of {text} by {label}", task
+
+
+def _usual_columns(
+    columns: Mapping[str, object], reward: str | None
+) -> tuple[str | None, str | None]:
+    """Return the columns of questions and answers if they have the usual names, or None twice.
+
+    Raises:
+        UserError: The columns hold pairs of preference.
+    """
+    if reward is None and "rejected" in columns:
+        raise UserError(
+            "the column rejected holds one of two answers, and no objective learns from pairs",
+            fix="give --text COLUMN --answer chosen, or without --answer remove this column",
+        )
+    for answer, question in _QUESTIONS.items():
+        if answer in columns and question in columns:
+            return question, answer
+    return None, None
 
 
 def _labels(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import sys
 
@@ -96,6 +97,24 @@ def test_a_run_and_its_exports_answer_alike_on_any_number_of_ranks(root):
     words = ["chat", "--run", str(root / "run"), "--step", "last", SHORT]
     two_ranks = talk([sys.executable, *launcher, str(free_port()), "--module", "lezo_ds", *words])
     assert [line for line in answers_of(two_ranks) if line in answers] == answers
+
+
+def test_the_card_of_a_chat_shows_one_with_transformers(root, tmp_path, capsys):
+    run = ["--run", root / "run", "--step", "last"]
+    run_forked_well([*run, "--out", tmp_path / "adapter"], program="export")
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "vllm serve DIR" in card
+    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    for shown, own in (
+        ('"."', repr(str(tmp_path / "adapter"))),
+        ("Who are you?", LINES[0]),
+        ("256", str(MOST_TOKENS)),
+    ):
+        assert shown in program
+        program = program.replace(shown, own)
+    exec(program, {})
+    expected = answers_of(talk(python(*run, SHORT, program="chat"), LINES[:1]))
+    assert capsys.readouterr().out.splitlines()[-1:] == expected
 
 
 def pieces_of_an_answer(directory):

@@ -97,10 +97,10 @@ def test_the_export_of_an_adapter_labels_and_scores_as_its_run(kind, root, tmp_p
     other = write_chat_model(tmp_path / "other")
     write_model(AutoConfig.from_pretrained(other), other, seed=1)
     refused = predict(*asked, f"model.path={other}", runner=run_forked)
-    assert_one_error(refused, 2, f"{other} is not the base model of {tmp_path / 'adapter'}")
+    assert_one_error(refused, 2, f"adapter is not an adapter of {other} that")
     (tmp_path / "adapter" / "lezo_manifest.json").unlink()
     refused = predict(*asked, moved, "data.prompt={text}", "data.labels=[a, b]", runner=run_forked)
-    assert_one_error(refused, 2, "is not one that lezo_ds exported")
+    assert_one_error(refused, 2, "that lezo_ds exported; fix: add model.path=")
 
 
 AWKWARD = {
@@ -252,7 +252,7 @@ def test_a_base_model_answers_a_question_and_a_conversation_alike(root, tmp_path
         "--out",
     ]
     predict(*asked, tmp_path / "prompt.jsonl", "data.prompt={text}", "data.chat_template=true")
-    predict(*asked, tmp_path / "chat.jsonl", "data.messages=turns")
+    predict("generation.stop=[]", *asked, tmp_path / "chat.jsonl", "data.messages=turns")
     answers = records_in(tmp_path / "chat.jsonl")
     assert answers == records_in(tmp_path / "prompt.jsonl")
     assert [[*record] for record in answers] == [["text", "turns", "predicted"]] * 2

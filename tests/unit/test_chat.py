@@ -62,7 +62,7 @@ def tokenizers(models):
 
 
 def example_of(*turns):
-    place = " (t.jsonl line 3)"
+    place = "record 3 (t.jsonl line 3)"
     last = turns[-1].content
     return Example("", (last,), 0, index=2, references=(last,), messages=tuple(turns), place=place)
 

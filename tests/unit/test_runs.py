@@ -142,6 +142,9 @@ def test_a_chat_of_0_4_goes_on_unless_its_answers_would_end_elsewhere():
     message = r"max_new_tokens differs .* by lezo_ds 0.4.0 \(this is 0.5.0\): it is 256, and was 50"
     with pytest.raises(UserError, match=message):
         assert_same_run(recorded, ours, may_differ)
+    fix = r"fix: add generation.stop=null generation.max_new_tokens=50, or use another run_dir"
+    with pytest.raises(UserError, match=fix):
+        assert_same_run(recorded, ours, may_differ)
     assert_same_run(recorded, header(*asked, *older_keys), may_differ)
 
 

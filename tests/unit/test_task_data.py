@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from assets import write_records
-from own_data import conversation, own_values, write_chat_model
+from own_data import WITHOUT_SYSTEM, conversation, own_values, write_chat_model
 from tiny_tasks import task_config, write_tasks, write_writer
 
 from lezo_ds.config import config_from_dict, load_config
@@ -242,10 +242,35 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
     assert (
         "left out: 2 records cannot be used: the chat template does not write turn 2" in caplog.text
     )
-    by_line = {example.place: example.messages for split in splits for example in split.examples}
-    roles = [[turn.role for turn in by_line[f" ({path} line {line})"]] for line in (1, 2, 3)]
+    by_line = {example.where: example.messages for split in splits for example in split.examples}
+    name = "record {1} of the train split of custom ({0} line {1})"
+    roles = [[turn.role for turn in by_line[name.format(path, line)]] for line in (1, 2, 3)]
     assert roles[0] == ["system", "user", "assistant"] and roles[2] == ["developer", "assistant"]
     assert roles[1] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_bad_records_of_all_splits_are_named_at_once_as_they_are_counted_in_their_files(tmp_path):
+    model = write_chat_model(tmp_path / "model", WITHOUT_SYSTEM)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    system = {"role": "system", "content": "c"}
+    unanswered = {"turns": [{"role": "user", "content": "a"}]}
+    rows = [unanswered, *({"turns": turns} for _ in range(20))]
+
+    def refusal(bad):
+        values = {"run_dir": "none", **own_values(model, messages="turns")}
+        for split in ("train", "validation", "test"):
+            path = tmp_path / f"{split}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, bad]))
+            values["data"][split] = str(path)
+        with pytest.raises(UserError, match="1 record cannot be used: ") as error:
+            load_task_data(config_from_dict(values, "test"))
+        return str(error.value)
+
+    for bad in ({"turns": "x"}, {"turns": [system, *turns]}):
+        message = refusal(bad)
+        for split in ("train", "validation", "test"):
+            where = f"record 22 of the {split} split of custom ({tmp_path}/{split}.jsonl line 22)"
+            assert where in message
 
 
 DECORATED = "from lezo_ds import reward\n@reward\ndef judge(answers, records):\n    return"

@@ -60,9 +60,36 @@ def test_init_takes_the_only_columns_of_texts_and_labels():
     assert describe_task(records(turns=turns, source=CLASSES))[1] == {"messages": "turns"}
 
 
+def test_init_knows_the_usual_columns_of_questions_and_answers_and_keeps_their_input():
+    texts = [f"text {number}" for number in range(40)]
+    inputs = ["", "more"] * 20
+    alpaca = records(instruction=texts, input=inputs, output=texts)
+    _, task = describe_task(alpaca, in_chat=True)
+    assert task == {
+        "prompt": "{instruction}\n\n{input}\nOutput:",
+        "completion": "{output}",
+        "chat_template": True,
+    }
+    _, task = describe_task(alpaca, reward="judge:brevity", in_chat=True)
+    assert task == {"prompt": "{instruction}\n\n{input}", "chat_template": True}
+    without = records(instruction=texts, input=[""] * 40, output=texts)
+    assert describe_task(without)[1]["prompt"] == "{instruction}\nOutput:"
+    _, task = describe_task(records(prompt=texts, completion=texts, n=CLASSES))
+    assert task == {"prompt": "{prompt}", "completion": "{completion}"}
+
+
+TURNS = [[{"role": "user", "content": "hi"}]] * 40
+
+
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
+        (
+            {"prompt": TEXTS, "chosen": TEXTS, "rejected": TEXTS},
+            {},
+            "one of two answers, and no objective learns from pairs; fix: .* --answer chosen",
+        ),
+        ({"chosen": TURNS, "rejected": TURNS}, {}, "from pairs; fix: .* remove this column"),
         (
             {"a": TEXTS, "b": TEXTS, "c": CLASSES},
             {},
@@ -174,6 +201,8 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
         "--out",
         "own.yaml",
     )
+    text = (tmp_path / "own.yaml").read_text()
+    assert "  stop: []  # [] is the end of" in text and "  max_new_tokens: 128\n" in text
     small = ["generation.max_new_tokens=3", "data.max_length=128", "zo.directions=4"]
     config = load_config(tmp_path / "own.yaml", small)
     assert (config.data.prompt, config.train.objective) == ("{text}", "judge_of_init:brevity")
