@@ -35,7 +35,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"step": 1_300},
     {"engine": 3_100},
     {"runs": 19_200},
-    {"tools": 15_300},
+    {"tools": 15_900},
     {"cli": 3_300},
 )
 """The rooms of the package from the ground up, with the most code tokens of each: a tenth more
