@@ -22,6 +22,7 @@ from lezo_ds.tools.tables import (
     JUDGES,
     NOTE,
     SEEDS,
+    read_judged_answers,
     score_table,
     short,
     shown_score,
@@ -38,11 +39,15 @@ def page(runs: pd.DataFrame) -> str:
     each_run = []
     answers = []
     by_label = []
+    judged_answers = []
     for run in runs.to_dict("records"):
-        row = {name: short(run[name]) for name in ("directory", "experiment", *SEEDS)}
-        row["test"] = shown_score(run, "test")
-        row["state"] = run["problem"] or "finished"
-        each_run.append(row)
+        row = {
+            "directory": run["directory"],
+            "test": shown_score(run, "test"),
+            "state": run["problem"] or "finished",
+        }
+        each_run.append(row | {name: short(run[name]) for name in ("experiment", *SEEDS)})
+        judged_answers.append((run["directory"], read_judged_answers(Path(run["directory"]))))
         if run["finished"]:
             shown = run["answers"]
             judge = JUDGES.get(run["metric"])
@@ -59,6 +64,7 @@ def page(runs: pd.DataFrame) -> str:
         runs=each_run,
         answers=answers,
         by_label=by_label,
+        judged_answers=judged_answers,
     )
     return html
 

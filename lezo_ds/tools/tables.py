@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 from pydantic import TypeAdapter
@@ -27,6 +27,8 @@ from lezo_ds.errors import UserError
 from lezo_ds.runs.results import RunResults
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import REWARD, LabelScore, best_f1, normalize
+
+T = TypeVar("T")
 
 # What reading a damaged JSON or YAML file may raise. YamlError is a ValueError.
 DAMAGE = (*files.DAMAGE, UserError)
@@ -81,7 +83,29 @@ class Answer:
     right: list[str]
 
 
-_ANSWER = TypeAdapter(Answer)
+@dataclass(frozen=True)
+class JudgedAnswer:
+    """An answer that an evaluation has shown: a line of samples.jsonl.
+
+    Attributes:
+        step: The number of steps before the evaluation.
+        split: dev or test.
+        prompt: What the model read.
+        answer: What it wrote.
+        reward: Of the answer.
+        ended: Whether it ended before generation.max_new_tokens.
+    """
+
+    step: int
+    split: str
+    prompt: str
+    answer: str
+    reward: float
+    ended: bool
+
+
+_ANSWERS = TypeAdapter(Answer)
+_JUDGED_ANSWERS = TypeAdapter(JudgedAnswer)
 
 # By the name of a metric that is a mean over answers, how right an answer is, from 0 to 1.
 JUDGES: Mapping[str, Callable[[Answer], float]] = {
@@ -121,7 +145,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     row |= {name: getattr(results, name) for name in ("metric", *_RESULTS)}
     if not results.finished:
         return {**row, "test": None, "problem": f"unfinished, at step {results.steps}"}
-    answers = _read_answers(directory / "predictions" / f"step-{results.best_step or 0:08}.jsonl")
+    predictions = directory / "predictions" / f"step-{results.best_step or 0:08}.jsonl"
+    answers = _read_lines(predictions, _ANSWERS)
     judge = JUDGES.get(results.metric)
     if judge is not None:
         scores = pd.Series([judge(answer) for answer in answers], dtype=float)
@@ -155,11 +180,20 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def _read_answers(path: Path) -> list[Answer]:
-    """Return the answers in a file, or none if the file is missing or damaged."""
+def read_judged_answers(directory: Path) -> list[JudgedAnswer]:
+    """Return the answers that the first and the last evaluation of a run have shown."""
+    answers = _read_lines(directory / "samples.jsonl", _JUDGED_ANSWERS)
+    if not answers:
+        return []
+    shown_steps = (answers[0].step, answers[-1].step)
+    return [answer for answer in answers if answer.step in shown_steps]
+
+
+def _read_lines(path: Path, reader: TypeAdapter[T]) -> list[T]:
+    """Return the lines of a JSONL file, or none if the file is missing or damaged."""
     try:
         lines = files.read_regular(path).decode().splitlines()
-        return [_ANSWER.validate_json(line) for line in lines]
+        return [reader.validate_json(line) for line in lines]
     except DAMAGE:
         return []
 
@@ -208,7 +242,10 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the texts of a table with a row for each experiment of `name_experiments`."""
+    """Return the texts of a table with a row for each experiment of `name_experiments`.
+
+    A column that says nothing of any of them is left out.
+    """
     keys = ["model", "task", "experiment", "metric", "method", "peft.kind", "learning_rate"]
     rows = []
     for row in over_seeds(runs[runs["finished"]], keys).to_dict("records"):
@@ -217,26 +254,28 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
             score += f" ± {shown_score(row, 'test_deviation')}"
         model = Path(row["model"]).name
         cell = Experiment(model.lower(), row["task"].lower(), row["method"], row["peft.kind"])
+        # A narrow screen shows the first columns.
         texts = {
-            "task": row["task"],
             "method": row["experiment"],
-            "metric": row["metric"],
             "test": f"{score} ({row['finished']})",
             "": _verdict(row),
             "standard error": shown_score(row, "standard_error"),
             "before": shown_score(row, "zero_shot"),
             "majority": shown_score(row, "majority_class"),
             "macro F1": _percent(row["macro_f1"]),
-            "paper": short(PAPER_SCORES.get(cell)),
-            "learning rate": short(row["learning_rate"]),
             "validation loss": short(row["best_dev_loss"]),
-            "steps": short(row["steps"]),
             "minutes": short(row["seconds"] / 60),
             "GB": short(row["peak_memory_bytes"] / 1e9),
+            "learning rate": short(row["learning_rate"]),
+            "steps": short(row["steps"]),
+            "paper": short(PAPER_SCORES.get(cell)),
+            "task": row["task"],
+            "metric": row["metric"],
             "model": model,
         }
         rows.append(texts)
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    return table.loc[:, ~table.isin(["", "-"]).all()]
 
 
 def label_table(by_label: Mapping[str, LabelScore]) -> list[dict[str, object]]:

@@ -15,12 +15,20 @@ import yaml
 from lezo_ds.config import config_to_dict
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.runs.results import RunResults
+from lezo_ds.runs.screen import progress_bar
 from lezo_ds.tasks.metrics import label_scores
 from lezo_ds.tools import report, sweep
 from lezo_ds.tools.charts import Chart, svg
 from lezo_ds.tools.page import page, sections
 from lezo_ds.tools.report import find_runs
-from lezo_ds.tools.sweep import best_index, plan_sweep, results_frame, tune, write_tables
+from lezo_ds.tools.sweep import (
+    best_index,
+    plan_sweep,
+    results_frame,
+    run_sweep,
+    tune,
+    write_tables,
+)
 from lezo_ds.tools.tables import name_experiments, read_runs, score_table
 
 RECIPE = "demo"
@@ -150,7 +158,7 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
     """The runs are not started: what they leave is written, and rates of 1e-5 and more diverge."""
     done = []
 
-    def launch(command, log):
+    def launch(command, log, while_running):
         (run,) = [run for run in plans if str(run.directory) == command[-1].partition("=")[2]]
         rate = run.config.zo.learning_rate
         if rate >= 1e-5:
@@ -172,6 +180,34 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
     )
     assert done == [(1e-6, 0), (3e-7, 0), (3e-6, 0), (3e-6, 1), (3e-6, 2)]
     assert len(runs) == 6  # with the one that diverged
+
+
+def test_a_sweep_counts_the_steps_of_all_runs_also_those_of_earlier_processes(
+    plan, tmp_path, monkeypatch
+):
+    """The command of a run stands for one that is killed: it writes metrics and no results."""
+    done, resumed, new = runs = plan("zo.learning_rate=1e-6,7e-7,5e-7", overrides=["train.steps=9"])
+    finish(done)
+    resumed.directory.mkdir()
+    (resumed.directory / "metrics.jsonl").write_text('{"step": 4}\n{"step": 5')  # cut by a crash
+    steps = tmp_path / "steps.py"
+    steps.write_text(
+        "import pathlib, sys, time\n"
+        "directory = pathlib.Path(sys.argv[-1].partition('=')[2])\n"
+        "directory.mkdir(exist_ok=True)\n"
+        "(directory / 'metrics.jsonl').write_text('{\"step\": 6}\\n')\n"
+        "time.sleep(.3)\n"
+    )
+    bars = []
+    monkeypatch.setattr(
+        sweep, "progress_bar", lambda *a, **k: bars.append(progress_bar(*a, **k)) or bars[-1]
+    )
+    monkeypatch.setattr(sweep, "_POLL_SECONDS", 0.1)
+    with pytest.raises(LezoError, match="2 of 3 runs failed"):
+        run_sweep(runs, [sys.executable, str(steps)])
+    (bar,) = bars
+    assert (bar.total, bar.initial, bar.n) == (27, 9 + 4, 9 + 6 + 6)
+    assert new.num_steps_done() == 6
 
 
 def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path):
@@ -209,6 +245,40 @@ def test_a_report_of_one_run_has_a_table_by_label_and_a_page_has_one_for_each(pl
     assert "bug" not in capsys.readouterr().out  # the table by label of one run only
     text = page(name_experiments(read_runs([first.directory, second.directory])))
     assert text.count("Scores by label of") == 1 and "<td>bug</td><td>2</td>" in text
+
+
+def test_a_page_shows_answers_with_their_rewards_of_the_first_and_the_last_evaluation(plan):
+    (run,) = plan("seed=0")
+    finish(run, metric="reward")
+    line = {"split": "dev", "index": 0, "prompt": "Say <i>", "ended": True}
+    answers = [
+        {"step": step, "answer": f"<b>{step}", "reward": step / 10} | line for step in (0, 1, 2)
+    ]
+    (run.directory / "samples.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
+    text = page(name_experiments(read_runs([run.directory])))
+    assert "Say &lt;i&gt;" in text and "<i>" not in text
+    assert "&lt;b&gt;0" in text and "&lt;b&gt;2</td><td>0.2</td>" in text
+    assert "&lt;b&gt;1" not in text
+
+
+def test_a_page_draws_the_first_of_several_scores_of_an_evaluation(plan):
+    first, second = plan("seed=0,1")
+    finish(first)
+    finish(second)
+    line = {"step": 100, "seconds": 1, "dev_accuracy": 0.5, "dev_macro_f1": 0.1, "dev_loss": 1}
+    (second.directory / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    runs = name_experiments(read_runs([first.directory, second.directory]))
+    ((_, (scores, _)),) = sections(runs)
+    assert scores.curves == {"LeZO": [(100, 70), (200, 90)]}
+    assert "<svg" in page(runs)
+
+
+def test_the_columns_that_matter_come_first_and_empty_ones_are_left_out(plan):
+    (run,) = plan("seed=0")
+    finish(run)
+    columns = list(score_table(name_experiments(read_runs([run.directory]))))
+    assert columns[:2] == ["method", "test"]
+    assert "macro F1" not in columns and "" not in columns
 
 
 def test_a_page_without_matplotlib_is_refused_with_what_to_install(tmp_path, monkeypatch):
