@@ -344,6 +344,11 @@ def _export(parser: _Parser) -> None:
         action="store_true",
         help="with --out: keep the low bits of fp32_master, to train on",
     )
+    add(
+        "--merge",
+        action="store_true",
+        help="with --out: add a LoRA adapter to the weights of its base model, and write them all",
+    )
     parser.add_keys()
 
 
@@ -365,6 +370,7 @@ def run_export(arguments: argparse.Namespace) -> None:
         arguments.out,
         arguments.overrides,
         low_bits=arguments.low_bits,
+        merge=arguments.merge,
     )
     if launched_rank() == 0:
         print(f"step {step} of {source}: {arguments.out}")

@@ -158,11 +158,17 @@ class ModelEngine:
         return target
 
     def write_model(
-        self, target: Path, *, card: Card | None = None, low_bits: bool = True, **claims: Any
+        self,
+        target: Path,
+        *,
+        card: Card | None = None,
+        low_bits: bool = True,
+        merge: bool = False,
+        **claims: Any,
     ) -> None:
         """Write the model, or its adapter, to a directory (`write_snapshot`). A collective."""
         facts = {"step": self.global_steps, **claims}
-        write_snapshot(self.sharded, target, facts, card=card, low_bits=low_bits)
+        write_snapshot(self.sharded, target, facts, card=card, low_bits=low_bits, merge=merge)
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
         """Load a snapshot's weights (None: the initial ones), after `step` steps. A collective."""

@@ -18,7 +18,7 @@ import logging
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -40,6 +40,7 @@ from lezo_ds.files import (
     sync,
     write_atomically,
 )
+from lezo_ds.forward.adapters import LoraAdapter
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.weights import LOW_BITS_DIRECTORY
 
@@ -68,6 +69,7 @@ def write_snapshot(
     *,
     card: Card | None = None,
     low_bits: bool = True,
+    merge: bool = False,
 ) -> None:
     """Write the model, or its adapter, to a directory. A collective.
 
@@ -82,21 +84,27 @@ def write_snapshot(
             `recipe` of its task. Those that are None are left out.
         card: on rank 0, writes the README.md.
         low_bits: whether the low bits of trained weights are written, too.
+        merge: whether to write the whole model with a LoRA adapter's products added to its weights.
 
     Raises:
         LezoError: the disk is full, or does not permit writing.
     """
     weights = sharded.weights
-    adapter = sharded.adapter
+    adapter = None if merge else sharded.adapter
     known = {name: value for name, value in facts.items() if value is not None}
     manifest = {**known, "digest": weights.digest(), "base": sharded.base.fingerprint}
     prefix = adapter.stored_prefix if adapter else ""
     # Each parameter is gathered when the generator gets to it.
-    tensors = ((prefix + shard.name, shard.gather()) for shard in weights.snapshot_shards)
+    tensors: Iterator[tuple[str, Tensor]]
+    if merge:
+        assert isinstance(sharded.adapter, LoraAdapter)
+        tensors = sharded.adapter.merged(weights)
+    else:
+        tensors = ((prefix + shard.name, shard.gather()) for shard in weights.snapshot_shards)
     low_tensors = (
         (shard.name, shard.gather_like(weights.low_bits[shard.name]))
         for shard in weights.snapshot_shards
-        if low_bits and shard.name in weights.low_bits
+        if low_bits and not merge and shard.name in weights.low_bits
     )
     temporary = target.with_name(f".{target.name}.tmp")
     problem = ""

@@ -64,7 +64,13 @@ logger = logging.getLogger(__name__)
 
 
 def export_run(
-    path: Path, step: str, target: Path, overrides: Sequence[str] = (), *, low_bits: bool = False
+    path: Path,
+    step: str,
+    target: Path,
+    overrides: Sequence[str] = (),
+    *,
+    low_bits: bool = False,
+    merge: bool = False,
 ) -> int:
     """Write a run's model as a Hugging Face directory. A collective.
 
@@ -77,6 +83,8 @@ def export_run(
         low_bits: also write the low bits of fp32_master. Training on from the directory then starts
             from exactly these weights, not from their 16 high bits. The directory is twice as
             large.
+        merge: write the whole model, with the products of the run's LoRA adapter added to its
+            weights and rounded to their dtype. No peft is needed to load it.
 
     Returns:
         The number of updates that the weights have seen.
@@ -97,6 +105,12 @@ def export_run(
             _assert_has_step(run, step)
         else:
             run = read_run(path, overrides)
+        kind = run.config.peft.kind
+        if merge and kind != "lora":
+            raise UserError(
+                f"--merge adds a LoRA adapter to its base model, and {path} has peft.kind={kind}",
+                fix="remove --merge",
+            )
         return run, run.find_step(step)
 
     run, number = distributed.on_rank_zero(read)
@@ -118,8 +132,9 @@ def export_run(
             logger.warning("%s", WORSE)
     engine.write_model(
         target,
-        card=partial(model_card, run, number),
+        card=partial(model_card, run, number, merged=merge),
         low_bits=low_bits,
+        merge=merge,
         recipe=recipe_of(run.config),
     )
     return number
@@ -358,7 +373,7 @@ _LOAD = {
 }
 
 
-def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
+def model_card(run: RecordedRun, step: int, weights_sha256: str, *, merged: bool = False) -> str:
     """Return the README.md of an exported model.
 
     No string of a run acts as Markdown or HTML in it, since a journal may come from anyone.
@@ -367,6 +382,7 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
         run: the run.
         step: number of updates that the weights have seen.
         weights_sha256: what `sha256sum *.safetensors | sha256sum` prints in the model's directory.
+        merged: whether the adapter of the run is part of the weights.
     """
     config = run.config
     base = _plain(_public_name(config.model.path))
@@ -377,7 +393,10 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
     for record in evaluations_of(run.records):
         scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         rows.append(f"| {_plain(record.split)} | {record.step} | {_plain(scores)} |")
-    kind = config.peft.kind
+    kind = "none" if merged else config.peft.kind
+    trained = _TRAINED[config.peft.kind]
+    if merged:
+        trained += ", which are added to the weights here,"
     is_worse = is_worse_than_base(evaluations_of(run.records))
     card = _CARD.format(
         library=_LIBRARIES[kind],
@@ -385,7 +404,7 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
         base_model=base_model,
         base=base,
         task=_plain(config.data.task),
-        trained=_TRAINED[kind],
+        trained=trained,
         optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
         step=step,
         num_steps=run.num_steps,

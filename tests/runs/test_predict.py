@@ -8,11 +8,13 @@ import shutil
 
 import datasets
 import pytest
+import torch
 import yaml
 from commands import assert_one_error, run_forked, run_forked_well, wait_until
 from own_data import VERBALIZERS, own_values, write_chat_model, write_tickets
+from peft import PeftModel
 from tiny_runs import write_model
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lezo_ds.data.tables import read_file
 from lezo_ds.runs.export import model_card
@@ -71,6 +73,23 @@ def test_an_export_labels_any_file_as_its_run_does_on_another_number_of_ranks(en
     assert {label for label, _ in found} <= {*VERBALIZERS}
 
 
+def assert_merged(command, base, adapter, merged):
+    """Two ranks write what peft makes of the base and the adapter, but for the rounding of peft."""
+    run_forked_well(command, program="export", num_ranks=2)
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    assert model.dtype == torch.bfloat16
+    assert "added to the weights" in (merged / "README.md").read_text()
+    tuned = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).float()
+    tuned = PeftModel.from_pretrained(tuned, adapter).merge_and_unload().state_dict()
+    original = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    changed = set()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, tuned[name].bfloat16()), name
+        if not torch.equal(weight, original[name].bfloat16()):
+            changed.add(name.split(".")[-2])
+    assert changed == {"q_proj", "fc1"}
+
+
 @pytest.mark.parametrize("kind", ["lora", "prefix"])
 def test_the_export_of_an_adapter_labels_and_scores_as_its_run(kind, root, tmp_path):
     keys = [f"peft.kind={kind}", "model.dtype=bf16", "zo.learning_rate=0.1", "train.steps=4"]
@@ -86,6 +105,14 @@ def test_the_export_of_an_adapter_labels_and_scores_as_its_run(kind, root, tmp_p
     predict(*export, root / "new.jsonl", "--out", tmp_path / "export.jsonl", num_ranks=2)
     assert records_in(tmp_path / "export.jsonl") == records_in(tmp_path / "run.jsonl")
     assert "lezo-ds predict --model DIR" in (tmp_path / "adapter" / "README.md").read_text()
+    merge = [*run, "--out", tmp_path / "merged", "--merge"]
+    if kind == "lora":
+        assert_merged(merge, base, tmp_path / "adapter", tmp_path / "merged")
+        predict("--model", tmp_path / "merged", root / "new.jsonl", "--out", tmp_path / "m.jsonl")
+        assert len(records_in(tmp_path / "m.jsonl")) == len(records_in(tmp_path / "run.jsonl"))
+    else:
+        refused = run_forked(merge, program="export")
+        assert_one_error(refused, 2, "has peft.kind=prefix; fix: remove --merge")
     moved = f"model.path={base.rename(tmp_path / 'moved')}"
     of_run = run_forked_well([*run, "--json", moved], program="evaluate")
     of_export = run_forked_well([*export, *config, "--json", moved], program="evaluate")

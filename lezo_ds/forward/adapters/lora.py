@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,26 @@ class LoraAdapter:
             values = uniform(key, shard.named.parameter_id, elements)
             bound = shard.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
             weights.fill(shard, values * bound)
+
+    def merged(self, weights: ShardedWeights) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value [*shape] of each weight of the model with the adapter added to it.
+
+        That is W + (alpha / r) B A, computed in float32 and rounded once to the dtype of W. Each
+        value is gathered when it is asked for: all ranks must take all of them.
+        """
+        factors = {shard.name: shard for shard in weights.adapter_shards}
+        scale = self._lora.lora_alpha / self._lora.r
+        for shard in weights.base_shards:
+            value = shard.gather()
+            module = shard.name.removesuffix("weight")
+            if f"{module}lora_A.weight" in factors:
+                first = factors[f"{module}lora_A.weight"].gather()  # [r, inputs]
+                second = factors[f"{module}lora_B.weight"].gather()  # [outputs, r]
+                product = scale * (second.float() @ first.float())
+                if self._lora.fan_in_fan_out:
+                    product = product.t()
+                value = (value.float() + product).to(value.dtype)
+            yield shard.name, value
 
     def write_config(self, directory: Path, base_model: str) -> None:
         """Write adapter_config.json, with which peft loads the adapter."""
