@@ -100,6 +100,16 @@ _FZOO = """\
   learning_rate: {rate:.2g}  # the demonstration's, at this width; if the loss grows, divide it by 3
   lr_schedule: linear  # falls to 0 at the last step
 """
+_MEMBERS = """\
+  estimator: grzo
+  noise_rank: 1  # all probes write their answers in one batch, on one copy of the weights
+  directions: {directions}  # with both signs, {num_probes} probes a step
+  probes_per_pass: {probes}  # of each rank at a time; fewer need less memory
+  perturbation_scale: {scale:.2g}  # with a smaller one, answers hardly differ
+  learning_rate: {rate:.2g}  # keywords.yaml's, at this width; if the reward falls, divide it by 3
+  lr_schedule: linear  # falls to 0 at the last step
+  sparsity: 0  # all blocks are trained
+"""
 _LEZO = """\
   learning_rate: {rate:.1g}  # the demonstration's, at this width; if the loss grows, divide it by 3
   perturbation_scale: 1.0e-3
@@ -111,7 +121,7 @@ class _StepSize(NamedTuple):
     """How much a step computes."""
 
     examples: int
-    directions: int  # of FZOO, which has one probe more
+    directions: int  # of FZOO, which has one probe more; with both signs, half of the probes
 
 
 # From the best to the fastest.
@@ -244,7 +254,7 @@ def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float]:
     full = _STEP_SIZES[0]
     for size in _STEP_SIZES:
         share = size.examples / full.examples
-        if config.zo.estimator == "fzoo":
+        if config.zo.directions > 1:
             share *= (size.directions + 1) / (full.directions + 1)
         if seconds * share <= LONG_STEP:
             break
@@ -333,15 +343,22 @@ def _recipe(
         steps = num_steps(num_records, size.examples)
         micro_batch = size.examples  # the ranks share the probes
         num_probes = size.directions + 1
-        # A larger perturbation for rewards: it changes fewer answers than losses.
-        scale = 5e-3 if arguments.reward is None else 1e-2
-        zo = _FZOO.format(
-            directions=size.directions,
-            num_probes=num_probes,
-            probes=num_probes // max(2, machine.num_ranks),
-            scale=scale * shrinking,
-            rate=8e-3 * shrinking,
-        )
+        if arguments.reward is None:
+            zo = _FZOO.format(
+                directions=size.directions,
+                num_probes=num_probes,
+                probes=num_probes // max(2, machine.num_ranks),
+                scale=5e-3 * shrinking,
+                rate=8e-3 * shrinking,
+            )
+        else:
+            zo = _MEMBERS.format(
+                directions=num_probes // 2,
+                num_probes=num_probes,
+                probes=num_probes // machine.num_ranks,
+                scale=1e-2 * shrinking,
+                rate=1e-2 * shrinking,
+            )
     else:
         steps = _MAX_STEPS
         micro_batch = size.examples // machine.num_ranks

@@ -207,7 +207,7 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
     config = load_config(tmp_path / "own.yaml", small)
     assert (config.data.prompt, config.train.objective) == ("{text}", "judge_of_init:brevity")
     speeds = answer_speeds(config, rounds=1)
-    assert "240 tokens, 5 probes" in speeds and all(name in speeds for name in ("generate", "ours"))
+    assert "384 tokens, 8 probes" in speeds and all(name in speeds for name in ("generate", "ours"))
     assert [num_steps(records) for records in (30, 1667, 100_000)] == [100, 310, 1000]
 
 

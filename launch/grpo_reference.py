@@ -1,0 +1,127 @@
+"""TRL's GRPO on the prompts and the reward of keywords.yaml, to compare with: one process, in fp32.
+
+It needs TRL, which lezo_ds does not install, next to it:
+
+    pip install -c constraints.txt trl==1.16.0
+    OMP_NUM_THREADS=1 python launch/grpo_reference.py --steps 10
+
+It prints the mean reward and the share of answers in the form on the test prompts, greedy, before
+and after, with the processor's seconds of training and the peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from lezo_ds.config import load_config
+from lezo_ds.config.components import find_task
+from lezo_ds.config.paths import ROOT
+from lezo_ds.data.splits import load_splits
+from lezo_ds.tasks.base import Example
+
+RECIPE = ROOT / "launch" / "recipes" / "keywords.yaml"
+NUM_PROMPTS = 8
+NUM_ANSWERS = 8  # to each prompt
+TEST_BATCH = 50
+
+
+def first_line(text: str) -> str:
+    """Return the answer in a text, as the recipe's generation.stop ends it."""
+    return text.partition("\n")[0].strip()
+
+
+@torch.no_grad()
+def test_scores(
+    model: AutoModelForCausalLM,
+    tokenizer: AutoTokenizer,
+    examples: Sequence[Example],
+    max_new_tokens: int,
+) -> str:
+    """Return the mean reward and the share in the form of greedy answers, as a line."""
+    from keywords import num_mistakes  # of the recipe's folder
+
+    mistakes = []
+    for start in range(0, len(examples), TEST_BATCH):
+        batch = examples[start : start + TEST_BATCH]
+        inputs = tokenizer([example.prompt for example in batch], return_tensors="pt", padding=True)
+        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        written = tokens[:, inputs["input_ids"].shape[1] :]
+        answers = tokenizer.batch_decode(written, skip_special_tokens=True)
+        mistakes += [
+            num_mistakes(first_line(answer), example.record)
+            for answer, example in zip(answers, batch, strict=True)
+        ]
+    reward = sum(1 / (1 + number) for number in mistakes) / len(mistakes)
+    in_form = mistakes.count(0) / len(mistakes)
+    return f"reward {reward:.3f}, in the form {in_form:.3f}, of {len(mistakes)} answers"
+
+
+def main() -> None:
+    """Train and print both scores."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of keywords.yaml")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(RECIPE.parent))
+    from keywords import num_mistakes
+
+    config = load_config(RECIPE, ["model.dtype=fp32", *arguments.overrides])
+    splits = load_splits(find_task(config.data), config.data)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    max_new_tokens = config.generation.max_new_tokens
+
+    def three_words(completions: list[str], sentence: list[str], **_: object) -> list[float]:
+        return [
+            1 / (1 + num_mistakes(first_line(answer), {"sentence": text}))
+            for answer, text in zip(completions, sentence, strict=True)
+        ]
+
+    train = Dataset.from_list(
+        [
+            {"prompt": example.prompt, "sentence": example.record["sentence"]}
+            for example in splits.train
+        ]
+    )
+    settings = GRPOConfig(
+        output_dir=f"{config.run_dir}-grpo",
+        max_steps=arguments.steps,
+        per_device_train_batch_size=NUM_PROMPTS * NUM_ANSWERS,
+        num_generations=NUM_ANSWERS,
+        max_completion_length=max_new_tokens,
+        learning_rate=1e-5,
+        temperature=1.0,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        report_to=[],
+        logging_steps=1,
+        seed=config.seed,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=three_words,
+        args=settings,
+        train_dataset=train,
+        processing_class=tokenizer,
+    )
+    print("before:", test_scores(model, tokenizer, splits.test, max_new_tokens))
+    start = time.process_time()
+    trainer.train()
+    seconds = time.process_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print("after:", test_scores(model, tokenizer, splits.test, max_new_tokens))
+    print(f"{arguments.steps} steps: {seconds:.0f} processor seconds, peak {peak:.1f} GB")
+
+
+if __name__ == "__main__":
+    main()
