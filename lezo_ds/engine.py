@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from lezo_ds import agreement, distributed, step
@@ -555,6 +556,11 @@ def initialize(
             dropped.
     """
     distributed.init_distributed()
+    if dtype == "fp16" and not get_accelerator().is_fp16_supported():
+        raise UserError(
+            f"{model} has model.dtype=fp16, in which this machine does not compute",
+            fix="add model.dtype=bf16, or fp32, which keeps all bits",
+        )
     noise_backend(distributed.device(), make_law(config))  # refused before weights are loaded
     sharded = load_sharded_model(
         model,

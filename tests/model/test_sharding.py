@@ -11,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 from assets import REPOSITORY
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from eager_noise import draw, join_master
 from ranks import run_ranks
@@ -29,8 +30,11 @@ from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import OPTConfig
 
+import lezo_ds
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, open_weights, parameter_names
+from lezo_ds.config import ZoConfig
+from lezo_ds.errors import UserError
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import Bundle, GatherAhead
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
@@ -372,3 +376,10 @@ def test_updates_and_their_replay_are_the_formula_and_the_same_bits_on_any_numbe
             assert torch.equal(after[name], value)
         else:
             torch.testing.assert_close(after[name], expected, rtol=1e-6, atol=1e-9)
+
+
+def test_fp16_is_refused_where_the_processor_does_not_compute_in_it(monkeypatch):
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    monkeypatch.setattr(distributed, "init_distributed", lambda: None)  # the refusal comes first
+    with pytest.raises(UserError, match="in which this machine does not compute; fix: add"):
+        lezo_ds.initialize("model", ZoConfig(learning_rate=1e-3), {}, dtype="fp16")
