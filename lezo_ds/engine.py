@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from lezo_ds import agreement, distributed, step
@@ -556,7 +555,7 @@ def initialize(
             dropped.
     """
     distributed.init_distributed()
-    if dtype == "fp16" and not get_accelerator().is_fp16_supported():
+    if dtype == "fp16" and not distributed.supports_fp16():
         raise UserError(
             f"{model} has model.dtype=fp16, in which this machine does not compute",
             fix="add model.dtype=bf16, or fp32, which keeps all bits",

@@ -15,6 +15,7 @@ from lezo_ds.distributed.accelerator import (
     describe_arithmetic,
     device,
     local_rank,
+    supports_fp16,
 )
 from lezo_ds.distributed.collectives import (
     broadcast_bytes,

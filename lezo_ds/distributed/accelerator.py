@@ -104,6 +104,11 @@ def fix_arithmetic() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def supports_fp16() -> bool:
+    """Return whether the devices of the ranks compute in fp16. Some processors do not."""
+    return bool(get_accelerator().is_fp16_supported())
+
+
 def describe_arithmetic(device: torch.device) -> dict[str, str]:
     """Return, by name, what decides the last bits of a result besides the versions of libraries."""
     if device.type == "cuda":
