@@ -172,6 +172,14 @@ def load_model_config(directory: Path) -> Any:
                 f"{_MOST_LAYERS} is the most",
                 fix="download the model again, or use another one",
             )
+        for name, value in vars(section).items():
+            # torch refuses such a number in a forward pass, even where nothing is dropped.
+            is_share = name.endswith(("dropout", "pdrop")) and isinstance(value, int | float)
+            if is_share and not 0 <= value <= 1:
+                raise UserError(
+                    f"{name}={value} in {directory / 'config.json'} is not from 0 to 1",
+                    fix="download the model again, or correct it",
+                )
         attention = getattr(section, "_attn_implementation", None)
         # Transformers 5 would load an implementation whose name has a slash from the hub.
         if attention is not None and "/" in str(attention):

@@ -146,6 +146,8 @@ def test_a_model_in_the_cache_of_the_hub_may_have_links_to_its_blobs(inputs, tmp
         {"num_attention_heads": 0},
         {"ffn_dim": 2**62},
         {"num_hidden_layers": 10**6},
+        {"dropout": 1e30},
+        {"attention_dropout": -1e-320},
         {"num_hidden_layers": "2"},
     ],
 )
