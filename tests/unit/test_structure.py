@@ -29,7 +29,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"replicas": 4_000},
     {"sharding": 9_400},
     {"forward": 11_700},
-    {"checkpoints": 4_200},
+    {"checkpoints": 4_300},
     {"data": 17_500},
     {"agreement": 900},
     {"step": 1_300},
