@@ -100,6 +100,7 @@ def main() -> None:
         max_completion_length=max_new_tokens,
         learning_rate=1e-5,
         temperature=1.0,
+        gradient_checkpointing=False,  # with it, transformers generates without a cache
         use_cpu=True,
         bf16=False,
         save_strategy="no",
@@ -119,6 +120,7 @@ def main() -> None:
     trainer.train()
     seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    model.eval()
     print("after:", test_scores(model, tokenizer, splits.test, max_new_tokens))
     print(f"{arguments.steps} steps: {seconds:.0f} processor seconds, peak {peak:.1f} GB")
 
