@@ -9,11 +9,17 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import signal
+
 import hypothesis
 import pytest
 import torch
 from assets import write_recipe
 from tiny_runs import TINY_OPT, write_model
+
+# A shell starts its background jobs with SIGINT ignored, and every program that a job starts
+# inherits that: tests of Ctrl-C would wait for an interrupt that cannot arrive.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is not a failure: no example has a deadline. pytest's timeout ends a test that
 # hangs.
