@@ -529,6 +529,7 @@ def initialize(
     peft: PeftConfig | None = None,
     partition_size: int | None = None,
     num_steps: int | None = None,
+    bits: int | None = None,
 ) -> LezoEngine:
     """Load a model sharded over all ranks and return the engine that trains it.
 
@@ -548,6 +549,8 @@ def initialize(
             for all. Each group holds a replica of the weights and exchanges only scalars with the
             others.
         num_steps: number of steps of the run; needed if the learning rate depends on it.
+        bits: 4 or 8 stores the matrices of the blocks in so many bits (`sharding.packing`). Only an
+            adapter can be trained then. None stores them in `dtype`.
 
     Raises:
         UserError: there is no such model, it has no transformer blocks, or its weights or the
@@ -570,6 +573,7 @@ def initialize(
         peft=peft,
         partition_size=partition_size,
         trained=config.trained_part,
+        bits=bits,
     )
     trainable = {
         shard.parameter: shard.named for shard in sharded.weights.shards if shard.is_trained

@@ -30,8 +30,10 @@ from lezo_ds.forward.blocks import (
     freeze_all_but,
     gather_sizes,
     gathering_limits,
+    packed_matrices,
 )
 from lezo_ds.sharding import tensor_parallel, zero3
+from lezo_ds.sharding.packing import pack_parameters
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, Split
 from lezo_ds.sharding.tensor_parallel import EMBEDDINGS
@@ -98,17 +100,20 @@ def load_sharded_model(
     peft: PeftConfig | None = None,
     partition_size: int | None = None,
     trained: TrainedPart = "all",
+    bits: int | None = None,
 ) -> ShardedModel:
     """Build a model, shard it and load the shards. A collective: each rank reads only its slices.
 
     `lezo_ds.engine.initialize` describes the arguments. `trained` is the part of the weights, or of
     the adapter, that is trained. `precision` is how updates are stored; None if there are none.
+    `bits` packs the matrices of the blocks, which are then not trained.
     """
     if distributed.local_rank() == 0:
         resolve_model(model)  # downloads it; the other ranks of the node then read the cache
     distributed.barrier()
     directory = resolve_model(model)
     module, layout = build_checked(directory, dtype)
+    packed = packed_matrices(module, layout) if bits else frozenset()
     adapter = make_adapter(peft)
     if adapter is not None:
         adapter.attach(module, layout)
@@ -118,13 +123,22 @@ def load_sharded_model(
     engine: Any = None
     splits: dict[nn.Parameter, Split] = {}
     if tensor_parallel_size(ds_config) > 1:
-        restore = adapter.hide(module) if adapter else lambda: None
+        put_back = adapter.hide(module) if adapter else lambda: None
+
+        def restore() -> None:
+            put_back()
+            if bits:
+                pack_parameters(module, packed, bits, None, own_name)
+
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
     else:
         limits = gathering_limits(gather_sizes(module, layout))
         # A user's limits come first.
         zero = {**limits, **ds_config["zero_optimization"]}
         ds_config = {**ds_config, "zero_optimization": zero}
+        if bits:
+            num_parts = partition_size or distributed.world_size()
+            pack_parameters(module, packed, bits, num_parts, own_name)
         zero3.shard_model(module, ds_config, partition_size)
     shards = _shards_of(module, layout, parameter_ids(aliases), own_name, splits)
     weights = ShardedWeights(

@@ -102,6 +102,13 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
     )
     if config.method not in TRAINED:
         return
+    bits = config.model.bits
+    yield (
+        bits is not None and (config.method not in ZEROTH_ORDER or config.peft.kind == "none"),
+        f"model.bits={bits} stores weights that cannot change, and method={config.method} with "
+        f"peft.kind={config.peft.kind} changes them or needs their gradients",
+        "set method=lezo peft.kind=lora, or model.bits=null",
+    )
     can_share = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
     yield (
         config.elastic.lighthouse is not None and not can_share,

@@ -134,6 +134,12 @@ def load_ds_config(
         raise UserError(
             f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it"
         )
+    if "weight_quantization" in config:
+        raise UserError(
+            f"weight_quantization in {source} cannot be used: DeepSpeed would load the whole "
+            "16-bit model first",
+            fix="remove it, and set model.bits=4 or 8, which packs each weight when it is read",
+        )
     contradiction = "it contradicts the recipe"
     limits = {
         **_LIMITS,

@@ -262,7 +262,8 @@ def _in_words(entry: KeySchema) -> str:
 def _choices(entry: KeySchema) -> Sequence[str]:
     """Return the values that are allowed, or those of each item of a list; nothing for others."""
     items = entry.get("items", {})
-    return entry.get("enum") or items.get("enum") or ()
+    choices = entry.get("enum") or items.get("enum") or ()
+    return [str(choice) for choice in choices]
 
 
 def _alternatives(key: KeySchema) -> Sequence[KeySchema]:

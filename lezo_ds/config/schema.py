@@ -53,6 +53,10 @@ class ModelConfig:
     dtype: Dtype
     """Weights are stored, gathered and multiplied in this type. fp16 needs a GPU, or a CPU that
     computes in fp16."""
+    bits: Literal[4, 8] | None = None
+    """The matrices of the transformer blocks are stored and gathered in so many bits, and are there
+    in model.dtype only while their module runs. They cannot be trained: this needs peft.kind=lora
+    or prefix. Null stores them in model.dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

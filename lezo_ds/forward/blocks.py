@@ -10,6 +10,7 @@ from torch import nn
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.module_calls import PRODUCTS
+from lezo_ds.sharding.packing import GROUP
 from lezo_ds.zo.laws import TrainedPart
 
 
@@ -119,6 +120,18 @@ def _matrices_of_products(blocks: nn.Module, path: str) -> set[nn.Parameter]:
                 )
             matrices.add(parameter)
     return matrices
+
+
+def packed_matrices(model: nn.Module, layout: BlockLayout) -> frozenset[str]:
+    """Return the names of the matrices that `model.bits` packs, in a model without an adapter.
+
+    These are the matrices of linear modules in the blocks, if they are whole groups of elements.
+    """
+    names = set()
+    for name, module in model.get_submodule(layout.path).named_modules():
+        if type(module).forward in PRODUCTS and module.weight.numel() % GROUP == 0:
+            names.add(f"{layout.path}.{name}.weight")
+    return frozenset(names)
 
 
 class GatherSizes(NamedTuple):

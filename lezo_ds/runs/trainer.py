@@ -153,6 +153,7 @@ def make_engine(
         peft=config.peft if has_adapter or config.method in TRAINED else None,
         partition_size=config.partition_size,
         num_steps=config.train.steps,
+        bits=config.model.bits,
     )
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.noise import ALL, Region
+from lezo_ds.sharding.packing import GROUP, Packing, packing_of
 from lezo_ds.sharding.parameters import NamedParameter
 
 
@@ -62,6 +63,7 @@ class Shard(ABC):
         is_trained: whether updates change the parameter.
         dtype: of what modules compute with.
         device: where the stored elements are; the CPU if they are in a file.
+        packing: how the elements are packed; None if they are stored as they are.
     """
 
     parameter: Any
@@ -82,23 +84,41 @@ class Shard(ABC):
         self.is_trained: bool = self.parameter.requires_grad
         self.dtype: torch.dtype = self.parameter.dtype
         self.device: torch.device = self.parameter.device
+        self.packing = packing_of(self.parameter)
 
     @property
     def is_in_memory(self) -> bool:
         return True
 
-    @abstractmethod
     def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
         """Open the stored elements: a tensor [count] in the order of `region`, without any padding.
 
-        Changes to the tensor are stored only with `write`. Only a parameter that is trained must
-        support it.
+        Changes to the tensor are stored only with `write`. Packed elements are unpacked, and can
+        only be read.
         """
+        if self.packing is None:
+            # A generator would take much longer.
+            return self._open_storage(self.count, write=write)
+        assert not write, f"{self.name} is packed"
+        return self._unpacked(self.packing)
+
+    @contextmanager
+    def _unpacked(self, packing: Packing) -> Iterator[Tensor]:
+        with self._open_storage(packing.size_of_part) as part:
+            yield packing.unpack(part)[: self.count]
+
+    @abstractmethod
+    def _open_storage(self, size: int, *, write: bool = False) -> AbstractContextManager[Tensor]:
+        """Open the first `size` elements of what is stored, packed or not."""
 
     def fill(self, values: Tensor) -> None:
-        """Store values [count] of any dtype, converted to what this class stores."""
-        with self.open(write=True) as stored:
-            stored.copy_(values)
+        """Store values [count] of any dtype, in the form in which this shard stores them."""
+        if self.packing is None:
+            with self.open(write=True) as stored:
+                stored.copy_(values)
+        elif self.count:
+            with self._open_storage(self.packing.size_of_part, write=True) as part:
+                self.packing.pack_(part, values)
 
     @abstractmethod
     def own_elements(self, values: Tensor) -> Tensor:
@@ -121,18 +141,26 @@ class Shard(ABC):
 class FlatShard(Shard):
     """ZeRO-3: a slice of the flattened parameter, in the tensor that DeepSpeed made for it.
 
-    Rank r of n stores ceil(numel / n) elements from r * ceil(numel / n) on. Past the parameter's
-    end, DeepSpeed pads the slice with uninitialized memory, which is never read.
+    Rank r of n stores ceil(numel / n) elements from r * ceil(numel / n) on, or so many groups of
+    packed elements. Past the parameter's end, DeepSpeed pads the slice with uninitialized memory,
+    which is never read.
     """
 
     def __init__(self, parameter: Any, named: NamedParameter) -> None:
-        numel = parameter.ds_numel
-        self._size = -(-numel // parameter.ds_zero_partition_world_size)
+        packing = packing_of(parameter)
+        if packing is None:
+            shape = tuple(parameter.ds_shape)
+            numel = parameter.ds_numel
+            self._size = -(-numel // parameter.ds_zero_partition_world_size)
+        else:
+            shape = packing.shape
+            numel = math.prod(shape)
+            self._size = packing.groups_of_part * GROUP
         start = min(parameter.ds_zero_partition_rank * self._size, numel)
         super().__init__(
             parameter,
             named,
-            tuple(parameter.ds_shape),
+            shape,
             Region(start),
             min(self._size, numel - start),
             parameter.ds_process_group,
@@ -143,8 +171,8 @@ class FlatShard(Shard):
     def is_in_memory(self) -> bool:
         return not is_in_file(self.parameter)
 
-    def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        return open_slice(self.parameter, self.count, write=write)
+    def _open_storage(self, size: int, *, write: bool = False) -> AbstractContextManager[Tensor]:
+        return open_slice(self.parameter, size, write=write)
 
     def own_elements(self, values: Tensor) -> Tensor:
         start = self.region.start
@@ -161,7 +189,6 @@ def open_slice(
     """Open the first `count` elements of a slice that DeepSpeed made, like `Shard.open`."""
     if is_in_file(parameter):
         return _swapped_in(parameter, count, write)
-    # A generator would take much longer.
     return nullcontext(parameter.ds_tensor.data[:count])
 
 
@@ -213,11 +240,12 @@ class RectangleShard(Shard):
             if len(piece.shape) > 1 and math.prod(piece.shape[1:]) != stride:
                 region = Region(piece.source_offset, piece.shape[-1], stride)
         named = replace(named, region=region)
-        count = parameter.numel()
+        packing = packing_of(parameter)
+        count = math.prod(packing.shape) if packing else parameter.numel()
         super().__init__(parameter, named, split.shape, region, count, split.group)
 
-    def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        return nullcontext(self.parameter.data.view(-1))
+    def _open_storage(self, size: int, *, write: bool = False) -> AbstractContextManager[Tensor]:
+        return nullcontext(self.parameter.data.view(-1)[:size])
 
     def own_elements(self, values: Tensor) -> Tensor:
         return values.reshape(-1)

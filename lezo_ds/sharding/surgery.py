@@ -11,10 +11,14 @@ from typing import Any
 from torch import nn
 
 from lezo_ds.distributed import device
+from lezo_ds.sharding.packing import packing_of
 
 
 def put_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, Any]) -> None:
     """Replace all parameters of a model, tied ones too; move its buffers to this rank's device."""
+    for parameter, replacement in replacements.items():
+        if packing_of(parameter) is not None:
+            replacement.packing = packing_of(parameter)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -1,0 +1,199 @@
+"""Frozen matrices in 4 or 8 bits: what is stored, and the modules that compute with it.
+
+Elements are counted in row-major order, in groups of 64. A group has a minimum and a step in the
+dtype of the model, and a code of 4 or 8 bits for each element (DeepSpeed's ZeRO-Inference and bits
+and bytes call this asymmetric):
+
+    element = code * step + minimum          step = (maximum - minimum) / (2**bits - 1)
+
+The numbers of a rank lie one after the other, and are seen as elements of the model's dtype, so
+that ZeRO-3 shards and gathers them as it does any parameter. For g groups of bf16 and 4 bits:
+
+    [ codes: 16 g elements | steps: g | minima: g ]     18 g instead of 64 g elements
+
+    bytes of codes       element 0, 1 | 2, 3 | ...      the first in the high half
+
+A group never belongs to two ranks. While a module runs, its matrix is there in the dtype of the
+model. So the adapter and all else compute with the same values on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezo_ds.errors import UserError
+
+GROUP = 64
+"""Number of elements that have a minimum and a step in common."""
+
+_CHUNK_ON_CPU = 1 << 11  # groups whose float32 values stay in a processor's cache
+_CHUNK = 1 << 18  # an operation on a GPU has a fixed cost
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a matrix is stored.
+
+    Attributes:
+        bits: of a code, 4 or 8.
+        dtype: of the matrix while a module computes with it.
+        shape: of the matrix that modules compute with.
+        num_parts: number of ranks that have a part of it each.
+    """
+
+    bits: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_parts: int
+
+    @property
+    def groups_of_part(self) -> int:
+        """Number of groups that a rank has. Those past the end of the matrix are never read."""
+        return math.ceil(math.prod(self.shape) / GROUP / self.num_parts)
+
+    @property
+    def size_of_part(self) -> int:
+        """Number of elements of `dtype` that a rank stores."""
+        return self.groups_of_part * (self._codes_of_group + 2)
+
+    @property
+    def _codes_of_group(self) -> int:
+        """Number of elements of `dtype` that the codes of a group take."""
+        return GROUP * self.bits // 8 // self.dtype.itemsize
+
+    def pack_(self, part: Tensor, values: Tensor) -> None:
+        """Store the elements of one part.
+
+        Args:
+            part: [size_of_part], what a rank stores.
+            values: [n], of any dtype, a multiple of 64 elements. They may be on another device.
+        """
+        codes, steps, minima = self._fields(part)
+        chunk = _chunk(part.device)
+        num_groups = values.numel() // GROUP
+        for first in range(0, num_groups, chunk):
+            rows = slice(first, min(first + chunk, num_groups))
+            group = values.view(-1, GROUP)[rows].to(part.device, torch.float32)
+            low = group.amin(1, keepdim=True)
+            high = group.amax(1, keepdim=True)
+            minima[rows] = low
+            steps[rows] = (high - low) / (2**self.bits - 1)
+            # Codes belong to the rounded minimum and step. The step of equal elements is 0.
+            step = steps[rows].float()
+            step = torch.where(step == 0, 1.0, step)
+            code = ((group - minima[rows].float()) / step).round_().clamp_(0, 2**self.bits - 1)
+            code = code.to(torch.uint8)
+            if self.bits == 4:
+                code = code[:, 0::2] << 4 | code[:, 1::2]
+            codes[rows] = code
+
+    def unpack(self, parts: Tensor) -> Tensor:
+        """Return the elements of one part or of several: [number of groups * 64].
+
+        Args:
+            parts: [k * size_of_part], what k ranks store.
+        """
+        by_part = parts.view(-1, self.size_of_part)
+        values = parts.new_empty(len(by_part), self.groups_of_part, GROUP)
+        for part, elements in zip(by_part, values, strict=True):
+            self._unpack_part(part, elements)
+        return values.view(-1)
+
+    def _unpack_part(self, part: Tensor, elements: Tensor) -> None:
+        codes, steps, minima = self._fields(part)
+        chunk = _chunk(part.device)
+        for first in range(0, len(elements), chunk):
+            rows = slice(first, first + chunk)
+            code = codes[rows]
+            if self.bits == 4:
+                value = torch.empty(len(code), GROUP // 2, 2, device=part.device)
+                value[..., 0] = code >> 4
+                value[..., 1] = code & 15
+                value = value.view(-1, GROUP)
+            else:
+                value = code.float()
+            # Two operations, which round twice on any device.
+            value.mul_(steps[rows].float()).add_(minima[rows].float())
+            elements[rows] = value
+
+    def matrix(self, parts: Tensor) -> Tensor:
+        """Return the matrix [*shape] that modules compute with, from the parts of all ranks."""
+        return self.unpack(parts)[: math.prod(self.shape)].view(self.shape)
+
+    def _fields(self, part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the bytes of codes [g, bytes], the steps [g, 1] and the minima [g, 1] of a part."""
+        num_groups = self.groups_of_part
+        codes, steps, minima = part.split(
+            [num_groups * self._codes_of_group, num_groups, num_groups]
+        )
+        return codes.view(torch.uint8).view(num_groups, -1), steps[:, None], minima[:, None]
+
+
+def _chunk(device: torch.device) -> int:
+    return _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
+
+
+def packing_of(parameter: nn.Parameter) -> Packing | None:
+    """Return how a parameter is packed, or None if it is stored as it is."""
+    return getattr(parameter, "packing", None)
+
+
+def pack_parameters(
+    model: nn.Module,
+    names: Set[str],
+    bits: int,
+    num_parts: int | None,
+    own_name: Callable[[str], str] = str,
+) -> None:
+    """Turn matrices on the meta device into packed ones, and let their modules unpack them.
+
+    Args:
+        model: on the meta device.
+        names: own names of the matrices, each the `weight` of a module.
+        bits: of a code.
+        num_parts: number of ranks that get a part of each matrix; None if tensor parallelism has
+            split them.
+        own_name: returns a parameter's own name, given its name in the module tree.
+
+    Raises:
+        UserError: tensor parallelism has split a group.
+    """
+    matrices: dict[str, Any] = dict(model.named_parameters())
+    for name, matrix in matrices.items():
+        if own_name(name) not in names:
+            continue
+        if num_parts is None and matrix.shape[-1] % GROUP:
+            raise UserError(
+                f"tensor parallelism gives {own_name(name)} rows of {matrix.shape[-1]} elements, and "
+                f"model.bits={bits} needs a multiple of {GROUP}",
+                fix="set tensor_parallel=1, or model.bits=null",
+            )
+        packing = Packing(bits, matrix.dtype, tuple(matrix.shape), num_parts or 1)
+        matrix.data = matrix.new_empty(packing.num_parts * packing.size_of_part)
+        matrix.requires_grad_(False)
+        matrix.packing = packing
+        _unpack_in_calls(model.get_submodule(name.removesuffix(".weight")))
+
+
+def _unpack_in_calls(module: nn.Module) -> None:
+    """Let a module compute with its matrix, which is freed when the module has run."""
+    own_forward = module.forward
+
+    @wraps(own_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        weight: Any = module._parameters["weight"]
+        packed = weight.data
+        weight.data = weight.packing.matrix(packed)
+        try:
+            return own_forward(*args, **kwargs)
+        finally:
+            weight.data = packed
+
+    module.forward = forward  # type: ignore[method-assign]
