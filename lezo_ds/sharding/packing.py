@@ -34,7 +34,7 @@ GROUP = 64
 """Number of elements that have a minimum and a step in common."""
 
 _CHUNK_ON_CPU = 1 << 11  # groups whose float32 values stay in a processor's cache
-_CHUNK = 1 << 18  # an operation on a GPU has a fixed cost
+_CHUNK = 1 << 16  # an operation on a GPU has a fixed cost
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def pack_parameters(
     bits: int,
     num_parts: int | None,
     own_name: Callable[[str], str] = str,
-) -> None:
+) -> list[Packing]:
     """Turn matrices on the meta device into packed ones, and let their modules unpack them.
 
     Args:
@@ -162,9 +162,13 @@ def pack_parameters(
             split them.
         own_name: returns a parameter's own name, given its name in the module tree.
 
+    Returns:
+        The packing of each matrix.
+
     Raises:
         UserError: tensor parallelism has split a group.
     """
+    packings = []
     matrices: dict[str, Any] = dict(model.named_parameters())
     for name, matrix in matrices.items():
         if own_name(name) not in names:
@@ -179,7 +183,9 @@ def pack_parameters(
         matrix.data = matrix.new_empty(packing.num_parts * packing.size_of_part)
         matrix.requires_grad_(False)
         matrix.packing = packing
+        packings.append(packing)
         _unpack_in_calls(model.get_submodule(name.removesuffix(".weight")))
+    return packings
 
 
 def _unpack_in_calls(module: nn.Module) -> None:

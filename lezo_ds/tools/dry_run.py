@@ -183,6 +183,8 @@ def _model_lines(config: RunConfig, model: ModelSizes) -> list[Line]:
     """Return what is known of the model and of its snapshots."""
     parameters = f"{model.num_parameters:,} parameters, {model.num_trained:,} trained"
     kind = f"{config.model.path}: {model.class_name}, {parameters}, {config.model.dtype}"
+    if config.model.bits:
+        kind += f", blocks in {config.model.bits} bits"
     blocks = f"{model.num_blocks} in {model.blocks_path}, {model.num_dropped} dropped per step"
     lines = [("model", kind), ("blocks", blocks)]
     files = snapshot_sizes(config, model.num_parameters, model.num_trained)
@@ -306,7 +308,7 @@ class Plan:
         kept = 1 - self.model.num_dropped / self.model.num_blocks
         # A weight is read, and its copies are written and read.
         num_accesses = 1 + 2 * copies_per_pass(self.config) * kept
-        weight_bytes = self.model.num_parameters * self.model.itemsize / split
+        weight_bytes = self.model.num_stored * self.model.itemsize / split
         return self.received() / _LINK + passes_of_rank * num_accesses * weight_bytes / _GPU_MEMORY
 
     def _largest_fitting(self, gpu_bytes: float) -> Plan:

@@ -14,6 +14,9 @@ forward pass (zo.probes_per_pass), a rank has
     gathered     if R > 1, the block that runs, the next one, and the tied weights, which stay for
                  the whole pass. On a GPU one block more, because the host runs ahead of it:
                      b x (2 or 3 x largest part + tied weights)
+    unpacked     with model.bits, the matrix of the module that runs, in model.dtype; in all other
+                 terms, its parameters count as they are stored:
+                     b x largest matrix of the blocks
     copies       the perturbed weights of the module that runs, at most 2 copies at a time:
                      b x min(c, 2) x largest perturbed module
                  On a GPU, if c is at most 2 and no weights are offloaded, those of a whole block.
@@ -151,6 +154,7 @@ def rank_memory(
         num_gathered = max(tied + num_largest * largest, 2 * tied)
         in_pass["gathered"] = num_gathered * model.itemsize
     whole_blocks = on_gpu and not is_offloaded
+    in_pass["unpacked"] = own_model.unpacked * model.itemsize
     in_pass["copies"] = _copies(config, own_model, inputs, whole_blocks=whole_blocks)
     in_pass |= _activations(config, own_model, inputs)
     if not inputs.new_tokens:  # otherwise keys and values stay while the head runs
@@ -176,14 +180,15 @@ def rank_memory(
 
 def split_sizes(model: ModelSizes, size: int) -> ModelSizes:
     """Return the sizes of what one rank has of a model that `size` ranks split."""
-    splittable_share = model.splittable / model.num_parameters
+    splittable_share = model.splittable / model.num_stored
     own_share = 1 - splittable_share + splittable_share / size
     # A rank has the activations between layers whole, and its part of those inside a layer.
     whole_width = HIDDEN_STATES * model.hidden_width
     inside_width = model.activation_width - whole_width
     return replace(
         model,
-        parameters=(round(model.num_parameters * own_share),),
+        stored=(round(model.num_stored * own_share),),
+        unpacked=model.unpacked // size,
         num_trained=round(model.num_trained * own_share),
         largest_perturbed=model.largest_perturbed // size,
         head=model.head // size if model.has_split_vocabulary else model.head,
@@ -213,7 +218,7 @@ def received_bytes(
         sharing = config.partition_size or ranks
         # Micro-batches may be smaller than those of split weights: a rank has one pass at least.
         passes_of_rank = max(1, num_passes(config) / ranks)
-        weight_bytes = model.num_parameters * model.itemsize
+        weight_bytes = model.num_stored * model.itemsize
         return round(passes_of_rank * weight_bytes * (sharing - 1) / sharing)
     num_groups = ranks // split
     num_examples = num_passes(config) * copies_per_pass(config) * config.train.micro_batch_size
@@ -238,11 +243,11 @@ def _shards(
         # torch rounds each block of pinned memory up to a power of two (CachingHostAllocator.h,
         # 2.13). DeepSpeed pins one block for each parameter.
         num_bytes = 0
-        for numel in model.parameters:
+        for numel in model.stored:
             shard_bytes = math.ceil(numel / num_shards) * model.itemsize
             num_bytes += 1 << (shard_bytes - 1).bit_length()
         return num_bytes
-    return model.num_parameters * model.itemsize // num_shards
+    return model.num_stored * model.itemsize // num_shards
 
 
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_blocks: bool) -> int:
@@ -331,7 +336,7 @@ def _snapshot(config: RunConfig, model: ModelSizes, num_shards: int, *, on_gpu: 
     if config.method not in TRAINED:
         return 0
     # With an adapter, a snapshot has only the adapter.
-    sizes = model.parameters if config.peft.kind == "none" else (model.num_trained,)
+    sizes = model.stored if config.peft.kind == "none" else (model.num_trained,)
     largest_bytes = max(sizes) * model.itemsize
     total_bytes = sum(sizes) * model.itemsize
     num_bytes = largest_bytes + largest_bytes // num_shards

@@ -20,7 +20,14 @@ from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, make_layer_policy
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
-from lezo_ds.forward.blocks import GatherSizes, find_blocks, freeze_all_but, gather_sizes
+from lezo_ds.forward.blocks import (
+    GatherSizes,
+    find_blocks,
+    freeze_all_but,
+    gather_sizes,
+    packed_matrices,
+)
+from lezo_ds.sharding.packing import pack_parameters
 from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
 # Activations of the model's width that are in memory while a block runs: the embeddings of tokens
@@ -53,7 +60,9 @@ class ModelSizes:
         class_name: Class of the model.
         blocks_path: Name of the module that lists the transformer blocks.
         num_blocks: Number of transformer blocks.
-        parameters: Size of each parameter. A tied parameter appears once.
+        num_parameters: Size of all parameters, however they are stored.
+        stored: Size of each parameter as it is stored: packed or not. A tied parameter appears once.
+        unpacked: Size of the largest matrix that is unpacked while its module runs, or 0.
         num_trained: Size of all trained parameters.
         num_dropped: Number of blocks that a step drops.
         parts: Sizes of what ZeRO-3 gathers at a time.
@@ -76,7 +85,9 @@ class ModelSizes:
     class_name: str
     blocks_path: str
     num_blocks: int
-    parameters: tuple[int, ...]
+    num_parameters: int
+    stored: tuple[int, ...]
+    unpacked: int
     num_trained: int
     num_dropped: int
     parts: GatherSizes
@@ -94,8 +105,8 @@ class ModelSizes:
     itemsize: int
 
     @property
-    def num_parameters(self) -> int:
-        return sum(self.parameters)
+    def num_stored(self) -> int:
+        return sum(self.stored)
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,7 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
     model: Any = build_on_meta(model_config, dtype)
     layout = find_blocks(model)
     blocks = model.get_submodule(layout.path)
+    matrices = packed_matrices(model, layout)
     adapter = make_adapter(config.peft if config.method in TRAINED else None)
     if adapter is not None:
         adapter.attach(model, layout)
@@ -167,22 +179,32 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
     head_width = getattr(decoder, "head_dim", None) or decoder.hidden_size // num_heads
     head = model.get_output_embeddings()
     vocabulary = vocabulary_modules(model) or ()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    largest_perturbed = _largest_perturbed(model, head, rank)
+    activation_width = _activation_width(blocks[0], decoder.hidden_size)
+    unpacked = 0
+    if config.model.bits:  # from here on, the sizes of these matrices are those of their codes
+        own_name = adapter.own_name if adapter else str
+        packings = pack_parameters(model, matrices, config.model.bits, 1, own_name)
+        unpacked = max((math.prod(packing.shape) for packing in packings), default=0)
     return ModelSizes(
         class_name=type(model).__name__,
         blocks_path=layout.path,
         num_blocks=layout.num_blocks,
-        parameters=tuple(parameter.numel() for parameter in model.parameters()),
+        num_parameters=num_parameters,
+        stored=tuple(parameter.numel() for parameter in model.parameters()),
+        unpacked=unpacked,
         num_trained=_num_trained(model),
         num_dropped=num_dropped,
         parts=gather_sizes(model, layout),
-        largest_perturbed=_largest_perturbed(model, head, rank),
+        largest_perturbed=largest_perturbed,
         blocks_perturbed=_num_perturbed(blocks, rank),
         heads=math.gcd(num_heads, num_cached_heads),
         splittable=_num_splittable(blocks, vocabulary),
         has_split_vocabulary=bool(vocabulary),
         hidden_width=decoder.hidden_size,
         head=_num_trained(head) if head else 0,
-        activation_width=_activation_width(blocks[0], decoder.hidden_size),
+        activation_width=activation_width,
         cached_width=2 * num_cached_heads * head_width,  # a key and a value
         vocabulary_size=decoder.vocab_size,
         max_length=getattr(decoder, "max_position_embeddings", None),
