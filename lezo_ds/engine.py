@@ -549,8 +549,8 @@ def initialize(
             for all. Each group holds a replica of the weights and exchanges only scalars with the
             others.
         num_steps: number of steps of the run; needed if the learning rate depends on it.
-        bits: 4 or 8 stores the matrices of the blocks in so many bits (`sharding.packing`). Only an
-            adapter can be trained then. None stores them in `dtype`.
+        bits: 4 or 8 stores the matrices of the blocks in so many bits (`sharding.quantization`).
+            Only an adapter can be trained then. None stores them in `dtype`.
 
     Raises:
         UserError: there is no such model, it has no transformer blocks, or its weights or the

@@ -30,11 +30,11 @@ from lezo_ds.forward.blocks import (
     freeze_all_but,
     gather_sizes,
     gathering_limits,
-    packed_matrices,
+    quantized_matrices,
 )
 from lezo_ds.sharding import tensor_parallel, zero3
-from lezo_ds.sharding.packing import pack_parameters
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
+from lezo_ds.sharding.quantization import quantize_parameters
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, Split
 from lezo_ds.sharding.tensor_parallel import EMBEDDINGS
 from lezo_ds.sharding.weights import ShardedWeights
@@ -49,14 +49,18 @@ class BaseModel:
     Attributes:
         name: hub id or directory, as the user wrote it.
         directory: with config.json and the weights.
-        fingerprint: digest of the base weights after loading. An adapter does not affect it.
+        fingerprint: digest of the base weights after loading. An adapter does not affect it. Of
+            quantized weights, it is that of the values that modules compute with, which depend on
+            the bits, the size of a group, and how codes are chosen.
         table_hash: of all parameter names and shapes, including those of an adapter.
+        bits: of the matrices of the blocks, if they are quantized.
     """
 
     name: str
     directory: Path
     fingerprint: str
     table_hash: str
+    bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,14 @@ def load_sharded_model(
 
     `lezo_ds.engine.initialize` describes the arguments. `trained` is the part of the weights, or of
     the adapter, that is trained. `precision` is how updates are stored; None if there are none.
-    `bits` packs the matrices of the blocks, which are then not trained.
+    `bits` quantizes the matrices of the blocks, which are then not trained.
     """
     if distributed.local_rank() == 0:
         resolve_model(model)  # downloads it; the other ranks of the node then read the cache
     distributed.barrier()
     directory = resolve_model(model)
     module, layout = build_checked(directory, dtype)
-    packed = packed_matrices(module, layout) if bits else frozenset()
+    quantized = quantized_matrices(module, layout) if bits else frozenset()
     adapter = make_adapter(peft)
     if adapter is not None:
         adapter.attach(module, layout)
@@ -128,7 +132,7 @@ def load_sharded_model(
         def restore() -> None:
             put_back()
             if bits:
-                pack_parameters(module, packed, bits, None, own_name)
+                quantize_parameters(module, quantized, bits, None, own_name)
 
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
     else:
@@ -138,7 +142,7 @@ def load_sharded_model(
         ds_config = {**ds_config, "zero_optimization": zero}
         if bits:
             num_parts = partition_size or distributed.world_size()
-            pack_parameters(module, packed, bits, num_parts, own_name)
+            quantize_parameters(module, quantized, bits, num_parts, own_name)
         zero3.shard_model(module, ds_config, partition_size)
     shards = _shards_of(module, layout, parameter_ids(aliases), own_name, splits)
     weights = ShardedWeights(
@@ -147,7 +151,7 @@ def load_sharded_model(
     weights.load(weights.base_shards, open_weights(module, directory))
     fingerprint = weights.digest(weights.base_shards)
     hash_of_names = table_hash({shard.name: shard.shape for shard in shards})
-    base = BaseModel(model, directory, fingerprint, hash_of_names)
+    base = BaseModel(model, directory, fingerprint, hash_of_names, bits)
     if adapter is not None:
         adapter.fill(weights, module, seed)
         weights.keep_initial()

@@ -93,6 +93,8 @@ def write_snapshot(
     adapter = None if merge else sharded.adapter
     known = {name: value for name, value in facts.items() if value is not None}
     manifest = {**known, "digest": weights.digest(), "base": sharded.base.fingerprint}
+    if sharded.base.bits and not merge:
+        manifest["bits"] = sharded.base.bits  # with which the base has this fingerprint
     prefix = adapter.stored_prefix if adapter else ""
     # Each parameter is gathered when the generator gets to it.
     tensors: Iterator[tuple[str, Tensor]]

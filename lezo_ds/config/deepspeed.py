@@ -130,16 +130,7 @@ def load_ds_config(
         _set_tensor_parallel(config, tensor_parallel, source)
     _check_sharding(config, world_size, source)
     size = tensor_parallel_size(config)
-    if "optimizer" in config or "scheduler" in config:
-        raise UserError(
-            f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it"
-        )
-    if "weight_quantization" in config:
-        raise UserError(
-            f"weight_quantization in {source} cannot be used: DeepSpeed would load the whole "
-            "16-bit model first",
-            fix="remove it, and set model.bits=4 or 8, which packs each weight when it is read",
-        )
+    _refuse_sections(config, source)
     contradiction = "it contradicts the recipe"
     limits = {
         **_LIMITS,
@@ -171,6 +162,20 @@ def load_ds_config(
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
     _let_deepspeed_check(config, source)
     return config
+
+
+def _refuse_sections(config: Mapping[str, Any], source: str) -> None:
+    """Refuse sections of the JSON for which a recipe has keys of its own."""
+    if "optimizer" in config or "scheduler" in config:
+        raise UserError(
+            f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it"
+        )
+    if "weight_quantization" in config:
+        raise UserError(
+            f"weight_quantization in {source} cannot be used: DeepSpeed would load the whole "
+            "16-bit model first",
+            fix="remove it, and set model.bits=4 or 8, which quantizes each weight when it is read",
+        )
 
 
 def _set_tensor_parallel(config: dict[str, Any], size: int, source: str) -> None:

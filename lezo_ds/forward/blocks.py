@@ -10,7 +10,7 @@ from torch import nn
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.module_calls import PRODUCTS
-from lezo_ds.sharding.packing import GROUP
+from lezo_ds.sharding.quantization import GROUP
 from lezo_ds.zo.laws import TrainedPart
 
 
@@ -122,8 +122,8 @@ def _matrices_of_products(blocks: nn.Module, path: str) -> set[nn.Parameter]:
     return matrices
 
 
-def packed_matrices(model: nn.Module, layout: BlockLayout) -> frozenset[str]:
-    """Return the names of the matrices that `model.bits` packs, in a model without an adapter.
+def quantized_matrices(model: nn.Module, layout: BlockLayout) -> frozenset[str]:
+    """Return the names of the matrices that `model.bits` quantizes, in a model without an adapter.
 
     These are the matrices of linear modules in the blocks, if they are whole groups of elements.
     """

@@ -116,7 +116,9 @@ def open_model(
     directory = Path(model)
     sections = read_adapter(directory)
     has_adapter = bool(sections)
-    if not has_adapter:
+    if has_adapter:
+        sections["model"]["bits"] = (read_facts(directory) or {}).get("bits")
+    else:
         directory = resolve_model(model)
         sections = {"model": {"path": model, "dtype": _stored_dtype(directory)}, "peft": {}}
     where = f"model {model}"

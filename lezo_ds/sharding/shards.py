@@ -34,8 +34,8 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.noise import ALL, Region
-from lezo_ds.sharding.packing import GROUP, Packing, packing_of
 from lezo_ds.sharding.parameters import NamedParameter
+from lezo_ds.sharding.quantization import GROUP, Quantization, quantization_of
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Shard(ABC):
         is_trained: whether updates change the parameter.
         dtype: of what modules compute with.
         device: where the stored elements are; the CPU if they are in a file.
-        packing: how the elements are packed; None if they are stored as they are.
+        quantization: how the elements are quantized; None if they are stored as they are.
     """
 
     parameter: Any
@@ -84,7 +84,7 @@ class Shard(ABC):
         self.is_trained: bool = self.parameter.requires_grad
         self.dtype: torch.dtype = self.parameter.dtype
         self.device: torch.device = self.parameter.device
-        self.packing = packing_of(self.parameter)
+        self.quantization = quantization_of(self.parameter)
 
     @property
     def is_in_memory(self) -> bool:
@@ -93,32 +93,32 @@ class Shard(ABC):
     def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
         """Open the stored elements: a tensor [count] in the order of `region`, without any padding.
 
-        Changes to the tensor are stored only with `write`. Packed elements are unpacked, and can
-        only be read.
+        Changes to the tensor are stored only with `write`. Of quantized elements, it is a copy in
+        `dtype`, which can only be read.
         """
-        if self.packing is None:
+        if self.quantization is None:
             # A generator would take much longer.
             return self._open_storage(self.count, write=write)
-        assert not write, f"{self.name} is packed"
-        return self._unpacked(self.packing)
+        assert not write, f"{self.name} is quantized"
+        return self._dequantized(self.quantization)
 
     @contextmanager
-    def _unpacked(self, packing: Packing) -> Iterator[Tensor]:
-        with self._open_storage(packing.size_of_part) as part:
-            yield packing.unpack(part)[: self.count]
+    def _dequantized(self, quantization: Quantization) -> Iterator[Tensor]:
+        with self._open_storage(quantization.size_of_part) as part:
+            yield quantization.dequantize(part)[: self.count]
 
     @abstractmethod
     def _open_storage(self, size: int, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        """Open the first `size` elements of what is stored, packed or not."""
+        """Open the first `size` elements of what is stored, quantized or not."""
 
     def fill(self, values: Tensor) -> None:
         """Store values [count] of any dtype, in the form in which this shard stores them."""
-        if self.packing is None:
+        if self.quantization is None:
             with self.open(write=True) as stored:
                 stored.copy_(values)
         elif self.count:
-            with self._open_storage(self.packing.size_of_part, write=True) as part:
-                self.packing.pack_(part, values)
+            with self._open_storage(self.quantization.size_of_part, write=True) as part:
+                self.quantization.quantize_(part, values)
 
     @abstractmethod
     def own_elements(self, values: Tensor) -> Tensor:
@@ -141,21 +141,21 @@ class Shard(ABC):
 class FlatShard(Shard):
     """ZeRO-3: a slice of the flattened parameter, in the tensor that DeepSpeed made for it.
 
-    Rank r of n stores ceil(numel / n) elements from r * ceil(numel / n) on, or so many groups of
-    packed elements. Past the parameter's end, DeepSpeed pads the slice with uninitialized memory,
-    which is never read.
+    Rank r of n stores ceil(numel / n) elements from r * ceil(numel / n) on, or, if they are
+    quantized, so many groups. Past the parameter's end, DeepSpeed pads the slice with uninitialized
+    memory, which is never read.
     """
 
     def __init__(self, parameter: Any, named: NamedParameter) -> None:
-        packing = packing_of(parameter)
-        if packing is None:
+        quantization = quantization_of(parameter)
+        if quantization is None:
             shape = tuple(parameter.ds_shape)
             numel = parameter.ds_numel
             self._size = -(-numel // parameter.ds_zero_partition_world_size)
         else:
-            shape = packing.shape
+            shape = quantization.shape
             numel = math.prod(shape)
-            self._size = packing.groups_of_part * GROUP
+            self._size = quantization.groups_of_part * GROUP
         start = min(parameter.ds_zero_partition_rank * self._size, numel)
         super().__init__(
             parameter,
@@ -240,8 +240,8 @@ class RectangleShard(Shard):
             if len(piece.shape) > 1 and math.prod(piece.shape[1:]) != stride:
                 region = Region(piece.source_offset, piece.shape[-1], stride)
         named = replace(named, region=region)
-        packing = packing_of(parameter)
-        count = math.prod(packing.shape) if packing else parameter.numel()
+        quantization = quantization_of(parameter)
+        count = math.prod(quantization.shape) if quantization else parameter.numel()
         super().__init__(parameter, named, split.shape, region, count, split.group)
 
     def _open_storage(self, size: int, *, write: bool = False) -> AbstractContextManager[Tensor]:

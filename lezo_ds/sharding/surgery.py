@@ -11,14 +11,15 @@ from typing import Any
 from torch import nn
 
 from lezo_ds.distributed import device
-from lezo_ds.sharding.packing import packing_of
+from lezo_ds.sharding.quantization import quantization_of
 
 
 def put_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, Any]) -> None:
     """Replace all parameters of a model, tied ones too; move its buffers to this rank's device."""
-    for parameter, replacement in replacements.items():
-        if packing_of(parameter) is not None:
-            replacement.packing = packing_of(parameter)
+    for old, new in replacements.items():
+        quantization = quantization_of(old)
+        if quantization is not None:
+            new.quantization = quantization
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

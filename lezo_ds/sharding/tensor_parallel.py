@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from lezo_ds.distributed import device
 from lezo_ds.errors import UserError, cut
-from lezo_ds.sharding.packing import packing_of
+from lezo_ds.sharding.quantization import quantization_of
 from lezo_ds.sharding.shards import Split
 from lezo_ds.sharding.surgery import put_parameters, run_without_engine_hooks
 
@@ -64,8 +64,8 @@ def shard_model(
         model: a causal language model on the meta device.
         blocks_path: name of the list of its transformer blocks.
         ds_config: with `tensor_parallel.autotp_size`, the number of ranks that split each weight.
-        restore: puts back what was hidden from DeepSpeed, such as an adapter, and packs matrices.
-            It is called when the weights are split, before they have memory.
+        restore: puts back what was hidden from DeepSpeed, such as an adapter. It is called when
+            the weights are split, before they have memory, and may still change their shapes.
 
     Returns:
         DeepSpeed's engine, which runs the model, and how each parameter is split. The parameters
@@ -181,8 +181,8 @@ def _split_of(name: str, parameter: nn.Parameter, group: Any) -> Split:
     """Return how a parameter is split, from the description that DeepSpeed attaches to it."""
     description = getattr(parameter, DS_AUTOTP_UC_META, None)
     if description is None or description["conversion"].get("replicated"):
-        packing = packing_of(parameter)
-        return Split(packing.shape if packing else tuple(parameter.shape), [], group)
+        quantization = quantization_of(parameter)
+        return Split(quantization.shape if quantization else tuple(parameter.shape), [], group)
     problem = UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=_FIX)
     stored_map = description["conversion"].get("affine_map")
     if not stored_map:

@@ -14,8 +14,8 @@ forward pass (zo.probes_per_pass), a rank has
     gathered     if R > 1, the block that runs, the next one, and the tied weights, which stay for
                  the whole pass. On a GPU one block more, because the host runs ahead of it:
                      b x (2 or 3 x largest part + tied weights)
-    unpacked     with model.bits, the matrix of the module that runs, in model.dtype; in all other
-                 terms, its parameters count as they are stored:
+    dequantized  with model.bits, the matrix of the module that runs, in model.dtype. In all other
+                 terms, such matrices count as they are stored:
                      b x largest matrix of the blocks
     copies       the perturbed weights of the module that runs, at most 2 copies at a time:
                      b x min(c, 2) x largest perturbed module
@@ -154,7 +154,7 @@ def rank_memory(
         num_gathered = max(tied + num_largest * largest, 2 * tied)
         in_pass["gathered"] = num_gathered * model.itemsize
     whole_blocks = on_gpu and not is_offloaded
-    in_pass["unpacked"] = own_model.unpacked * model.itemsize
+    in_pass["dequantized"] = own_model.dequantized * model.itemsize
     in_pass["copies"] = _copies(config, own_model, inputs, whole_blocks=whole_blocks)
     in_pass |= _activations(config, own_model, inputs)
     if not inputs.new_tokens:  # otherwise keys and values stay while the head runs
@@ -188,7 +188,7 @@ def split_sizes(model: ModelSizes, size: int) -> ModelSizes:
     return replace(
         model,
         stored=(round(model.num_stored * own_share),),
-        unpacked=model.unpacked // size,
+        dequantized=model.dequantized // size,
         num_trained=round(model.num_trained * own_share),
         largest_perturbed=model.largest_perturbed // size,
         head=model.head // size if model.has_split_vocabulary else model.head,

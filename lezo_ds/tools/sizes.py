@@ -25,9 +25,9 @@ from lezo_ds.forward.blocks import (
     find_blocks,
     freeze_all_but,
     gather_sizes,
-    packed_matrices,
+    quantized_matrices,
 )
-from lezo_ds.sharding.packing import pack_parameters
+from lezo_ds.sharding.quantization import quantize_parameters
 from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
 # Activations of the model's width that are in memory while a block runs: the embeddings of tokens
@@ -61,8 +61,8 @@ class ModelSizes:
         blocks_path: Name of the module that lists the transformer blocks.
         num_blocks: Number of transformer blocks.
         num_parameters: Size of all parameters, however they are stored.
-        stored: Size of each parameter as it is stored: packed or not. A tied parameter appears once.
-        unpacked: Size of the largest matrix that is unpacked while its module runs, or 0.
+        stored: Size of each parameter as it is stored, quantized or not. A tied one appears once.
+        dequantized: Size of the largest matrix that is dequantized while its module runs, or 0.
         num_trained: Size of all trained parameters.
         num_dropped: Number of blocks that a step drops.
         parts: Sizes of what ZeRO-3 gathers at a time.
@@ -87,7 +87,7 @@ class ModelSizes:
     num_blocks: int
     num_parameters: int
     stored: tuple[int, ...]
-    unpacked: int
+    dequantized: int
     num_trained: int
     num_dropped: int
     parts: GatherSizes
@@ -161,7 +161,7 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
     model: Any = build_on_meta(model_config, dtype)
     layout = find_blocks(model)
     blocks = model.get_submodule(layout.path)
-    matrices = packed_matrices(model, layout)
+    matrices = quantized_matrices(model, layout)
     adapter = make_adapter(config.peft if config.method in TRAINED else None)
     if adapter is not None:
         adapter.attach(model, layout)
@@ -182,18 +182,20 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     largest_perturbed = _largest_perturbed(model, head, rank)
     activation_width = _activation_width(blocks[0], decoder.hidden_size)
-    unpacked = 0
+    dequantized = 0
     if config.model.bits:  # from here on, the sizes of these matrices are those of their codes
         own_name = adapter.own_name if adapter else str
-        packings = pack_parameters(model, matrices, config.model.bits, 1, own_name)
-        unpacked = max((math.prod(packing.shape) for packing in packings), default=0)
+        quantizations = quantize_parameters(model, matrices, config.model.bits, 1, own_name)
+        dequantized = max(
+            (math.prod(quantization.shape) for quantization in quantizations), default=0
+        )
     return ModelSizes(
         class_name=type(model).__name__,
         blocks_path=layout.path,
         num_blocks=layout.num_blocks,
         num_parameters=num_parameters,
         stored=tuple(parameter.numel() for parameter in model.parameters()),
-        unpacked=unpacked,
+        dequantized=dequantized,
         num_trained=_num_trained(model),
         num_dropped=num_dropped,
         parts=gather_sizes(model, layout),

@@ -71,7 +71,7 @@ def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), peft=None,
     """Return an engine on a tiny model, as the trainer starts it."""
     torch.set_num_threads(1)
     ds_config = load_ds_config(DS_CONFIG, dtype, num_ranks, 2) | dict(ds_changes)
-    own = {name: changes.pop(name, None) for name in ("partition_size", "num_steps")}
+    own = {name: changes.pop(name, None) for name in ("partition_size", "num_steps", "bits")}
     return initialize(str(directory), zo_config(**changes), ds_config, dtype, SEED, peft, **own)
 
 

@@ -15,7 +15,7 @@ from packaging.version import Version
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-CODE_TOKENS = 121_000
+CODE_TOKENS = 124_000
 """Most code tokens of Python in lezo_ds. Comments, docstrings and layout are free, and so are
 lines."""
 
@@ -27,15 +27,15 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"config": 8_900},
     {"distributed": 3_400},
     {"replicas": 4_000},
-    {"sharding": 9_400},
+    {"sharding": 10_900},
     {"forward": 11_700},
-    {"checkpoints": 4_300},
+    {"checkpoints": 4_700},
     {"data": 17_500},
     {"agreement": 900},
     {"step": 1_300},
     {"engine": 3_100},
     {"runs": 19_200},
-    {"tools": 15_900},
+    {"tools": 17_500},
     {"cli": 3_300},
 )
 """The rooms of the package from the ground up, with the most code tokens of each: a tenth more

@@ -38,7 +38,7 @@ _CHUNK = 1 << 16  # an operation on a GPU has a fixed cost
 
 
 @dataclass(frozen=True)
-class Packing:
+class Quantization:
     """How a matrix is stored.
 
     Attributes:
@@ -68,7 +68,7 @@ class Packing:
         """Number of elements of `dtype` that the codes of a group take."""
         return GROUP * self.bits // 8 // self.dtype.itemsize
 
-    def pack_(self, part: Tensor, values: Tensor) -> None:
+    def quantize_(self, part: Tensor, values: Tensor) -> None:
         """Store the elements of one part.
 
         Args:
@@ -80,7 +80,7 @@ class Packing:
         num_groups = values.numel() // GROUP
         for first in range(0, num_groups, chunk):
             rows = slice(first, min(first + chunk, num_groups))
-            group = values.view(-1, GROUP)[rows].to(part.device, torch.float32)
+            group = values.reshape(-1, GROUP)[rows].to(part.device, torch.float32)
             low = group.amin(1, keepdim=True)
             high = group.amax(1, keepdim=True)
             minima[rows] = low
@@ -94,7 +94,7 @@ class Packing:
                 code = code[:, 0::2] << 4 | code[:, 1::2]
             codes[rows] = code
 
-    def unpack(self, parts: Tensor) -> Tensor:
+    def dequantize(self, parts: Tensor) -> Tensor:
         """Return the elements of one part or of several: [number of groups * 64].
 
         Args:
@@ -103,10 +103,10 @@ class Packing:
         by_part = parts.view(-1, self.size_of_part)
         values = parts.new_empty(len(by_part), self.groups_of_part, GROUP)
         for part, elements in zip(by_part, values, strict=True):
-            self._unpack_part(part, elements)
+            self._dequantize_part(part, elements)
         return values.view(-1)
 
-    def _unpack_part(self, part: Tensor, elements: Tensor) -> None:
+    def _dequantize_part(self, part: Tensor, elements: Tensor) -> None:
         codes, steps, minima = self._fields(part)
         chunk = _chunk(part.device)
         for first in range(0, len(elements), chunk):
@@ -125,14 +125,13 @@ class Packing:
 
     def matrix(self, parts: Tensor) -> Tensor:
         """Return the matrix [*shape] that modules compute with, from the parts of all ranks."""
-        return self.unpack(parts)[: math.prod(self.shape)].view(self.shape)
+        return self.dequantize(parts)[: math.prod(self.shape)].view(self.shape)
 
     def _fields(self, part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the bytes of codes [g, bytes], the steps [g, 1] and the minima [g, 1] of a part."""
+        """Return the bytes of a part's codes [g, bytes], its steps [g, 1] and minima [g, 1]."""
         num_groups = self.groups_of_part
-        codes, steps, minima = part.split(
-            [num_groups * self._codes_of_group, num_groups, num_groups]
-        )
+        sizes = [num_groups * self._codes_of_group, num_groups, num_groups]
+        codes, steps, minima = torch.split(part, sizes)
         return codes.view(torch.uint8).view(num_groups, -1), steps[:, None], minima[:, None]
 
 
@@ -140,19 +139,19 @@ def _chunk(device: torch.device) -> int:
     return _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
 
 
-def packing_of(parameter: nn.Parameter) -> Packing | None:
-    """Return how a parameter is packed, or None if it is stored as it is."""
-    return getattr(parameter, "packing", None)
+def quantization_of(parameter: nn.Parameter) -> Quantization | None:
+    """Return how a parameter is quantized, or None if it is stored as it is."""
+    return getattr(parameter, "quantization", None)
 
 
-def pack_parameters(
+def quantize_parameters(
     model: nn.Module,
     names: Set[str],
     bits: int,
     num_parts: int | None,
     own_name: Callable[[str], str] = str,
-) -> list[Packing]:
-    """Turn matrices on the meta device into packed ones, and let their modules unpack them.
+) -> list[Quantization]:
+    """Turn matrices on the meta device into quantized ones, and let their modules dequantize them.
 
     Args:
         model: on the meta device.
@@ -163,43 +162,43 @@ def pack_parameters(
         own_name: returns a parameter's own name, given its name in the module tree.
 
     Returns:
-        The packing of each matrix.
+        The quantization of each matrix.
 
     Raises:
         UserError: tensor parallelism has split a group.
     """
-    packings = []
+    quantizations = []
     matrices: dict[str, Any] = dict(model.named_parameters())
     for name, matrix in matrices.items():
         if own_name(name) not in names:
             continue
         if num_parts is None and matrix.shape[-1] % GROUP:
             raise UserError(
-                f"tensor parallelism gives {own_name(name)} rows of {matrix.shape[-1]} elements, and "
-                f"model.bits={bits} needs a multiple of {GROUP}",
+                f"tensor parallelism gives {own_name(name)} rows of {matrix.shape[-1]} elements, "
+                f"and model.bits={bits} needs a multiple of {GROUP}",
                 fix="set tensor_parallel=1, or model.bits=null",
             )
-        packing = Packing(bits, matrix.dtype, tuple(matrix.shape), num_parts or 1)
-        matrix.data = matrix.new_empty(packing.num_parts * packing.size_of_part)
+        quantization = Quantization(bits, matrix.dtype, tuple(matrix.shape), num_parts or 1)
+        matrix.data = matrix.new_empty(quantization.num_parts * quantization.size_of_part)
         matrix.requires_grad_(False)
-        matrix.packing = packing
-        packings.append(packing)
-        _unpack_in_calls(model.get_submodule(name.removesuffix(".weight")))
-    return packings
+        matrix.quantization = quantization
+        quantizations.append(quantization)
+        _dequantize_in_calls(model.get_submodule(name.removesuffix(".weight")))
+    return quantizations
 
 
-def _unpack_in_calls(module: nn.Module) -> None:
+def _dequantize_in_calls(module: nn.Module) -> None:
     """Let a module compute with its matrix, which is freed when the module has run."""
     own_forward = module.forward
 
     @wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         weight: Any = module._parameters["weight"]
-        packed = weight.data
-        weight.data = weight.packing.matrix(packed)
+        quantized = weight.data
+        weight.data = weight.quantization.matrix(quantized)
         try:
             return own_forward(*args, **kwargs)
         finally:
-            weight.data = packed
+            weight.data = quantized
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

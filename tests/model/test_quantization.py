@@ -1,0 +1,324 @@
+"""Matrices in 4 and 8 bits: what is stored, that runs on them are exact, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from assets import recipe_values, write_data, write_reader
+from commands import assert_one_error, run_forked, run_forked_well
+from ranks import run_ranks
+from run_ends import end
+from tiny_adapters import peft_config, start_engine, whole_batch
+from tiny_models import VOCABULARY
+from tiny_runs import DS_CONFIG, SEED, train, write_model, zo_config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+
+from lezo_ds.config import config_from_dict
+from lezo_ds.config.deepspeed import load_ds_config
+from lezo_ds.engine import initialize
+from lezo_ds.errors import UserError
+from lezo_ds.sharding.quantization import GROUP, Quantization
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIDTH = 128  # two groups, one for each rank of two
+NUM_BLOCKS = 3
+MATRICES = 6  # of a block of OPT
+SHAPE = {"vocab_size": VOCABULARY, "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 4}
+OPT = OPTConfig(
+    **SHAPE,
+    hidden_size=WIDTH,
+    word_embed_proj_dim=WIDTH,
+    ffn_dim=2 * WIDTH,
+    max_position_embeddings=62,
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=1,
+)
+LLAMA = LlamaConfig(
+    **SHAPE,
+    hidden_size=WIDTH,
+    intermediate_size=2 * WIDTH,
+    num_key_value_heads=2,
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=1,
+)
+GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_head=4)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Tiny models whose rows are whole groups, also on two ranks that split them."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "opt": write_model(OPT, root / "opt"),
+        "llama": write_model(LLAMA, root / "llama", torch.bfloat16),
+        "gpt2": write_model(GPT2, root / "gpt2"),
+    }
+
+
+# What is stored.
+
+
+def as_documented(part, bits, num_groups):
+    """Return the values of a part of bf16, read by NumPy as the module's docstring describes."""
+    stored = part.view(torch.int16).numpy().view(np.uint16)
+    codes, steps, minima = np.split(
+        stored, np.cumsum([num_groups * GROUP * bits // 16, num_groups])
+    )
+    codes = codes.view(np.uint8).reshape(num_groups, -1)
+    if bits == 4:
+        codes = np.stack([codes >> 4, codes & 15], axis=-1).reshape(num_groups, GROUP)
+    steps, minima = [(field.astype(np.uint32) << 16).view(np.float32) for field in (steps, minima)]
+    return codes.astype(np.float32) * steps[:, None] + minima[:, None]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_element_is_off_by_half_a_step_and_parts_together_are_the_whole(bits, dtype):
+    values = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0)) * 0.05
+    values[1] = 0.25  # a group of equal elements
+    values[2, :GROUP] = 0
+    values = values.to(DTYPES[dtype])
+    whole = Quantization(bits, DTYPES[dtype], (5, WIDTH), 1)
+    stored = torch.empty(whole.size_of_part, dtype=DTYPES[dtype])
+    whole.quantize_(stored, values)
+    matrix = whole.matrix(stored)
+    assert (matrix.dtype, matrix.shape) == (DTYPES[dtype], (5, WIDTH))
+    assert stored.nbytes == 10 * (GROUP * bits // 8 + 2 * stored.itemsize)
+    assert torch.equal(matrix[1:3, :GROUP], values[1:3, :GROUP])
+
+    groups = values.float().view(-1, GROUP)
+    step = (groups.amax(1) - groups.amin(1)) / (2**bits - 1)
+    error = (matrix.float().view(-1, GROUP) - groups).abs().amax(1)
+    # The step and the minimum are rounded to the dtype, and so is the element.
+    rounding = torch.finfo(DTYPES[dtype]).eps * (groups.abs().amax(1) + 2**bits * step)
+    assert (error <= step / 2 + rounding).all()
+    assert error.max() > step.max() / 4
+
+    for num_parts in (2, 3, 4):
+        shared = Quantization(bits, DTYPES[dtype], (5, WIDTH), num_parts)
+        size = shared.groups_of_part * GROUP
+        parts = torch.zeros(num_parts, shared.size_of_part, dtype=DTYPES[dtype])
+        for part, own in zip(parts, values.view(-1).split(size), strict=True):
+            shared.quantize_(part, own)
+        assert torch.equal(shared.matrix(parts.view(-1)), matrix)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_stored_bytes_are_as_documented(bits):
+    values = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    quantization = Quantization(bits, torch.bfloat16, (3, WIDTH), 1)
+    part = torch.empty(quantization.size_of_part, dtype=torch.bfloat16)
+    quantization.quantize_(part, values)
+    expected = torch.from_numpy(as_documented(part, bits, 6)).bfloat16()
+    assert torch.equal(quantization.matrix(part), expected.view(3, WIDTH))
+
+
+# Runs.
+
+
+def run(directory, dtype, num_ranks, bits, options):
+    """Train, replay, and return what must be equal on any number of ranks, and bytes."""
+    options = dict(options)
+    peft = peft_config(options.pop("kind", "lora"), options.pop("family", "opt"))
+    engine = start_engine(directory, peft, dtype, num_ranks, bits=bits, **options)
+    base = engine.base.fingerprint
+    weights = {shard.name: shard.gather().cpu() for shard in engine.weights.base_shards}
+    stored = sum(
+        getattr(shard.parameter, "ds_tensor", shard.parameter).nbytes
+        for shard in engine.weights.base_shards
+        if shard.quantization
+    )
+    logits = engine.forward(whole_batch())
+    records = train(engine, 3, vocabulary=VOCABULARY)
+    digest = engine.weights.digest()
+    fresh = start_engine(directory, peft, dtype, num_ranks, bits=bits, **options)
+    fresh.load_checkpoint(directory / "none", records)
+    assert fresh.weights.digest() == digest
+    return base, weights, stored, logits, records, digest
+
+
+def assert_same_run(result, expected):
+    base, weights, _, logits, records, digest = result
+    assert (base, records, digest) == (expected[0], expected[4], expected[5])
+    assert weights.keys() == expected[1].keys()
+    assert all(torch.equal(weights[name], expected[1][name]) for name in weights)
+    assert torch.equal(logits, expected[3])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "dtype", "bits", "kind"),
+    [("opt", "fp32", 4, "lora"), ("llama", "bf16", 4, "lora"), ("gpt2", "bf16", 8, "prefix")],
+)
+def test_a_run_computes_with_the_dequantized_weights_and_is_the_same_on_any_number_of_ranks(
+    models, family, dtype, bits, kind
+):
+    options = {"family": family, "kind": kind}
+    alone = run_ranks(run, 1, models[family], dtype, 1, bits, options)[0]
+    _, weights, stored, logits, *_ = alone
+
+    # A plain transformers model with the same values has the same logits, bit for bit.
+    plain = AutoModelForCausalLM.from_pretrained(models[family], dtype=DTYPES[dtype]).eval()
+    originals = dict(plain.named_parameters())
+    changed = [name for name in weights if not torch.equal(weights[name], originals[name])]
+    assert all(".layers." in name or ".h." in name for name in changed)
+    assert all(weights[name].dim() == 2 for name in changed)
+    with torch.no_grad():
+        for name, value in weights.items():
+            originals[name].copy_(value)
+        if kind == "lora":  # which starts at the model; a prefix does not
+            assert torch.equal(plain(**whole_batch().inputs).logits, logits)
+
+    itemsize = DTYPES[dtype].itemsize
+    num_elements = sum(weights[name].numel() for name in changed)
+    assert stored == num_elements // GROUP * (GROUP * bits // 8 + 2 * itemsize)
+    for num_ranks in (2, 4):
+        results = run_ranks(run, num_ranks, models[family], dtype, num_ranks, bits, options)
+        for result in results:
+            assert_same_run(result, alone)
+            assert stored / num_ranks <= result[2] <= stored / num_ranks * 1.01 + 2000
+    for result in run_ranks(
+        run, 2, models[family], dtype, 2, bits, {**options, "partition_size": 1}
+    ):
+        assert_same_run(result, alone)
+
+
+SPLIT = {
+    "ds_changes": {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 0}},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_tensor_parallel_ranks_split_the_codes(models, family):
+    alone = run_ranks(run, 1, models[family], "fp32", 1, 4, {"family": family})[0]
+    results = run_ranks(run, 2, models[family], "fp32", 2, 4, {"family": family, **SPLIT})
+    for base, weights, stored, logits, records, digest in results:
+        assert base == alone[0]
+        assert all(torch.equal(weights[name], alone[1][name]) for name in weights)
+        assert stored == alone[2] // 2
+        # Sums over ranks have other last bits.
+        torch.testing.assert_close(logits, alone[3], rtol=1e-4, atol=1e-4)
+        assert (records, digest) == results[0][4:]
+
+
+def count_bytes(directory, bits):
+    """Return the bytes of weights that the messages of one forward pass bring to this rank."""
+    from deepspeed import comm
+
+    engine = start_engine(directory, peft_config("lora"), "bf16", 2, bits=bits)
+    gather = comm.all_gather_into_tensor
+    sizes = []
+
+    def counted(output, own, **options):
+        sizes.append(output.nbytes - own.nbytes)
+        return gather(output, own, **options)
+
+    comm.all_gather_into_tensor = counted
+    engine.forward(whole_batch())
+    comm.all_gather_into_tensor = gather
+    held = [shard.name for shard in engine.weights.shards if shard.parameter.numel()]
+    frozen = sum(s.numel for s in engine.weights.base_shards if s.quantization)
+    return sum(sizes), held, frozen
+
+
+@pytest.mark.distributed
+def test_codes_travel_and_the_matrix_of_a_module_is_freed_when_it_has_run(models):
+    for (whole, _, _), (codes, held, frozen) in zip(
+        run_ranks(count_bytes, 2, models["opt"], None),
+        run_ranks(count_bytes, 2, models["opt"], 4),
+        strict=True,
+    ):
+        assert held == []
+        # 4.5 instead of 16 bits for each element, half of which the rank has itself.
+        assert whole - codes == frozen * (16 - 4.5) / 8 / 2
+
+
+# The program.
+
+
+@pytest.mark.distributed
+def test_a_run_is_resumed_scored_and_exported_with_its_bits_only(tmp_path):
+    model, data = write_reader(tmp_path / "model"), write_data(tmp_path / "data")
+    values = recipe_values(model, data)
+    values["model"] |= {"dtype": "bf16", "bits": 4}
+    values["peft"] = {"kind": "lora"}
+    values["zo"]["learning_rate"] = 0.1
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    directory = tmp_path / "run"
+    command = ["--config", recipe, f"run_dir={directory}"]
+    run_forked_well([*command, "train.steps=4"], num_ranks=2)
+    for other in ("8", "null"):
+        refused = run_forked([*command, f"model.bits={other}"])
+        was = f"it is {other.replace('null', 'None')}, and was 4"
+        assert_one_error(refused, 2, f"model.bits differs from the journal's: {was}")
+    run_forked_well(command)
+    whole = [*command[:2], f"run_dir={tmp_path / 'whole'}"]
+    run_forked_well(whole)
+    assert end(directory).results == end(tmp_path / "whole").results
+
+    run = ["--run", directory, "--step", "last"]
+    of_run = json.loads(run_forked_well([*run, "--json"], program="evaluate").out)
+    run_forked_well([*run, "--out", tmp_path / "adapter"], program="export")
+    asked = ["--model", tmp_path / "adapter", *command[:2], "--json"]
+    of_export = json.loads(run_forked_well(asked, program="evaluate").out)
+    run_forked_well([*run, "--out", tmp_path / "merged", "--merge"], program="export")
+    asked = ["--model", tmp_path / "merged", *command[:2], "--json"]
+    of_merged = json.loads(run_forked_well(asked, program="evaluate").out)
+    assert of_export["loss"] == of_run["loss"]
+    # The products of the adapter are rounded to bf16 with the weights that they are added to.
+    assert of_merged["loss"] == pytest.approx(of_run["loss"], rel=0.01)
+    manifest = json.loads((tmp_path / "merged" / "lezo_manifest.json").read_text())
+    assert "bits" not in manifest
+    assert "base in 4 bits" in (tmp_path / "adapter" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"peft.kind": "none"}, "model.bits=4 stores weights that cannot change"),
+        ({"method": "adamw"}, "model.bits=4 stores weights that cannot change"),
+    ],
+)
+def test_a_run_that_would_change_quantized_weights_is_refused(keys, problem):
+    values = {"run_dir": "none", "model.path": "m", "model.dtype": "bf16", "model.bits": 4}
+    values |= {"peft.kind": "lora", "zo.learning_rate": 1e-3, "zo.sparsity": 0, "train.steps": 1}
+    config_from_dict(values, "the test")
+    with pytest.raises(UserError, match=problem):
+        config_from_dict(values | keys, "the test")
+
+
+def test_the_key_of_deepspeed_is_refused_with_ours(tmp_path):
+    file = tmp_path / "quantized.json"
+    groups = {"fc1": {"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": False}}
+    section = {"weight_quantization": {"post_init_quant": groups}}
+    file.write_text(json.dumps(json.loads(DS_CONFIG.read_text()) | section))
+    with pytest.raises(UserError, match=r"load the whole 16-bit model first.*model\.bits=4"):
+        load_ds_config(file, "bf16", 1, 1)
+
+
+def split_narrow(directory):
+    ds_config = load_ds_config(DS_CONFIG, "fp32", 2, 2) | SPLIT["ds_changes"]
+    try:
+        initialize(
+            str(directory), zo_config(), ds_config, "fp32", SEED, peft_config("lora"), bits=4
+        )
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.distributed
+def test_ranks_that_would_split_a_group_are_refused(tmp_path):
+    values = {**OPT.to_dict(), "hidden_size": 64, "word_embed_proj_dim": 64}
+    directory = write_model(OPTConfig(**values), tmp_path)
+    for message in run_ranks(split_narrow, 2, directory):
+        assert "out_proj.weight rows of 32 elements, and model.bits=4 needs a multiple of 64" in (
+            message
+        )
