@@ -27,6 +27,8 @@ CHANGES = {
     # 200 steps, and two seeds.
     "train.snapshot_every=0)": "train.snapshot_every=0 train.steps=200 train.eval_every=100)",
     "--array=0-4": "--array=0-1",
+    "data.path=glue/sst2)": "data.path=glue/sst2 model.dtype=bf16 deepspeed=zero3_bf16 "
+    "zo.learning_rate=0.1 train.steps=20 train.eval_every=10)",
     "seed,data.seed=0,1,2,3,4)": "seed,data.seed=0,1)",
 }
 HF = """#!/bin/sh
@@ -90,9 +92,8 @@ def run(slurm, directory):
 
 def test_the_page_of_opt_30b_from_the_download_to_five_seeds(slurm, directory, run):
     commands, program = blocks()
-    fetch, convert, settings, dry_runs, health, train, stop, signal, use, seeds, two_nodes = (
-        commands
-    )
+    fetch, convert, settings, dry_runs, health, train, stop, signal, use, seeds, *rest = commands
+    two_nodes, one_card = rest
     (directory / "convert.py").write_text(program)
     run(fetch)
     run(convert)
@@ -130,3 +131,6 @@ def test_the_page_of_opt_30b_from_the_download_to_five_seeds(slurm, directory, r
     assert run(seeds).count("  done  ") == 2
     run(two_nodes)
     assert results_of(directory / "runs" / "opt-30b-two-nodes")["world_size"] == 4
+    run(one_card)
+    manifest = json.loads((directory / "opt-30b-4bit-adapter" / "lezo_manifest.json").read_text())
+    assert manifest["bits"] == 4
