@@ -34,7 +34,8 @@ from lezo_ds.forward.blocks import (
 )
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
-from lezo_ds.sharding.quantization import quantize_parameters
+from lezo_ds.sharding.quantization import quantization_of, quantize_parameters
+from lezo_ds.sharding.quantized_shards import QuantizedFlatShard, QuantizedRectangleShard
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, Split
 from lezo_ds.sharding.tensor_parallel import EMBEDDINGS
 from lezo_ds.sharding.weights import ShardedWeights
@@ -173,8 +174,11 @@ def _shards_of(
         block = layout.block_of(name, is_embedding=parameter in embeddings)
         named = NamedParameter(name, ids[name], block)
         split = splits.get(parameter)
+        is_quantized = quantization_of(parameter) is not None
         if split is None:
-            shards.append(FlatShard(parameter, named))
+            flat = QuantizedFlatShard if is_quantized else FlatShard
+            shards.append(flat(parameter, named))
         else:
-            shards.append(RectangleShard(parameter, named, split))
+            rectangle = QuantizedRectangleShard if is_quantized else RectangleShard
+            shards.append(rectangle(parameter, named, split))
     return shards

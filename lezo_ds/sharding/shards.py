@@ -35,7 +35,6 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.noise import ALL, Region
 from lezo_ds.sharding.parameters import NamedParameter
-from lezo_ds.sharding.quantization import GROUP, Quantization, quantization_of
 
 
 @dataclass(eq=False)
@@ -63,7 +62,6 @@ class Shard(ABC):
         is_trained: whether updates change the parameter.
         dtype: of what modules compute with.
         device: where the stored elements are; the CPU if they are in a file.
-        quantization: how the elements are quantized; None if they are stored as they are.
     """
 
     parameter: Any
@@ -84,41 +82,23 @@ class Shard(ABC):
         self.is_trained: bool = self.parameter.requires_grad
         self.dtype: torch.dtype = self.parameter.dtype
         self.device: torch.device = self.parameter.device
-        self.quantization = quantization_of(self.parameter)
 
     @property
     def is_in_memory(self) -> bool:
         return True
 
+    @abstractmethod
     def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
         """Open the stored elements: a tensor [count] in the order of `region`, without any padding.
 
-        Changes to the tensor are stored only with `write`. Of quantized elements, it is a copy in
-        `dtype`, which can only be read.
+        Changes to the tensor are stored only with `write`. Only a parameter that is trained must
+        support it.
         """
-        if self.quantization is None:
-            # A generator would take much longer.
-            return self._open_storage(self.count, write=write)
-        assert not write, f"{self.name} is quantized"
-        return self._dequantized(self.quantization)
-
-    @contextmanager
-    def _dequantized(self, quantization: Quantization) -> Iterator[Tensor]:
-        with self._open_storage(quantization.size_of_part) as part:
-            yield quantization.dequantize(part)[: self.count]
-
-    @abstractmethod
-    def _open_storage(self, size: int, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        """Open the first `size` elements of what is stored, quantized or not."""
 
     def fill(self, values: Tensor) -> None:
-        """Store values [count] of any dtype, in the form in which this shard stores them."""
-        if self.quantization is None:
-            with self.open(write=True) as stored:
-                stored.copy_(values)
-        elif self.count:
-            with self._open_storage(self.quantization.size_of_part, write=True) as part:
-                self.quantization.quantize_(part, values)
+        """Store values [count] of any dtype, converted to what this class stores."""
+        with self.open(write=True) as stored:
+            stored.copy_(values)
 
     @abstractmethod
     def own_elements(self, values: Tensor) -> Tensor:
@@ -141,21 +121,13 @@ class Shard(ABC):
 class FlatShard(Shard):
     """ZeRO-3: a slice of the flattened parameter, in the tensor that DeepSpeed made for it.
 
-    Rank r of n stores ceil(numel / n) elements from r * ceil(numel / n) on, or, if they are
-    quantized, so many groups. Past the parameter's end, DeepSpeed pads the slice with uninitialized
-    memory, which is never read.
+    Rank r of n stores ceil(numel / n) elements from r * ceil(numel / n) on. Past the parameter's
+    end, DeepSpeed pads the slice with uninitialized memory, which is never read.
     """
 
     def __init__(self, parameter: Any, named: NamedParameter) -> None:
-        quantization = quantization_of(parameter)
-        if quantization is None:
-            shape = tuple(parameter.ds_shape)
-            numel = parameter.ds_numel
-            self._size = -(-numel // parameter.ds_zero_partition_world_size)
-        else:
-            shape = quantization.shape
-            numel = math.prod(shape)
-            self._size = quantization.groups_of_part * GROUP
+        self._size, shape = self._layout(parameter)
+        numel = math.prod(shape)
         start = min(parameter.ds_zero_partition_rank * self._size, numel)
         super().__init__(
             parameter,
@@ -167,12 +139,18 @@ class FlatShard(Shard):
         )
         self.device = parameter.ds_tensor.device
 
+    @staticmethod
+    def _layout(parameter: Any) -> tuple[int, tuple[int, ...]]:
+        """Return the number of elements of a rank's slice, and the shape of the full parameter."""
+        size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
+        return size, tuple(parameter.ds_shape)
+
     @property
     def is_in_memory(self) -> bool:
         return not is_in_file(self.parameter)
 
-    def _open_storage(self, size: int, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        return open_slice(self.parameter, size, write=write)
+    def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
+        return open_slice(self.parameter, self.count, write=write)
 
     def own_elements(self, values: Tensor) -> Tensor:
         start = self.region.start
@@ -189,6 +167,7 @@ def open_slice(
     """Open the first `count` elements of a slice that DeepSpeed made, like `Shard.open`."""
     if is_in_file(parameter):
         return _swapped_in(parameter, count, write)
+    # A generator would take much longer.
     return nullcontext(parameter.ds_tensor.data[:count])
 
 
@@ -240,12 +219,16 @@ class RectangleShard(Shard):
             if len(piece.shape) > 1 and math.prod(piece.shape[1:]) != stride:
                 region = Region(piece.source_offset, piece.shape[-1], stride)
         named = replace(named, region=region)
-        quantization = quantization_of(parameter)
-        count = math.prod(quantization.shape) if quantization else parameter.numel()
+        count = self._count(parameter)
         super().__init__(parameter, named, split.shape, region, count, split.group)
 
-    def _open_storage(self, size: int, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        return nullcontext(self.parameter.data.view(-1)[:size])
+    @staticmethod
+    def _count(parameter: Any) -> int:
+        """Return the number of elements of the rectangle."""
+        return int(parameter.numel())
+
+    def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
+        return nullcontext(self.parameter.data.view(-1))
 
     def own_elements(self, values: Tensor) -> Tensor:
         return values.reshape(-1)

@@ -22,6 +22,7 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.engine import initialize
 from lezo_ds.errors import UserError
 from lezo_ds.sharding.quantization import GROUP, Quantization
+from lezo_ds.sharding.quantized_shards import QuantizedShard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 128  # two groups, one for each rank of two
@@ -132,7 +133,7 @@ def run(directory, dtype, num_ranks, bits, options):
     stored = sum(
         getattr(shard.parameter, "ds_tensor", shard.parameter).nbytes
         for shard in engine.weights.base_shards
-        if shard.quantization
+        if isinstance(shard, QuantizedShard)
     )
     logits = engine.forward(whole_batch())
     records = train(engine, 3, vocabulary=VOCABULARY)
@@ -224,7 +225,7 @@ def count_bytes(directory, bits):
     engine.forward(whole_batch())
     comm.all_gather_into_tensor = gather
     held = [shard.name for shard in engine.weights.shards if shard.parameter.numel()]
-    frozen = sum(s.numel for s in engine.weights.base_shards if s.quantization)
+    frozen = sum(s.numel for s in engine.weights.base_shards if isinstance(s, QuantizedShard))
     return sum(sizes), held, frozen
 
 
