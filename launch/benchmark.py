@@ -11,6 +11,7 @@ A variant is one of
     ours[:SPARSITY]             the papers' step of lezo_ds, on weights that ZeRO-3 shards
     tensor_parallel[:SPARSITY]  the same step, on weights that are split among all ranks
     low_rank[:SPARSITY]         a step of lezo_ds with a direction of rank 1
+    int8, int4[:SPARSITY]       the papers' step, on a base in 8 or 4 bits; with peft.kind=lora
     recipe                      the step that the recipe describes
     generate                    alone: answers written by lezo_ds, and by transformers' generate
 
@@ -65,6 +66,8 @@ LAYOUTS = {
     "ours": "ours",
     "tensor_parallel": "common",
     "low_rank": "ours",
+    "int8": "ours",
+    "int4": "ours",
     "recipe": "ours",
 }
 """How the batch of a step is laid out for a kind of variant:
@@ -74,7 +77,8 @@ ours:      micro-batches of the recipe's size, and candidates of one token share
 common:    the same rows as ours, in micro-batches that all ranks run together
 """
 VARIANT = re.compile(
-    r"(?P<kind>mezo_reference|ours|tensor_parallel|low_rank)(:(?P<sparsity>0|1|0?\.\d+))?|recipe|generate"
+    r"(?P<kind>mezo_reference|ours|tensor_parallel|low_rank|int8|int4)(:(?P<sparsity>0|1|0?\.\d+))?"
+    r"|recipe|generate"
 )
 
 
@@ -116,6 +120,16 @@ class Inputs:
     def low_rank_engine(self) -> LezoEngine:
         """The engine that trains nothing but matrices of the blocks."""
         return make_engine(replace(self.config, zo=replace(self.config.zo, noise_rank=1)))
+
+    @cached_property
+    def int8_engine(self) -> LezoEngine:
+        """The engine whose base has 8 bits."""
+        return make_engine(replace(self.config, model=replace(self.config.model, bits=8)))
+
+    @cached_property
+    def int4_engine(self) -> LezoEngine:
+        """The engine whose base has 4 bits."""
+        return make_engine(replace(self.config, model=replace(self.config.model, bits=4)))
 
 
 def read_arguments() -> argparse.Namespace:
@@ -323,11 +337,17 @@ def start_steps(word: str, inputs: Inputs) -> Callable[[], float]:
             return reference.step(batches[distributed.rank()], inputs.loss)
 
         return published_step
-    shared = inputs.engine
-    if variant.kind == "tensor_parallel":
-        shared = inputs.split_engine
-    if variant.kind == "low_rank":
-        shared = inputs.low_rank_engine
+    match variant.kind:
+        case "tensor_parallel":
+            shared = inputs.split_engine
+        case "low_rank":
+            shared = inputs.low_rank_engine
+        case "int8":
+            shared = inputs.int8_engine
+        case "int4":
+            shared = inputs.int4_engine
+        case _:
+            shared = inputs.engine
     # Another engine on the same weights, with its own settings, at step 0.
     num_steps = inputs.config.train.steps
     engine = LezoEngine(
