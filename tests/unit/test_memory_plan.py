@@ -310,6 +310,23 @@ def test_every_token_of_every_label_is_counted(tmp_path):
     assert f"faster        {ways}" in seconds[11] and "faster" not in seconds[9]
 
 
+def test_a_base_in_four_bits_takes_its_codes_and_one_matrix():
+    matrices = 48 * 12 * 7168**2  # of the blocks
+    lora = 48 * 2 * 2 * 8 * 7168
+    keys = {"peft__kind": "lora", "zo__update_precision": "stochastic"}
+    for bits in (4, 8):
+        parts = memory_of(model__bits=bits, **keys).parts
+        stored = OPT_30B + lora - matrices + matrices // 64 * (64 * bits // 16 + 2)
+        assert parts["shards"] == pytest.approx(2 * stored, rel=0.001)
+        assert parts["dequantized"] == 2 * LAYER
+        gathered = memory_of(4, model__bits=bits, **keys).parts["gathered"]
+        whole = memory_of(4, **keys).parts["gathered"]
+        codes = BLOCK * (bits + 0.5) / 16
+        assert gathered < whole
+        assert gathered == pytest.approx(2 * max(HEAD + 3 * codes, 2 * HEAD), rel=0.02)
+    assert "dequantized" not in memory_of(**keys).parts
+
+
 def test_a_dry_run_checks_all_but_the_weights_and_prints_the_facts(tmp_path):
     path = write_recipe(tmp_path)
     distributed.init_distributed()
@@ -317,7 +334,7 @@ def test_a_dry_run_checks_all_but_the_weights_and_prints_the_facts(tmp_path):
     facts = {line[:13].strip(): line[14:] for line in text.splitlines()}
     assert facts["a step"] == "4 micro-batches of 2 examples, on 1 ranks; 8 steps"
     assert facts["blocks"] == "4 in model.decoder.layers, 2 dropped per step"
-    assert facts["memory"].startswith("of a rank, with inputs of at most 24 tokens: 0.5")
+    assert facts["memory"].startswith("of a rank, with inputs of at most 24 tokens: 0.6")
     assert facts["disk"].startswith("8.58e-05 GB: snapshots, 2 of 4.29e-05 GB")
     time_of_run = r"about 0:[\d:]+, besides .*: 8 steps of [\d.]+ s, 3 validations of 0:[\d:]+"
     assert re.match(time_of_run, facts["time"])
