@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -188,17 +187,20 @@ def quantize_parameters(
 
 
 def _dequantize_in_calls(module: nn.Module) -> None:
-    """Let a module compute with its matrix, which is freed when the module has run."""
-    own_forward = module.forward
+    """Let a module compute with its matrix, which is freed when the module has run.
 
-    @wraps(own_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    Hooks, because a wrapper of `forward` may run it several times in a call.
+    """
+    stored: list[Tensor] = []
+
+    def dequantize(*_: object) -> None:
         weight: Any = module._parameters["weight"]
-        quantized = weight.data
-        weight.data = weight.quantization.matrix(quantized)
-        try:
-            return own_forward(*args, **kwargs)
-        finally:
-            weight.data = quantized
+        stored.append(weight.data)
+        weight.data = weight.quantization.matrix(weight.data)
 
-    module.forward = forward
+    def restore(*_: object) -> None:
+        weight: Any = module._parameters["weight"]
+        weight.data = stored.pop()
+
+    module.register_forward_pre_hook(dequantize)
+    module.register_forward_hook(restore, always_call=True)  # also after an error

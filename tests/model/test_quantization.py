@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -239,6 +240,62 @@ def test_codes_travel_and_the_matrix_of_a_module_is_freed_when_it_has_run(models
         assert held == []
         # 4.5 instead of 16 bits for each element, half of which the rank has itself.
         assert whole - codes == frozen * (16 - 4.5) / 8 / 2
+
+
+def call_that_fails(directory):
+    """Return whether a matrix is stored as codes again after a module has failed."""
+    engine = start_engine(directory, peft_config("lora"), bits=4)
+    module = engine.module.get_submodule("model.decoder.layers.1.fc1")
+    stored = module.weight.data_ptr()
+    with pytest.raises(RuntimeError):
+        module(torch.ones(1, 3))
+    are_stored = module.weight.data_ptr() == stored and module.weight.dim() == 1
+    return are_stored and module(torch.ones(1, WIDTH)).shape == (1, 2 * WIDTH)
+
+
+@pytest.mark.distributed
+def test_a_module_that_fails_leaves_its_codes(models):
+    assert run_ranks(call_that_fails, 1, models["opt"]) == [True]
+
+
+@pytest.mark.distributed
+def test_offloaded_codes_give_the_same_run(models):
+    alone = run_ranks(run, 1, models["opt"], "bf16", 1, 4, {})[0]
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    offloaded = {"ds_changes": {"zero_optimization": zero}}
+    for result in run_ranks(run, 2, models["opt"], "bf16", 2, 4, offloaded):
+        assert_same_run(result, alone)
+
+
+STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def resident(name):
+    lines = STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def peak_of_loading(small, large):
+    """Return the bytes that loading takes at its peak, those of the stored codes and of all other
+    weights, and those of the largest parameter."""
+    start_engine(small, peft_config("lora"), bits=4)  # what libraries take on first use
+    before = resident("VmRSS")
+    PEAK.write_text("5")  # forgets the peak so far
+    shards = start_engine(large, peft_config("lora"), bits=4).weights.shards
+    peak = resident("VmHWM") - before
+    stored = sum(shard.parameter.ds_tensor.nbytes for shard in shards)
+    return peak, stored, max(shard.numel for shard in shards) * 4
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not PEAK.exists(), reason="the peak can be reset on Linux only")
+def test_loading_takes_the_codes_and_a_few_matrices(models, tmp_path):
+    shape = OPTConfig(vocab_size=2000, num_hidden_layers=8, max_position_embeddings=64)
+    large = write_model(shape, tmp_path)
+    ((peak, stored, largest),) = run_ranks(peak_of_loading, 1, models["opt"], large)
+    # What is read, the values of which it is made, and what malloc has not given back.
+    assert stored < peak < 1.2 * stored + 4 * largest
+    assert peak < 0.4 * (large / "model.safetensors").stat().st_size
 
 
 # The program.
