@@ -27,8 +27,8 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,6 +98,7 @@ class Inputs:
         title: The model and the length of its inputs, as a heading of the results.
         loss: Maps logits and a micro-batch to the loss of each example.
         batches: Maps a layout and the index of a step to the micro-batches of all ranks.
+        engines: Those that were started, by the kind of a variant.
     """
 
     config: RunConfig
@@ -105,31 +106,26 @@ class Inputs:
     loss: LossFunction
     batches: Callable[[str, int], Sequence[MicroBatch]]
 
-    @cached_property
-    def engine(self) -> LezoEngine:
-        return make_engine(self.config)
+    engines: dict[str, LezoEngine] = field(default_factory=dict)
 
-    @cached_property
-    def split_engine(self) -> LezoEngine:
-        """The engine whose weights are split among all ranks."""
-        ranks = distributed.world_size()
-        split = replace(self.config, tensor_parallel=ranks, partition_size=None, deepspeed=None)
-        return make_engine(split)
-
-    @cached_property
-    def low_rank_engine(self) -> LezoEngine:
-        """The engine that trains nothing but matrices of the blocks."""
-        return make_engine(replace(self.config, zo=replace(self.config.zo, noise_rank=1)))
-
-    @cached_property
-    def int8_engine(self) -> LezoEngine:
-        """The engine whose base has 8 bits."""
-        return make_engine(replace(self.config, model=replace(self.config.model, bits=8)))
-
-    @cached_property
-    def int4_engine(self) -> LezoEngine:
-        """The engine whose base has 4 bits."""
-        return make_engine(replace(self.config, model=replace(self.config.model, bits=4)))
+    def engine(self, kind: str) -> LezoEngine:
+        """Return the engine of a kind of variant. Kinds with the same weights share one."""
+        config = self.config
+        match kind:
+            case "tensor_parallel":
+                ranks = distributed.world_size()
+                config = replace(config, tensor_parallel=ranks, partition_size=None, deepspeed=None)
+            case "low_rank":  # trains nothing but matrices of the blocks
+                config = replace(config, zo=replace(config.zo, noise_rank=1))
+            case "int8":
+                config = replace(config, model=replace(config.model, bits=8))
+            case "int4":
+                config = replace(config, model=replace(config.model, bits=4))
+            case _:
+                kind = "ours"
+        if kind not in self.engines:
+            self.engines[kind] = make_engine(config)
+        return self.engines[kind]
 
 
 def read_arguments() -> argparse.Namespace:
@@ -337,17 +333,7 @@ def start_steps(word: str, inputs: Inputs) -> Callable[[], float]:
             return reference.step(batches[distributed.rank()], inputs.loss)
 
         return published_step
-    match variant.kind:
-        case "tensor_parallel":
-            shared = inputs.split_engine
-        case "low_rank":
-            shared = inputs.low_rank_engine
-        case "int8":
-            shared = inputs.int8_engine
-        case "int4":
-            shared = inputs.int4_engine
-        case _:
-            shared = inputs.engine
+    shared = inputs.engine(variant.kind)
     # Another engine on the same weights, with its own settings, at step 0.
     num_steps = inputs.config.train.steps
     engine = LezoEngine(

@@ -47,22 +47,20 @@ def test_scores(
     max_new_tokens: int,
 ) -> str:
     """Return the mean reward and the share in the form of greedy answers, as a line."""
-    from keywords import num_mistakes  # of the recipe's folder
+    from keywords import share_in_form, three_words  # of the recipe's folder
 
-    mistakes = []
+    answers = []
     for start in range(0, len(examples), TEST_BATCH):
         batch = examples[start : start + TEST_BATCH]
         inputs = tokenizer([example.prompt for example in batch], return_tensors="pt", padding=True)
         tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         written = tokens[:, inputs["input_ids"].shape[1] :]
-        answers = tokenizer.batch_decode(written, skip_special_tokens=True)
-        mistakes += [
-            num_mistakes(first_line(answer), example.record)
-            for answer, example in zip(answers, batch, strict=True)
-        ]
-    reward = sum(1 / (1 + number) for number in mistakes) / len(mistakes)
-    in_form = mistakes.count(0) / len(mistakes)
-    return f"reward {reward:.3f}, in the form {in_form:.3f}, of {len(mistakes)} answers"
+        texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+        answers += [first_line(text) for text in texts]
+    rewards = three_words(answers, [example.record for example in examples])
+    reward = sum(rewards) / len(rewards)
+    in_form = share_in_form(answers, examples)
+    return f"reward {reward:.3f}, in the form {in_form:.3f}, of {len(answers)} answers"
 
 
 def main() -> None:
@@ -72,7 +70,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of keywords.yaml")
     arguments = parser.parse_args()
     sys.path.insert(0, str(RECIPE.parent))
-    from keywords import num_mistakes
+    from keywords import three_words
 
     config = load_config(RECIPE, ["model.dtype=fp32", *arguments.overrides])
     splits = load_splits(find_task(config.data), config.data)
@@ -80,11 +78,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     max_new_tokens = config.generation.max_new_tokens
 
-    def three_words(completions: list[str], sentence: list[str], **_: object) -> list[float]:
-        return [
-            1 / (1 + num_mistakes(first_line(answer), {"sentence": text}))
-            for answer, text in zip(completions, sentence, strict=True)
-        ]
+    def reward(completions: list[str], sentence: list[str], **_: object) -> list[float]:
+        answers = [first_line(text) for text in completions]
+        return three_words(answers, [{"sentence": text} for text in sentence])
 
     train = Dataset.from_list(
         [
@@ -110,7 +106,7 @@ def main() -> None:
     )
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=three_words,
+        reward_funcs=reward,
         args=settings,
         train_dataset=train,
         processing_class=tokenizer,

@@ -280,7 +280,7 @@ tags: [lezo_ds, {method}]{base_model}
 # {base}, fine-tuned on {task}
 
 lezo_ds trained {trained} of {base} with {optimizer}.
-These are the weights after {step} of {num_steps} steps.{verdict}
+These are the weights after {step} of {num_steps} steps.{remarks}
 
 | split | step | score |
 | --- | --- | --- |
@@ -397,11 +397,11 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str, *, merged: bool
     trained = _TRAINED[config.peft.kind]
     if merged:
         trained += ", which are added to the weights here,"
-    verdict = ""
+    remarks = ""
     if config.model.bits:
-        verdict += f" They were trained on a base in {config.model.bits} bits."
+        remarks += f" They were trained on a base in {config.model.bits} bits."
     if is_worse_than_base(evaluations_of(run.records)):
-        verdict += f" {WORSE}."
+        remarks += f" {WORSE}."
     card = _CARD.format(
         library=_LIBRARIES[kind],
         method=config.method,
@@ -412,7 +412,7 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str, *, merged: bool
         optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
         step=step,
         num_steps=run.num_steps,
-        verdict=verdict,
+        remarks=remarks,
         scores="\n".join(rows),
         load=_LOAD[kind].format(base=base),
         weights_sha256=weights_sha256,

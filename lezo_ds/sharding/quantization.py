@@ -53,9 +53,14 @@ class Quantization:
     num_parts: int
 
     @property
+    def numel(self) -> int:
+        """Number of elements of the matrix."""
+        return math.prod(self.shape)
+
+    @property
     def groups_of_part(self) -> int:
         """Number of groups that a rank has. Those past the end of the matrix are never read."""
-        return math.ceil(math.prod(self.shape) / GROUP / self.num_parts)
+        return -(-self.numel // (GROUP * self.num_parts))
 
     @property
     def size_of_part(self) -> int:
@@ -124,7 +129,7 @@ class Quantization:
 
     def matrix(self, parts: Tensor) -> Tensor:
         """Return the matrix [*shape] that modules compute with, from the parts of all ranks."""
-        return self.dequantize(parts)[: math.prod(self.shape)].view(self.shape)
+        return self.dequantize(parts)[: self.numel].view(self.shape)
 
     def _fields(self, part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the bytes of a part's codes [g, bytes], its steps [g, 1] and minima [g, 1]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lezo_ds.sharding.quantization import GROUP, Quantization, quantization_of
+from lezo_ds.sharding.quantization import GROUP, Quantization
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, open_slice
 
 
@@ -20,7 +19,8 @@ class QuantizedShard(Shard):
     @property
     def quantization(self) -> Quantization:
         """How the elements are stored."""
-        return _quantization(self.parameter)
+        quantization: Quantization = self.parameter.quantization
+        return quantization
 
     @abstractmethod
     def _open_codes(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
@@ -48,7 +48,7 @@ class QuantizedFlatShard(QuantizedShard, FlatShard):
 
     @staticmethod
     def _layout(parameter: Any) -> tuple[int, tuple[int, ...]]:
-        quantization = _quantization(parameter)
+        quantization: Quantization = parameter.quantization
         return quantization.groups_of_part * GROUP, quantization.shape
 
     def _open_codes(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
@@ -60,13 +60,8 @@ class QuantizedRectangleShard(QuantizedShard, RectangleShard):
 
     @staticmethod
     def _count(parameter: Any) -> int:
-        return math.prod(_quantization(parameter).shape)
+        quantization: Quantization = parameter.quantization
+        return quantization.numel
 
     def _open_codes(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
         return nullcontext(self.parameter.data)
-
-
-def _quantization(parameter: Any) -> Quantization:
-    found = quantization_of(parameter)
-    assert found is not None
-    return found

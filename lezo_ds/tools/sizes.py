@@ -186,9 +186,7 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
     if config.model.bits:  # from here on, the sizes of these matrices are those of their codes
         own_name = adapter.own_name if adapter else str
         quantizations = quantize_parameters(model, matrices, config.model.bits, 1, own_name)
-        dequantized = max(
-            (math.prod(quantization.shape) for quantization in quantizations), default=0
-        )
+        dequantized = max((matrix.numel for matrix in quantizations), default=0)
     return ModelSizes(
         class_name=type(model).__name__,
         blocks_path=layout.path,

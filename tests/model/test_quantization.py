@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 import yaml
 from assets import recipe_values, write_data, write_reader
 from commands import assert_one_error, run_forked, run_forked_well
+from own_memory import forget_peak, needs_peak, peak_memory
 from ranks import run_ranks
 from run_ends import end
 from tiny_adapters import peft_config, start_engine, whole_batch
@@ -29,26 +29,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 128  # two groups, one for each rank of two
 NUM_BLOCKS = 3
 MATRICES = 6  # of a block of OPT
-SHAPE = {"vocab_size": VOCABULARY, "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 4}
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": NUM_BLOCKS,
+    "num_attention_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
 OPT = OPTConfig(
     **SHAPE,
-    hidden_size=WIDTH,
     word_embed_proj_dim=WIDTH,
     ffn_dim=2 * WIDTH,
     max_position_embeddings=62,
-    bos_token_id=0,
-    eos_token_id=2,
-    pad_token_id=1,
 )
-LLAMA = LlamaConfig(
-    **SHAPE,
-    hidden_size=WIDTH,
-    intermediate_size=2 * WIDTH,
-    num_key_value_heads=2,
-    bos_token_id=0,
-    eos_token_id=2,
-    pad_token_id=1,
-)
+LLAMA = LlamaConfig(**SHAPE, intermediate_size=2 * WIDTH, num_key_value_heads=2)
 GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_head=4)
 
 
@@ -267,28 +263,19 @@ def test_offloaded_codes_give_the_same_run(models):
         assert_same_run(result, alone)
 
 
-STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def resident(name):
-    lines = STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
 def peak_of_loading(small, large):
     """Return the bytes that loading takes at its peak, those of the stored codes and of all other
     weights, and those of the largest parameter."""
     start_engine(small, peft_config("lora"), bits=4)  # what libraries take on first use
-    before = resident("VmRSS")
-    PEAK.write_text("5")  # forgets the peak so far
+    before = forget_peak()
     shards = start_engine(large, peft_config("lora"), bits=4).weights.shards
-    peak = resident("VmHWM") - before
+    peak = peak_memory() - before
     stored = sum(shard.parameter.ds_tensor.nbytes for shard in shards)
     return peak, stored, max(shard.numel for shard in shards) * 4
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(not PEAK.exists(), reason="the peak can be reset on Linux only")
+@needs_peak
 def test_loading_takes_the_codes_and_a_few_matrices(models, tmp_path):
     shape = OPTConfig(vocab_size=2000, num_hidden_layers=8, max_position_embeddings=64)
     large = write_model(shape, tmp_path)

@@ -14,6 +14,7 @@ from assets import REPOSITORY
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from eager_noise import draw, join_master
+from own_memory import forget_peak, needs_peak, peak_memory
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_runs import (
@@ -287,22 +288,14 @@ def _peak_memory_of_loading(small, large):
     train(
         start_engine(small, num_ranks=num_ranks), 1, num_ranks
     )  # what libraries take on first use
-    before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = forget_peak()
     weights = start_engine(large, num_ranks=num_ranks).weights
-    peak = _memory("VmHWM") - before
+    peak = peak_memory() - before
     sizes = [parameter.numel * 4 for parameter in weights.shards]
     return peak, sum(sizes), max(sizes)
 
 
-def _memory(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset on Linux only"
-)
+@needs_peak
 def test_no_rank_holds_more_than_its_share_while_loading(opt_directory, tmp_path):
     large = write_model(LARGE, tmp_path)
     for peak, model, largest in run_ranks(_peak_memory_of_loading, 2, opt_directory, large):

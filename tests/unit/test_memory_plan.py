@@ -13,6 +13,7 @@ import pytest
 import torch
 from assets import write_reader, write_recipe
 from own_data import own_values, write_byte_model, write_tickets
+from own_memory import forget_peak, needs_peak, peak_memory
 from ranks import run_ranks
 from tiny_models import FAMILIES
 from tiny_runs import write_model
@@ -35,7 +36,6 @@ from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, memory_of_card, rank_mem
 from lezo_ds.tools.sizes import InputSizes, measured_inputs, model_sizes
 from lezo_ds.tools.time_plan import plan_time
 
-STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MAX_FILE_BYTES = 150 << 20  # of a snapshot of 330 MB
 INPUTS = InputSizes(64, 1, num_labels=2)
 AUTOTP = '{"tensor_parallel": {"autotp_size": 4}}'
@@ -55,11 +55,6 @@ def recipe(path="opt-30b", **changes):
     )
 
 
-def resident(field):
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
-
-
 def measure_steps(config, options):
     """Return this process's memory before a model loads, its peak in steps, and in a snapshot."""
     torch.set_num_threads(1)
@@ -68,21 +63,20 @@ def measure_steps(config, options):
     for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: freed blocks go back at once
         assert ctypes.CDLL(None).mallopt(option, 1 << 16)
     distributed.init_distributed()
-    PEAK.write_text("5")
-    before = resident("VmRSS")
+    before = forget_peak()
     engine = make_engine(config)
     sequences = tuple((*range(3, 67), *option) for option in options)
     example = EncodedExample(sequences, tuple(map(len, options)), 0, False)
     micro_batch = candidate_batch([example] * config.train.micro_batch_size, 1)
     for _ in range(2):
         engine.train_batch([micro_batch] * distributed.world_size(), classification_loss)
-    peak = resident("VmHWM")
+    peak = peak_memory()
     engine.save_checkpoint(Path(config.run_dir))
-    return before, peak, resident("VmHWM")
+    return before, peak, peak_memory()
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(not PEAK.exists(), reason="the peak of a process can be reset on Linux only")
+@needs_peak
 @pytest.mark.parametrize(
     ("split", "options", "inputs"),
     [
