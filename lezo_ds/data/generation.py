@@ -41,6 +41,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer, TokenIds
+from lezo_ds.forward.answer_cache import answer_cache
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch
 
 SAMPLE_KEYS = "sample_keys"
@@ -143,6 +144,7 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
         num_beams=1,
         use_cache=True,
     )
+    inputs["past_key_values"] = answer_cache(model, settings.max_new_tokens)
     if common_ids is not None and _may_pad_after_common(model):
         inputs = _after_common(model, common_ids, inputs)
     criteria = StoppingCriteriaList()
@@ -194,12 +196,13 @@ def _after_common(model: Any, common_ids: Tensor, inputs: dict[str, Any]) -> dic
     Args:
         model: the model.
         common_ids: int64 [probes, n].
-        inputs: "input_ids" and "attention_mask", int64 [probes * prompts, width].
+        inputs: "input_ids" and "attention_mask", int64 [probes * prompts, width], and
+            "past_key_values", an empty cache.
     """
     num_probes, length = common_ids.shape
     rows, width = inputs["input_ids"].shape
     num_prompts = rows // num_probes
-    cache = DynamicCache(config=model.config)
+    cache = inputs["past_key_values"]
     model(input_ids=common_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(num_prompts)
     common = common_ids.repeat_interleave(num_prompts, dim=0)

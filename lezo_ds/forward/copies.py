@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lezo_ds.errors import UserError
+from lezo_ds.forward.answer_cache import RoomyLayer
+
+_LAYERS_OF_KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
 
 
 def has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -80,7 +83,7 @@ def run_once(
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
         if caches:
             layers = caches[0].layers[cache_layer : cache_layer + 1]
-        if not layers or type(layers[0]) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if not layers or type(layers[0]) not in _LAYERS_OF_KEYS_AND_VALUES:
             return run(*args, **kwargs)  # the state may be more than keys and values
 
     def first_copy(value: Any) -> Any:

@@ -25,6 +25,7 @@ from tiny_models import VOCABULARY, tiny_model, tunable
 from tiny_runs import TINY_OPT, start_engine, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import PromptTokenizer
@@ -36,6 +37,7 @@ from lezo_ds.data.generation import (
     read_answers,
     uniforms,
 )
+from lezo_ds.forward.answer_cache import RoomyLayer
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 
@@ -314,3 +316,24 @@ def test_a_row_ends_with_a_stop_of_several_tokens_in_what_was_written():
         answer = tokenizer.decode(plain(model, ids)).split(stop)[0]
         assert read_answers(tokens, settings, tokenizer) == [answer]
         assert tokens.shape[1] == min(MAX_NEW_TOKENS, len(answer) // 3 + 2)
+
+
+def test_a_layer_with_room_holds_what_that_of_transformers_holds_and_copies_it_once():
+    roomy, plain_layer = RoomyLayer(num_new_tokens=4), DynamicLayer()
+    generator = torch.Generator().manual_seed(0)
+
+    def both_hold_the_same(num_rows, num_tokens):
+        new = [torch.randn(num_rows, 3, num_tokens, 5, generator=generator) for _ in range(2)]
+        for own, expected in zip(roomy.update(*new), plain_layer.update(*new), strict=True):
+            assert torch.equal(own, expected)
+        return roomy.keys.data_ptr()
+
+    both_hold_the_same(num_rows=2, num_tokens=6)
+    for layer in (roomy, plain_layer):
+        layer.batch_repeat_interleave(2)
+    first = both_hold_the_same(num_rows=4, num_tokens=3)
+    assert {both_hold_the_same(num_rows=4, num_tokens=1) for _ in range(4)} == {first}
+    both_hold_the_same(num_rows=4, num_tokens=1)  # one more than there was room for
+    for layer in (roomy, plain_layer):
+        layer.batch_select_indices(torch.tensor([3, 0]))
+    both_hold_the_same(num_rows=2, num_tokens=1)
