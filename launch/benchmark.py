@@ -22,6 +22,8 @@ first variant. Without --config, weights are random and examples are random toke
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import itertools
 import math
 import re
@@ -419,7 +421,8 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     micro-batch at the probes of a pass.
 
     Returns:
-        Lines with the number of tokens, and the tokens a second of transformers and of lezo_ds.
+        Lines with the number of tokens, and for transformers and lezo_ds the tokens a second and
+        the peak of memory above what is in memory before, which includes the model.
     """
     data = load_task_data(config)
     engine = make_engine(config)
@@ -447,14 +450,44 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
         "ours": lambda: engine.run(prompts, at_probes),
     }
     with torch.no_grad():
+        peaks = {name: peak_memory_of(action) for name, action in actions.items()}
         times = interleaved(actions, rounds)
     num_tokens = len(repeated.inputs["input_ids"]) * settings.max_new_tokens
     lines = [f"{num_tokens} tokens, {num_probes} probes"]
     for name, seconds in times.items():
         speed = num_tokens / min(seconds)
         ratio = min(times["generate"]) / min(seconds)
-        lines.append(f"{name:9} {speed:6.0f} a second, ratio {ratio:.2f}")
+        speed_line = f"{name:9} {speed:6.0f} a second, ratio {ratio:.2f}"
+        lines.append(f"{speed_line}, {peaks[name] / 1e9:.3f} GB above the model")
+    num_bytes = sum(tensor.nbytes for tensor in plain.parameters())
+    lines.append(f"one copy of the weights has {num_bytes / 1e9:.3f} GB")
     return "\n".join(lines)
+
+
+def peak_memory_of(action: Callable[[], object]) -> float:
+    """Run an action; return the bytes by which memory rose at the most while it ran.
+
+    It is the memory of the GPU or, without one, of this process, as Linux counts it.
+    """
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        action()
+        return torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    # The C library keeps freed memory. Given back, it counts again when the action uses it.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
+    before = resident_bytes("VmRSS")
+    action()
+    return resident_bytes("VmHWM") - before
+
+
+def resident_bytes(field: str) -> int:
+    """Return a field of Linux's status of this process, such as VmRSS."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":
