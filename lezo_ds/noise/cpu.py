@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lezo_ds.errors import UserError
 from lezo_ds.noise import NoiseBackend, Region, UpdateTarget, Weight, pack_updates
@@ -113,10 +112,11 @@ class SubtractCall(Call):
         ("rows", c_void_p),
         ("columns", c_void_p),
         ("num_terms", c_int64),
-        ("column_distance", c_int64),
-        ("parameter_width", c_int64),
+        ("num_matrix_rows", c_int64),
+        ("num_matrix_columns", c_int64),
         ("first_row", c_int64),
         ("first_column", c_int64),
+        ("parameter_width", c_int64),
         ("dither_key", c_uint64),
         ("factor", c_float),
         ("precision", c_int32),
@@ -189,8 +189,6 @@ class CpuLowRankNoise(LowRankNoise):
         super().__init__(law)
         self._distribution = DISTRIBUTIONS[law.entries]
         self._kernels = _kernels()
-        self._kernels.lezo_strip.restype = c_int64
-        self._strip: int = self._kernels.lezo_strip()
 
     def _entries(
         self, matrix: Matrix, keys: Sequence[int], first: int, distance: int, count: int
@@ -210,21 +208,20 @@ class CpuLowRankNoise(LowRankNoise):
 
     def _subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
         target, matrix, u, b, factor, dither_key = subtraction
-        rows = u.t().contiguous()
-        columns = F.pad(b, (0, self._strip))  # the kernel reads, but does not use, what follows
         region = target.region
         count = target.values.numel()
         call = SubtractCall(
             *_elements(region, count, target.parameter_id, target.values.dtype, self._distribution),
             theta=target.values.data_ptr(),
             low=None if target.low is None else target.low.data_ptr(),
-            rows=rows.data_ptr(),
-            columns=columns.data_ptr(),
+            rows=u.data_ptr(),
+            columns=b.data_ptr(),
             num_terms=len(u),
-            column_distance=columns.shape[1],
-            parameter_width=matrix.num_columns,
+            num_matrix_rows=len(matrix.rows),
+            num_matrix_columns=len(matrix.columns),
             first_row=matrix.rows.start,
             first_column=matrix.columns.start,
+            parameter_width=matrix.num_columns,
             dither_key=dither_key,
             factor=factor,
             precision=PRECISIONS[precision],

@@ -411,58 +411,132 @@ void copy_entries(float *out, Noise noise, int64_t element, int64_t count) {
 
 typedef float Floats __attribute__((vector_size(sizeof(Lanes))));  // one register
 constexpr int NUM_FLOATS = sizeof(Floats) / sizeof(float);
-constexpr int STRIP_REGISTERS = 2;
-constexpr int STRIP = STRIP_REGISTERS * NUM_FLOATS;
+
+// Updates of low rank work on a strip of columns of a few rows at once. Their sums fill half of the
+// registers: many sums hide the latency of each addition, and share the numbers that are read.
 constexpr int ROWS_AT_ONCE = 4;
-constexpr int PIECE = 256;  // columns of which b stays in the L1 cache
+#if defined(__AVX512F__)
+constexpr int STRIP_REGISTERS = 4;
+#else
+constexpr int STRIP_REGISTERS = 2;
+#endif
+constexpr int STRIP = STRIP_REGISTERS * NUM_FLOATS;  // columns
+// Columns of which the dither is drawn at once; it fits a tile even if blocks begin before them.
+constexpr int PIECE = TILE - 4 * BLOCK_MULTIPLE;
 static_assert(PIECE % STRIP == 0);
 
-// The sums over terms of u[t] * b[t, column] for `STRIP` columns of `ROWS` rows, in the order of the
-// terms. The sums of several rows hide the latency of each addition.
+struct alignas(64) Strip {
+    float number[STRIP];
+};
+
+struct RowGroup {
+    float number[ROWS_AT_ONCE];
+};
+
+// The sums over terms of u[t, row] * b[t, column], in the order of the terms.
 //
-//     delta     [ROWS, PIECE], of which the first STRIP columns are written
-//     u         [ROWS, num_terms]
-//     columns   b of the first column; that of the next term is `distance` numbers later
-template <int ROWS>
-inline void add_terms(float *__restrict__ delta, const float *__restrict__ u,
-                      const float *__restrict__ columns, int64_t distance, int64_t num_terms) {
-    Floats sums[ROWS][STRIP_REGISTERS] = {};
-    for (int64_t term = 0; term < num_terms; ++term, columns += distance) {
+//     delta     a strip of each row
+//     u, b      of each term
+inline void add_terms(Strip *__restrict__ delta, const RowGroup *__restrict__ u,
+                      const Strip *__restrict__ b, int64_t num_terms) {
+    Floats sums[ROWS_AT_ONCE][STRIP_REGISTERS] = {};
+    for (int64_t term = 0; term < num_terms; ++term) {
 #pragma GCC unroll 4
         for (int k = 0; k < STRIP_REGISTERS; ++k) {
-            Floats b;
-            std::memcpy(&b, columns + k * NUM_FLOATS, sizeof b);
-#if defined(__AVX2__)
-            // GCC would read b from memory again for each row, and be slower by a half.
-            asm("" : "+x"(b));
+            Floats columns;
+            std::memcpy(&columns, b[term].number + k * NUM_FLOATS, sizeof columns);
+            // GCC would read b from memory again for each row, and be slower.
+#if defined(__AVX512F__)
+            asm("" : "+v"(columns));
+#elif defined(__AVX2__)
+            asm("" : "+x"(columns));
 #endif
 #pragma GCC unroll 4
-            for (int row = 0; row < ROWS; ++row) sums[row][k] += u[row * num_terms + term] * b;
+            for (int row = 0; row < ROWS_AT_ONCE; ++row)
+                sums[row][k] += u[term].number[row] * columns;
         }
     }
-    for (int row = 0; row < ROWS; ++row)
-        std::memcpy(delta + row * PIECE, sums[row], sizeof sums[row]);
+    // Without loops, the sums can stay in registers until they are used.
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS_AT_ONCE; ++row) {
+#pragma GCC unroll 4
+        for (int k = 0; k < STRIP_REGISTERS; ++k)
+            std::memcpy(delta[row].number + k * NUM_FLOATS, &sums[row][k], sizeof(Floats));
+    }
 }
 
-// Stores theta * factor - delta in place, of consecutive elements from `element` on, which are
-// fewer than a tile. `noise` has the key of the dither.
+// Stores theta * factor - delta in place. `low` is null unless 16-bit values are stored as
+// FP32_MASTER; `dither` is used if they are stored as STOCHASTIC.
 template <typename Storage>
-void subtract_row(typename Storage::Stored *__restrict__ values, int16_t *__restrict__ low,
-                  int precision, int64_t element, int length, Noise noise, float factor,
-                  const float *__restrict__ delta) {
+inline void subtract_elements(typename Storage::Stored *__restrict__ values,
+                              int16_t *__restrict__ low, const uint32_t *__restrict__ dither,
+                              int length, float factor, const float *__restrict__ delta) {
     if constexpr (std::is_same_v<Storage, Fp32>) {
         for (int i = 0; i < length; ++i) values[i] = values[i] * factor - delta[i];
-    } else if (precision == FP32_MASTER) {
+    } else if (low != nullptr) {
         for (int i = 0; i < length; ++i) {
             const float theta = Storage::join(values[i], low[i]);
             Storage::split(theta * factor - delta[i], values[i], low[i]);
         }
     } else {
-        alignas(64) uint32_t buffer[TILE];
-        const uint32_t *dither = draw_dither(buffer, noise, element, length);
-        for (int i = 0; i < length; ++i)
-            values[i] = Storage::stochastic(Storage::load(values[i]) * factor - delta[i], dither[i]);
+        for (int i = 0; i < length; ++i) {
+            const float theta = Storage::load(values[i]);
+            values[i] = Storage::stochastic(theta * factor - delta[i], dither[i]);
+        }
     }
+}
+
+// Asks for the numbers of a strip, which the processor does not foresee: several rows take turns,
+// and sums of many terms lie between.
+template <typename Number>
+inline void prefetch_strip(const Number *number) {
+#pragma GCC unroll 4
+    for (int i = 0; i < STRIP; i += 64 / sizeof(Number)) __builtin_prefetch(number + i, 1);
+}
+
+// Consecutive elements of a row that an update of low rank changes.
+template <typename Storage>
+struct RowPart {
+    int begin, end;  // columns, counted from the first of the piece; none if begin >= end
+    typename Storage::Stored *values;
+    int16_t *low;            // null unless FP32_MASTER
+    const uint32_t *dither;  // null unless STOCHASTIC
+
+    // For columns from `column` on, of which `delta` is given.
+    inline void subtract(int column, int length, float factor, const float *delta) const {
+        const int first = column - begin;
+        subtract_elements<Storage>(values + first, low == nullptr ? nullptr : low + first,
+                                   dither == nullptr ? nullptr : dither + first, length, factor,
+                                   delta);
+    }
+
+    inline void prefetch(int column) const {
+        prefetch_strip(values + (column - begin));
+        if (low != nullptr) prefetch_strip(low + (column - begin));
+    }
+};
+
+// The numbers of b, [num_terms, num_columns], in the order in which `add_terms` reads them:
+// [strips, num_terms], the last ones filled up with zeros.
+std::vector<Strip> strips_of(const float *columns, int64_t num_terms, int64_t num_columns) {
+    const int64_t num_strips = (num_columns + STRIP - 1) / STRIP;
+    std::vector<Strip> strips(static_cast<size_t>(num_strips * num_terms));
+    for (int64_t term = 0; term < num_terms; ++term) {
+        for (int64_t first = 0; first < num_columns; first += STRIP) {
+            const int64_t count = std::min<int64_t>(STRIP, num_columns - first);
+            std::memcpy(strips[first / STRIP * num_terms + term].number,
+                        columns + term * num_columns + first,
+                        static_cast<size_t>(count) * sizeof(float));
+        }
+    }
+    return strips;
+}
+
+// The numbers of u of some rows for each term; `rows` is [num_terms, distance]. What lies beyond
+// `num_rows` is not used.
+void copy_rows(RowGroup *u, const float *rows, int num_rows, int64_t num_terms, int64_t distance) {
+    for (int64_t term = 0; term < num_terms; ++term, rows += distance)
+        for (int i = 0; i < ROWS_AT_ONCE; ++i) u[term].number[i] = rows[std::min(i, num_rows - 1)];
 }
 
 // Calls body(first, last) for pieces of at most `size` of [0, count), on up to `num_threads`
@@ -563,22 +637,20 @@ struct EntriesCall : Call {
 struct SubtractCall : Call {
     void *theta;
     int16_t *low;          // null unless 16-bit values are stored as FP32_MASTER
-    const float *rows;     // u, [rows of the matrix, num_terms]
-    const float *columns;  // b, [num_terms, column_distance], from `first_column` on
+    const float *rows;     // u, [num_terms, rows of the matrix]
+    const float *columns;  // b, [num_terms, columns of the matrix]
     int64_t num_terms;
-    int64_t column_distance;  // columns of the matrix, and STRIP more: they may be read
-    int64_t parameter_width;
+    int64_t num_matrix_rows;
+    int64_t num_matrix_columns;
     int64_t first_row;
     int64_t first_column;
+    int64_t parameter_width;
     uint64_t dither_key;
     float factor;
     int32_t precision;
 };
 
 extern "C" {
-
-// How many numbers after the last column of b `lezo_subtract` may read.
-int64_t lezo_strip() { return STRIP; }
 
 // The entries of the elements of a region, for each key.
 void lezo_entries(const EntriesCall *call) {
@@ -596,52 +668,86 @@ void lezo_entries(const EntriesCall *call) {
 // theta = theta * factor - sum of u * b over all terms.
 void lezo_subtract(const SubtractCall *call) {
     const Noise noise{call->distribution, call->dither_key, call->parameter_id};
-    const int64_t width = call->parameter_width;
+    const int64_t num_terms = call->num_terms;
+    const int64_t num_columns = call->num_matrix_columns;
+    const std::vector<Strip> strips = strips_of(call->columns, num_terms, num_columns);
+    const int64_t num_groups = (call->num_matrix_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const int64_t num_pieces = (num_columns + PIECE - 1) / PIECE;
     with_format(call->format, [&](auto storage_tag) {
         using Storage = decltype(storage_tag);
-        // Elements [first, last) of a row of the region. A piece of their columns is done for all
-        // their rows before the next, so that its b stays in the cache.
-        const auto subtract = [&](int64_t row_of_region, int64_t first, int64_t last) {
-            alignas(64) float delta[ROWS_AT_ONCE * PIECE];
+        const bool is_fp32 = std::is_same_v<Storage, Fp32>;
+        const bool is_stochastic = !is_fp32 && call->precision == STOCHASTIC;
+        auto *theta = static_cast<typename Storage::Stored *>(call->theta);
+
+        // The part of a row in the piece of `length` columns from `first_column` on. Rows and
+        // columns count from the first of the matrix.
+        const auto part_of = [&](int64_t row, int64_t first_column, int length, uint32_t *buffer) {
+            const int64_t row_of_region = call->num_rows == 1 ? 0 : row;
             const int64_t start = call->start + row_of_region * call->stride;
-            auto *theta = static_cast<typename Storage::Stored *>(call->theta) +
-                          row_of_region * call->width;
-            auto *low = call->low == nullptr ? nullptr : call->low + row_of_region * call->width;
-            const int64_t first_row = (start + first) / width;
-            const int64_t last_row = (start + last - 1) / width;
-            const auto subtract_piece = [&](int64_t row, const float *sums, int64_t begin, int64_t end) {
-                const int64_t offset = row * width + begin - start;
-                subtract_row<Storage>(theta + offset, low == nullptr ? nullptr : low + offset,
-                                      call->precision, row * width + begin,
-                                      static_cast<int>(end - begin), noise, call->factor, sums);
-            };
-            for (int64_t piece = 0; piece < width; piece += PIECE) {
-                int64_t row = first_row;
-                while (row <= last_row) {
-                    // Columns [begin, end) of this piece; of the first and the last row, maybe not all.
-                    const int64_t begin = std::max(piece, start + first - row * width);
-                    const int64_t end = std::min({piece + PIECE, width, start + last - row * width});
-                    const bool is_whole = begin == piece && row + ROWS_AT_ONCE <= last_row;
-                    const int num_rows = is_whole ? ROWS_AT_ONCE : 1;
-                    if (begin < end) {
-                        const float *u = call->rows + (row - call->first_row) * call->num_terms;
-                        const float *b = call->columns + (begin - call->first_column);
-                        for (int strip = 0; strip < end - begin; strip += STRIP) {
-                            if (is_whole)
-                                add_terms<ROWS_AT_ONCE>(delta + strip, u, b + strip,
-                                                        call->column_distance, call->num_terms);
-                            else
-                                add_terms<1>(delta + strip, u, b + strip, call->column_distance,
-                                             call->num_terms);
-                        }
-                        for (int i = 0; i < num_rows; ++i)
-                            subtract_piece(row + i, delta + i * PIECE, begin, end);
+            const int64_t element = (call->first_row + row) * call->parameter_width +
+                                    call->first_column + first_column;
+            const int64_t begin = std::clamp<int64_t>(start - element, 0, length);
+            const int64_t end = std::clamp<int64_t>(start + call->width - element, 0, length);
+            RowPart<Storage> part{};
+            part.begin = static_cast<int>(begin);
+            part.end = static_cast<int>(end);
+            if (begin >= end) return part;
+            const int64_t offset = row_of_region * call->width + element + begin - start;
+            part.values = theta + offset;
+            if (is_stochastic)
+                part.dither = draw_dither(buffer, noise, element + begin, part.end - part.begin);
+            else if (call->low != nullptr)
+                part.low = call->low + offset;
+            return part;
+        };
+
+        // A unit is a piece of a group of rows.
+        const auto subtract = [&](int64_t first_unit, int64_t last_unit) {
+            alignas(64) uint32_t dither[ROWS_AT_ONCE][TILE];
+            RowPart<Storage> parts[ROWS_AT_ONCE];
+            std::vector<RowGroup> u(static_cast<size_t>(num_terms));
+            for (int64_t unit = first_unit; unit < last_unit; ++unit) {
+                const int64_t piece = unit % num_pieces;
+                const int64_t first_row = unit / num_pieces * ROWS_AT_ONCE;
+                const int num_rows = static_cast<int>(
+                    std::min<int64_t>(ROWS_AT_ONCE, call->num_matrix_rows - first_row));
+                if (unit == first_unit || piece == 0)
+                    copy_rows(u.data(), call->rows + first_row, num_rows, num_terms,
+                              call->num_matrix_rows);
+                const int64_t first_column = piece * PIECE;
+                const int length =
+                    static_cast<int>(std::min<int64_t>(PIECE, num_columns - first_column));
+                bool is_whole = num_rows == ROWS_AT_ONCE;
+                for (int i = 0; i < num_rows; ++i) {
+                    parts[i] = part_of(first_row + i, first_column, length, dither[i]);
+                    is_whole = is_whole && parts[i].begin == 0 && parts[i].end == length;
+                }
+                for (int column = 0; column < length; column += STRIP) {
+                    const Strip *b = &strips[(first_column + column) / STRIP * num_terms];
+                    Strip delta[ROWS_AT_ONCE];  // may stay in registers
+                    if (is_whole && column + STRIP <= length) {
+#pragma GCC unroll 4
+                        for (const auto &part : parts) part.prefetch(column);
+                        add_terms(delta, u.data(), b, num_terms);
+#pragma GCC unroll 4
+                        for (int i = 0; i < ROWS_AT_ONCE; ++i)
+                            parts[i].subtract(column, STRIP, call->factor, delta[i].number);
+                        continue;
                     }
-                    row += num_rows;
+                    add_terms(delta, u.data(), b, num_terms);
+                    for (int i = 0; i < num_rows; ++i) {
+                        const int begin = std::max(column, parts[i].begin);
+                        const int end = std::min(column + STRIP, parts[i].end);
+                        if (begin < end)
+                            parts[i].subtract(begin, end - begin, call->factor,
+                                              delta[i].number + (begin - column));
+                    }
                 }
             }
         };
-        for_rows(call->num_rows, call->width, call->num_threads, subtract);
+        const int64_t elements_of_unit = ROWS_AT_ONCE * std::min<int64_t>(PIECE, num_columns);
+        parallel_for(num_groups * num_pieces, std::max<int64_t>(1, CHUNK / elements_of_unit),
+                     call->num_threads, subtract);
     });
 }
 
