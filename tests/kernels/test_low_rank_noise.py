@@ -81,6 +81,23 @@ def test_parts_of_a_matrix_get_the_bits_of_the_reference(backend, dtype, precisi
                 assert_same_bits(part[1], full_low.view(SHAPE)[where].flatten())
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_wide_matrices_get_the_bits_of_the_reference(precision):
+    shape = (6, 2001)  # more columns than the kernel takes at once
+    law = LowRankLaw("normal", rank=6)
+    values, low = stored(values_of_every_size(math.prod(shape)), torch.bfloat16, precision)
+    full = UpdateTarget(values.clone(), ALL, 6, None if low is None else low.clone(), shape)
+    EagerLowRankNoise(law).update_([full], UPDATES, precision)
+    for first, end in [(0, 6 * 2001), (1003, 5 * 2001 + 7)]:
+        mine = values[first:end].clone()
+        my_low = None if low is None else low[first:end].clone()
+        target = UpdateTarget(mine, Region(first), 6, my_low, shape)
+        CpuLowRankNoise(law).update_([target], UPDATES, precision)
+        assert_same_bits(mine, full.values[first:end])
+        if low is not None:
+            assert_same_bits(my_low, full.low[first:end])
+
+
 def test_an_update_is_the_formula_of_the_page_in_plain_pytorch():
     law = LowRankLaw("normal", rank=2)
     num_rows, num_columns = SHAPE
