@@ -32,6 +32,7 @@ from lezo_ds.errors import UserError, cut
 _LIMITS: dict[str, tuple[tuple[object, ...], str]] = {
     # DeepSpeed keeps parameters below the threshold gathered, and never reads their updated shards.
     "zero_optimization.param_persistence_threshold": ((0,), "resident copies become stale"),
+    "zero_optimization.offload_param.device": (("none", "cpu"), "shards are updated in memory"),
     "zero_optimization.memory_efficient_linear": ((False,), "it changes the losses of bf16"),
     "zero_optimization.allgather_sequential": (
         (True,),

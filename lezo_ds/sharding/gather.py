@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lezo_ds.distributed import device
-from lezo_ds.sharding.shards import is_in_file, is_on_device, open_slice
+from lezo_ds.sharding.shards import is_on_device
 
 
 class Bundle:
@@ -66,10 +66,7 @@ class Bundle:
             else:
                 slices = torch.split(mine, self._sizes)
                 for parameter, own_slice in zip(self._parameters, slices, strict=True):
-                    # The buffer of a slice that was read from a file is reused at once.
-                    is_asynchronous = not is_in_file(parameter)
-                    with open_slice(parameter, own_slice.numel()) as stored:
-                        own_slice.copy_(stored, non_blocking=is_asynchronous)
+                    own_slice.copy_(parameter.ds_tensor, non_blocking=True)
             work = comm.all_gather_into_tensor(
                 flat.view(-1), mine, group=self._group, async_op=True
             )

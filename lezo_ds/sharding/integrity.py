@@ -78,10 +78,9 @@ class Witness:
             low = low_bits.get(shard.name)
             if low is not None:
                 low = low[elements].clone()
-            with shard.open() as stored:
-                region = Region(shard.region.start + row * stride + begin)
-                sample = stored[elements].clone()
-                copy = UpdateTarget(sample, region, parameter_id, low, shard.shape)
+            region = Region(shard.region.start + row * stride + begin)
+            sample = shard.stored()[elements].clone()
+            copy = UpdateTarget(sample, region, parameter_id, low, shard.shape)
             self._samples.append((shard, elements, copy))
 
     def follow(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:
@@ -94,10 +93,9 @@ class Witness:
         """Return the names of the parameters whose shards or low bits differ from their samples."""
         names = []
         for shard, elements, copy in self._samples:
-            with shard.open() as stored:
-                # As integers: -0.0 equals 0.0, and NaN does not equal itself.
-                sampled = stored[elements].view(torch.uint8)
-                is_equal = torch.equal(copy.values.view(torch.uint8), sampled)
+            # As integers: -0.0 equals 0.0, and NaN does not equal itself.
+            sampled = shard.stored()[elements].view(torch.uint8)
+            is_equal = torch.equal(copy.values.view(torch.uint8), sampled)
             if copy.low is not None:
                 is_equal &= torch.equal(copy.low, self._low_bits[shard.name][elements])
             if not is_equal:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from lezo_ds.sharding.quantization import GROUP, Quantization
-from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, open_slice
+from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard
 
 
 class QuantizedShard(Shard):
@@ -23,24 +21,17 @@ class QuantizedShard(Shard):
         return quantization
 
     @abstractmethod
-    def _open_codes(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        """Open what this rank stores: [quantization.size_of_part]."""
+    def _codes(self) -> Tensor:
+        """Return what this rank stores: [quantization.size_of_part]."""
 
-    def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        """Open a copy of the elements, in the dtype that modules compute with."""
-        assert not write, f"{self.name} is quantized"
-        return self._dequantized()
-
-    @contextmanager
-    def _dequantized(self) -> Iterator[Tensor]:
-        with self._open_codes() as part:
-            yield self.quantization.dequantize(part)[: self.count]
+    def stored(self) -> Tensor:
+        """Return a copy of the elements, in the dtype that modules compute with."""
+        return self.quantization.dequantize(self._codes())[: self.count]
 
     def fill(self, values: Tensor) -> None:
         """Quantize values [count] of any dtype, and store their codes."""
         if self.count:
-            with self._open_codes(write=True) as part:
-                self.quantization.quantize_(part, values)
+            self.quantization.quantize_(self._codes(), values)
 
 
 class QuantizedFlatShard(QuantizedShard, FlatShard):
@@ -51,8 +42,9 @@ class QuantizedFlatShard(QuantizedShard, FlatShard):
         quantization: Quantization = parameter.quantization
         return quantization.groups_of_part * GROUP, quantization.shape
 
-    def _open_codes(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        return open_slice(self.parameter, self.quantization.size_of_part, write=write)
+    def _codes(self) -> Tensor:
+        codes: Tensor = self.parameter.ds_tensor.data[: self.quantization.size_of_part]
+        return codes
 
 
 class QuantizedRectangleShard(QuantizedShard, RectangleShard):
@@ -63,5 +55,6 @@ class QuantizedRectangleShard(QuantizedShard, RectangleShard):
         quantization: Quantization = parameter.quantization
         return quantization.numel
 
-    def _open_codes(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        return nullcontext(self.parameter.data)
+    def _codes(self) -> Tensor:
+        codes: Tensor = self.parameter.data
+        return codes

@@ -21,15 +21,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from deepspeed import comm
 from deepspeed.checkpoint.affine import AffinePiece
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor
 
 from lezo_ds import distributed
@@ -53,15 +51,13 @@ class Shard(ABC):
         is_gathered: whether modules compute with the full parameter, which is gathered before they
             run. Otherwise they compute with what is stored here.
         is_replicated: whether each rank of the group stores the full parameter.
-        is_in_memory: whether the elements are in memory while the shard is not open. If so, the
-            tensor that `open` gives stays valid after the context, and later writes to it count.
         name: `named.name`.
         numel: number of elements of the full parameter.
         decays: whether weight decay applies: to matrices, but not to biases and norms, as in MeZO's
             code.
         is_trained: whether updates change the parameter.
         dtype: of what modules compute with.
-        device: where the stored elements are; the CPU if they are in a file.
+        device: where the stored elements are; the CPU if they are offloaded.
     """
 
     parameter: Any
@@ -83,22 +79,16 @@ class Shard(ABC):
         self.dtype: torch.dtype = self.parameter.dtype
         self.device: torch.device = self.parameter.device
 
-    @property
-    def is_in_memory(self) -> bool:
-        return True
-
     @abstractmethod
-    def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        """Open the stored elements: a tensor [count] in the order of `region`, without any padding.
+    def stored(self) -> Tensor:
+        """Return the stored elements [count] in the order of `region`, without any padding.
 
-        Changes to the tensor are stored only with `write`. Only a parameter that is trained must
-        support it.
+        Of a parameter that is trained, this is a view: what is written to it is stored.
         """
 
     def fill(self, values: Tensor) -> None:
         """Store values [count] of any dtype, converted to what this class stores."""
-        with self.open(write=True) as stored:
-            stored.copy_(values)
+        self.stored().copy_(values)
 
     @abstractmethod
     def own_elements(self, values: Tensor) -> Tensor:
@@ -106,8 +96,7 @@ class Shard(ABC):
 
     def gather(self) -> Tensor:
         """Return the full parameter [*shape] on this rank's device. A collective of `group`."""
-        with self.open() as stored:
-            return self.gather_like(stored)
+        return self.gather_like(self.stored())
 
     @abstractmethod
     def gather_like(self, stored: Tensor) -> Tensor:
@@ -145,12 +134,9 @@ class FlatShard(Shard):
         size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
         return size, tuple(parameter.ds_shape)
 
-    @property
-    def is_in_memory(self) -> bool:
-        return not is_in_file(self.parameter)
-
-    def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        return open_slice(self.parameter, self.count, write=write)
+    def stored(self) -> Tensor:
+        own_slice: Tensor = self.parameter.ds_tensor.data[: self.count]
+        return own_slice
 
     def own_elements(self, values: Tensor) -> Tensor:
         start = self.region.start
@@ -159,28 +145,6 @@ class FlatShard(Shard):
     def gather_like(self, stored: Tensor) -> Tensor:
         by_rank = _gather_padded(stored, self._size, self.group)
         return by_rank.view(-1)[: self.numel].view(self.shape)
-
-
-def open_slice(
-    parameter: Any, count: int, *, write: bool = False
-) -> AbstractContextManager[Tensor]:
-    """Open the first `count` elements of a slice that DeepSpeed made, like `Shard.open`."""
-    if is_in_file(parameter):
-        return _swapped_in(parameter, count, write)
-    # A generator would take much longer.
-    return nullcontext(parameter.ds_tensor.data[:count])
-
-
-@contextmanager
-def _swapped_in(parameter: Any, count: int, write: bool) -> Iterator[Tensor]:
-    # The swapper has no public methods for one parameter.
-    swapper = parameter.nvme_swapper
-    swapper.swap_in([parameter], async_op=False)
-    yield parameter.ds_tensor.data[:count]
-    if write:
-        swapper.swap_out_and_release([parameter])
-    else:
-        swapper.remove_partition_and_release_buffers([parameter])
 
 
 @dataclass(frozen=True)
@@ -227,8 +191,9 @@ class RectangleShard(Shard):
         """Return the number of elements of the rectangle."""
         return int(parameter.numel())
 
-    def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
-        return nullcontext(self.parameter.data.view(-1))
+    def stored(self) -> Tensor:
+        rectangle: Tensor = self.parameter.data
+        return rectangle.view(-1)
 
     def own_elements(self, values: Tensor) -> Tensor:
         return values.reshape(-1)
@@ -256,11 +221,6 @@ def _gather_padded(stored: Tensor, size: int, group: Any) -> Tensor:
     return by_rank
 
 
-def is_in_file(parameter: Any) -> bool:
-    """Return whether a sharded parameter's slice is in a file (DeepSpeed's offload to NVMe)."""
-    return parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
-
-
 def is_on_device(parameter: Any) -> bool:
     """Return whether a sharded parameter's slice is in the memory of this rank's device."""
-    return not is_in_file(parameter) and bool(parameter.ds_tensor.device == distributed.device())
+    return bool(parameter.ds_tensor.device == distributed.device())

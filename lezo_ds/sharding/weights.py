@@ -117,8 +117,7 @@ class ShardedWeights:
             low = self.low_bits.get(shard.name)
             if low is not None:
                 low = low.clone()
-            with shard.open() as stored:
-                self._initial.append((shard, stored.clone(), low))
+            self._initial.append((shard, shard.stored().clone(), low))
 
     def restore_initial(self) -> None:
         """Set the adapter's shards to the values that `keep_initial` kept."""
@@ -144,24 +143,18 @@ class ShardedWeights:
     def _update(
         self, shards: Sequence[Shard], updates: Sequence[Update], law: PerturbationLaw
     ) -> None:
-        """Apply the same updates to shards, with one call for all that are in memory."""
+        """Apply the same updates to shards, with one call for all."""
         assert self._precision is not None
-        in_memory: list[UpdateTarget] = []
+        targets = []
         for shard in shards:
             low = self.low_bits.get(shard.name)
-            stays_in_memory = shard.is_in_memory  # in the context, every shard is in memory
-            with shard.open(write=True) as stored:
-                target = UpdateTarget(
-                    stored, shard.region, shard.named.parameter_id, low, shard.shape
+            targets.append(
+                UpdateTarget(
+                    shard.stored(), shard.region, shard.named.parameter_id, low, shard.shape
                 )
-                if stays_in_memory:
-                    in_memory.append(target)
-                else:
-                    noise_backend(stored.device, law).update_([target], updates, self._precision)
-        if in_memory:
-            # The backend follows the shards: offloaded ones are updated on the CPU.
-            noise = noise_backend(in_memory[0].values.device, law)
-            noise.update_(in_memory, updates, self._precision)
+            )
+        # The backend follows the shards: offloaded ones are updated on the CPU.
+        noise_backend(shards[0].device, law).update_(targets, updates, self._precision)
 
     def witness(self) -> Witness:
         """Return samples of the trained shards as they are now."""
@@ -216,8 +209,7 @@ class ShardedWeights:
         digests = []
         for shard in shards:
             parameter_id = shard.named.parameter_id
-            with shard.open() as stored:
-                total = shard_digest(stored, shard.region, parameter_id)
+            total = shard_digest(shard.stored(), shard.region, parameter_id)
             low = self.low_bits.get(shard.name)
             if low is not None:
                 total += shard_digest(low, shard.region, parameter_id ^ _LOW_STREAM)

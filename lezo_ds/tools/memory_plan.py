@@ -140,7 +140,7 @@ def rank_memory(
         own_model = model
         num_shards = config.partition_size or world_size
     offload = ds_config["zero_optimization"].get("offload_param") or {}
-    # A CPU has no other memory to offload to. Only NVMe changes what it holds.
+    # A CPU has no other memory to offload to.
     is_offloaded = on_gpu and offload.get("device", "none") != "none"
     weights = {"shards": _shards(own_model, num_shards, offload, is_offloaded=is_offloaded)}
     keeps_low_bits = config.zo.update_precision == "fp32_master" and model.itemsize < _FP32
@@ -234,11 +234,6 @@ def _shards(
     model: ModelSizes, num_shards: int, offload: Mapping[str, Any], *, is_offloaded: bool
 ) -> int:
     """Return the bytes of a rank's part of the weights, wherever they are."""
-    if offload.get("device") == "nvme":
-        # In memory, there are only the buffers for what is read (docs/deepspeed.md).
-        buffer_count = int(offload.get("buffer_count", 5))
-        buffer_size = int(offload.get("buffer_size", 10**8))
-        return buffer_count * buffer_size * model.itemsize
     if is_offloaded and offload.get("pin_memory"):
         # torch rounds each block of pinned memory up to a power of two (CachingHostAllocator.h,
         # 2.13). DeepSpeed pins one block for each parameter.

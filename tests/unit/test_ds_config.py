@@ -94,11 +94,14 @@ def test_a_section_that_does_not_fit_is_refused(sections, expected, tmp_path):
         ("zero_hpz_partition_size", 2),
         ("zero_quantized_weights", True),
         ("zero_quantized_nontrainable_weights", True),
+        ("offload_param.device", "nvme"),
     ],
 )
 def test_a_setting_that_would_spoil_the_weights_is_refused(key, value, tmp_path):
+    section, _, name = key.rpartition(".")
+    changes = {section: {name: value}} if section else {key: value}
     with pytest.raises(UserError, match=f"fix: remove zero_optimization.{key}"):
-        load_ds_config(write_json(tmp_path, zero_optimization=STAGE_3 | {key: value}), "bf16", 2, 8)
+        load_ds_config(write_json(tmp_path, zero_optimization=STAGE_3 | changes), "bf16", 2, 8)
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 9000, "[1]", "", '{"a": 1, "a": 2}'])

@@ -1,13 +1,9 @@
-"""Shards that are not in memory, and shards of a class that the package does not have."""
+"""Shards of a class that the package does not have."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from types import SimpleNamespace
-
 import pytest
 import torch
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from ranks import run_ranks
 from safetensors.torch import save_file
 
@@ -15,7 +11,7 @@ from lezo_ds import distributed
 from lezo_ds.noise import ALL
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.parameters import NamedParameter
-from lezo_ds.sharding.shards import FlatShard, Shard
+from lezo_ds.sharding.shards import Shard
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.sharding.zero3 import no_gathered_weights_saved
 from lezo_ds.zo.laws import DenseLaw
@@ -26,88 +22,9 @@ NUMEL = 10
 RECORDS = [StepRecord(0, 7, (), (0.5,), 1e-2, 1e-3, 1.0, True)]
 
 
-class _Files:
-    """What FlatShard uses of DeepSpeed's swapper to NVMe."""
-
-    def __init__(self, values):
-        self.stored = values.clone()
-
-    def swap_in(self, parameters, async_op):
-        (parameter,) = parameters
-        assert not async_op
-        assert parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
-        parameter.ds_tensor.data = self.stored.clone()
-        parameter.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-
-    def swap_out_and_release(self, parameters):
-        self.stored = parameters[0].ds_tensor.data.clone()
-        self.remove_partition_and_release_buffers(parameters)
-
-    def remove_partition_and_release_buffers(self, parameters):
-        (parameter,) = parameters
-        # Whoever still has the tensor must not be able to use it.
-        parameter.ds_tensor.data.fill_(float("nan"))
-        parameter.ds_tensor.data = torch.ones(1)
-        parameter.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
-
-
-def flat_shard(values, *, in_file):
-    """Return the shard of a vector [NUMEL] that one rank stores alone, as DeepSpeed makes it."""
-    stored = values.clone()
-    stored.status = PartitionedParamStatus.AVAILABLE
-    files = _Files(values)
-    parameter = SimpleNamespace(
-        ds_tensor=stored,
-        ds_shape=torch.Size([NUMEL]),
-        ds_numel=NUMEL,
-        ds_process_group=None,
-        ds_zero_partition_rank=0,
-        ds_zero_partition_world_size=1,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        requires_grad=True,
-        nvme_swapper=files,
-    )
-    if in_file:
-        files.remove_partition_and_release_buffers([parameter])
-    return FlatShard(parameter, NamedParameter("vector", 3, block=0))
-
-
-def elements_of(shard):
-    with shard.open() as stored:
-        return stored.clone()
-
-
 def sharded(shard):
     names = {shard.name: (shard.name,)}
     return ShardedWeights([shard], aliases=names, precision="stochastic")
-
-
-def test_a_shard_in_a_file_is_read_for_each_use_and_written_back_if_it_changes():
-    values = torch.arange(float(NUMEL))
-    shard = flat_shard(values, in_file=True)
-    assert not shard.is_in_memory
-    assert torch.equal(elements_of(shard), values)
-    with shard.open() as stored:
-        stored += 1
-    assert torch.equal(elements_of(shard), values)
-    with shard.open(write=True) as stored:
-        stored += 1
-    assert torch.equal(elements_of(shard), values + 1)
-    shard.fill(values.double())
-    assert torch.equal(elements_of(shard), values)
-    assert not shard.is_in_memory
-
-
-def test_an_update_gives_the_same_bits_in_a_file_and_in_memory():
-    values = torch.arange(float(NUMEL))
-    after = []
-    for in_file in (False, True):
-        shard = flat_shard(values, in_file=in_file)
-        sharded(shard).apply(step_updates(RECORDS, 0, 1), DenseLaw())
-        after.append(elements_of(shard))
-    assert torch.equal(*after)
-    assert not torch.equal(after[0], values)
 
 
 class _CodedShard(Shard):
@@ -126,10 +43,8 @@ class _CodedShard(Shard):
         self.codes = torch.zeros(NUMEL, dtype=torch.int8)
         self.scale = 1.0
 
-    @contextmanager
-    def open(self, *, write=False):
-        assert not write
-        yield self.codes * self.scale
+    def stored(self):
+        return self.codes * self.scale
 
     def fill(self, values):
         self.scale = float(values.abs().max()) / 127
