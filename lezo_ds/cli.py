@@ -385,14 +385,15 @@ def _sweep(parser: _Parser) -> None:
 
     The same command skips finished runs and resumes the others. It writes results.csv to DIR and
     prints means over seeds. Keys that are separated by commas change together. key=value before
-    --grid changes all runs. A finished run of lezo keeps no weights unless train.keep_snapshots is
-    set: its journal gives them back.
+    --grid changes all runs. --tune adds five values of a key to the grid, and some may diverge.
+    A finished run of lezo keeps no weights unless train.keep_snapshots is set: its journal gives
+    them back.
     """
     add = parser.add_argument
     add("--config", required=True, help=_RECIPE_HELP)
     add("--out", type=_path, required=True, help="directory of the sweep")
     add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
-    add("--tune", help="a key: first search its best value, with the grid's first values")
+    add("--tune", help="a key: try a tenth, a third, 1, 3 and 10 times its value")
     add("--launcher", default=shlex.quote(sys.executable), help='such as "deepspeed --num_gpus 2"')
     scope = parser.add_mutually_exclusive_group()
     scope.add_argument("--index", type=int, help="start only this run, and write no table")

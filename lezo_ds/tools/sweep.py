@@ -1,4 +1,4 @@
-"""A grid of runs, or a search for the best value of one key: `lezo-ds sweep`.
+"""A grid of runs, such as values around that of a recipe: `lezo-ds sweep`.
 
 Each run is a process of `lezo-ds train` with a directory of its own in the directory of the sweep:
 
@@ -105,29 +105,24 @@ def main(arguments: Namespace) -> None:
     """Do what the command line asks for, and print the table of all settings."""
     launcher = [*shlex.split(arguments.launcher), str(ROOT / "launch" / "train.py")]
     sweep = (arguments.config, arguments.out, arguments.overrides)
-    if arguments.tune is not None:
-        if arguments.list or arguments.index is not None:
-            raise UserError(
-                "--tune chooses its runs one after the other: it has no --index and no --list",
-                fix="remove them, or search over a --grid",
-            )
-        runs = tune(arguments.tune, arguments.grid, *sweep, launcher)
-        print(write_tables(runs, arguments.out))
-        return
-    runs = plan_sweep(arguments.grid, *sweep)
+    grid = arguments.grid
+    tunes = arguments.tune is not None
+    if tunes:
+        grid = [values_around(arguments.tune, *sweep), *grid]
+    runs = plan_sweep(grid, *sweep)
     index = arguments.index
     if index is not None:
         if not 0 <= index < len(runs):
             problem = f"--index {index} is not the number of a run: the grid has {len(runs)} runs"
             raise UserError(problem, fix=f"give 0 to {len(runs) - 1}; --list shows the runs")
-        run_sweep([runs[index]], launcher)
+        run_sweep([runs[index]], launcher, may_diverge=tunes)
         return
     try:
         if arguments.list:
             for number, run in enumerate(runs):
                 print(f"{number:4d}  {'done' if run.is_done() else 'open'}  {run.directory}")
         else:
-            run_sweep(runs, launcher)
+            run_sweep(runs, launcher, may_diverge=tunes)
     finally:
         print(write_tables(runs, arguments.out))
 
@@ -175,70 +170,23 @@ def plan_sweep(
     return list(runs.values())
 
 
-def tune(
-    key: str,
-    grid: Sequence[str],
-    recipe: str,
-    out: Path,
-    overrides: Sequence[str],
-    launcher: Sequence[str],
-) -> list[SweepRun]:
-    """Search the value of a key with the lowest validation loss, and run a grid at this value.
+def values_around(key: str, recipe: str, directory: Path, overrides: Sequence[str] = ()) -> str:
+    """Return a word of a grid with five values of a key, from a tenth of the recipe's to ten times.
 
-    The search starts at the recipe's value, with the first values of the grid. It goes on in steps
-    of half a power of ten until the best value has a worse one on both sides.
+    The arguments are those of `plan_sweep`. The values have one digit.
 
-    Args:
-        key: The key, whose value is a number above 0.
-        grid: As of `plan_sweep`.
-        recipe: As of `plan_sweep`.
-        out: The directory of the sweep.
-        overrides: As of `plan_sweep`.
-        launcher: The command that starts launch/train.py.
-
-    Returns:
-        All runs that were done, those that diverged included.
+    Raises:
+        UserError: The recipe has no number above 0 under this key.
     """
-    start = flatten(config_to_dict(load_config(recipe, [*overrides, f"run_dir={out}"]))).get(key)
-    if not isinstance(start, float) or start <= 0:
-        problem = f"--tune {key} needs a number above 0 to start from"
+    config = load_config(recipe, [*overrides, f"run_dir={directory}"])
+    value = flatten(config_to_dict(config)).get(key)
+    if not isinstance(value, float) or value <= 0:
         raise UserError(
-            problem, fix="name a key such as zo.learning_rate, and set it in the recipe"
+            f"--tune {key} needs a number above 0 to start from",
+            fix="name a key such as zo.learning_rate, and set it in the recipe",
         )
-    overrides = [word for word in overrides if word.partition("=")[0] != key]
-    first_values = [f"{','.join(keys)}={values[0]}" for keys, values in map(_parse_axis, grid)]
-    runs: dict[Path, SweepRun] = {}
-
-    def run_at(exponent: int, grid: Sequence[str]) -> pd.DataFrame:
-        """Run a grid at a value of the key, which has one digit, and return the results."""
-        value = start
-        if exponent != 0:
-            value = float(f"{start * 10 ** (exponent / 2):.1g}")
-        planned = plan_sweep([f"{key}={value}", *grid], recipe, out, overrides)
-        run_sweep(planned, launcher, may_diverge=True)
-        runs.update({run.directory: run for run in planned})
-        return results_frame(planned)
-
-    def loss_at(exponent: int) -> float:
-        # Not best_dev_loss: if no value beats the base model, that is the same for all of them.
-        (loss,) = run_at(exponent, first_values)["trained_dev_loss"]
-        return float("inf") if pd.isna(loss) else float(loss)
-
-    run_at(best_index(loss_at), grid)
-    return list(runs.values())
-
-
-def best_index(loss_of: Callable[[int], float]) -> int:
-    """Return an integer near 0 whose loss is lower than those of both neighbors."""
-    losses: dict[int, float] = {}
-    best = 0
-    while True:
-        near = [index for index in (best, best - 1, best + 1) if index not in losses]
-        if not near:
-            return best
-        for index in near:
-            losses[index] = loss_of(index)
-        best = min(losses, key=lambda index: losses[index])
+    values = [f"{value * 10 ** (half_decades / 2):.1g}" for half_decades in range(-2, 3)]
+    return f"{key}={','.join(values)}"
 
 
 def run_sweep(
@@ -300,7 +248,8 @@ def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
     """Write results.csv with a row for each run, and return a table with a row for each setting.
 
     The rows of the table are means over seeds. The setting with the lowest mean validation loss is
-    marked, among those whose runs are all finished.
+    marked, among those whose runs are all finished. Only losses after a step count: the best loss
+    of each run that is worse than the base model is that of the base model.
     """
     results = results_frame(runs)
     with failures_named(directory):
@@ -308,7 +257,7 @@ def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
         write_atomically(directory / "results.csv", results.to_csv(index=False))
     keys = [key for key in runs[0].settings if key not in SEEDS]
     summary = over_seeds(results, keys)
-    losses = summary.loc[summary["finished"] == summary["runs"], "best_dev_loss"].dropna()
+    losses = summary.loc[summary["finished"] == summary["runs"], "trained_dev_loss"].dropna()
     marks = pd.Series("", index=summary.index)
     if not losses.empty:
         marks[losses.idxmin()] = "lowest validation loss"

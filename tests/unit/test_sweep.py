@@ -22,11 +22,10 @@ from lezo_ds.tools.charts import Chart, svg
 from lezo_ds.tools.page import page, sections
 from lezo_ds.tools.report import find_runs
 from lezo_ds.tools.sweep import (
-    best_index,
     plan_sweep,
     results_frame,
     run_sweep,
-    tune,
+    values_around,
     write_tables,
 )
 from lezo_ds.tools.tables import name_experiments, read_runs, score_table
@@ -114,14 +113,6 @@ def test_a_file_in_place_of_the_directory_is_named_in_one_line(plan, tmp_path):
         write_tables(plan("seed=0"), tmp_path / "file")
 
 
-@pytest.mark.parametrize("option", [{"index": 0, "list": False}, {"index": None, "list": True}])
-def test_a_search_has_no_index_and_no_list(option, tmp_path):
-    arguments = {"config": RECIPE, "out": tmp_path, "grid": ["seed=0"], "overrides": []}
-    arguments |= {"launcher": "false", "tune": "zo.learning_rate"}
-    with pytest.raises(UserError, match="no --index and no --list; fix: remove them"):
-        sweep.main(Namespace(**arguments, **option))
-
-
 def test_a_run_is_done_when_it_is_finished_with_its_own_settings(plan):
     (run,) = plan("seed=0")
     assert not run.is_done()
@@ -149,37 +140,28 @@ def test_the_best_setting_has_the_lowest_mean_validation_loss_of_those_that_are_
     assert list(pd.read_csv(tmp_path / "results.csv")["finished"]) == [*5 * [True], False]
 
 
-def test_the_search_ends_between_two_worse_neighbors():
-    assert [best_index(lambda i, best=best: (i - best) ** 2) for best in (-3, 0, 4)] == [-3, 0, 4]
-    assert best_index(lambda i: math.inf if i >= 0 else -i) == -1
-
-
-def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch):
+def test_tune_tries_values_on_both_sides_of_the_recipes_and_some_may_diverge(tmp_path, monkeypatch):
     """The runs are not started: what they leave is written, and rates of 1e-5 and more diverge."""
-    done = []
+    axis = values_around("zo.learning_rate", RECIPE, tmp_path, ["zo.learning_rate=1e-6"])
+    assert axis == "zo.learning_rate=1e-07,3e-07,1e-06,3e-06,1e-05"
+    with pytest.raises(UserError, match="needs a number above 0 to start from"):
+        values_around("model.path", RECIPE, tmp_path)
 
     def launch(command, log, while_running):
-        (run,) = [run for run in plans if str(run.directory) == command[-1].partition("=")[2]]
-        rate = run.config.zo.learning_rate
+        settings = dict(word.split("=", 1) for word in command if "=" in word)
+        rate = float(settings["zo.learning_rate"])
         if rate >= 1e-5:
             return DivergenceError.exit_code
-        done.append((rate, run.config.seed))
+        (run,) = plan_sweep([f"zo.learning_rate={rate}"], RECIPE, tmp_path)
         # None beats the base model.
         finish(run, dev_loss=0.1, trained_dev_loss=abs(math.log10(rate / 3e-6)), best_step=0)
         return 0
 
-    def planned(*arguments):
-        plans.extend(found := plan_sweep(*arguments))
-        return found
-
-    plans = []
     monkeypatch.setattr(sweep, "_launch", launch)
-    monkeypatch.setattr(sweep, "plan_sweep", planned)
-    runs = tune(
-        "zo.learning_rate", ["seed=0,1,2"], RECIPE, tmp_path, ["zo.learning_rate=1e-6"], ["train"]
-    )
-    assert done == [(1e-6, 0), (3e-7, 0), (3e-6, 0), (3e-6, 1), (3e-6, 2)]
-    assert len(runs) == 6  # with the one that diverged
+    run_sweep(plan_sweep([axis], RECIPE, tmp_path), ["train"], may_diverge=True)
+    lines = write_tables(plan_sweep([axis], RECIPE, tmp_path), tmp_path).splitlines()
+    (marked,) = (line for line in lines if line.endswith("lowest validation loss"))
+    assert marked.split()[0] == "3e-06"
 
 
 def test_a_sweep_counts_the_steps_of_all_runs_also_those_of_earlier_processes(
