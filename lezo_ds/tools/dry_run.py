@@ -353,11 +353,11 @@ def _time_lines(
     besides = "besides loading and snapshots"
     lines = [("time", f"about {duration(total)}, {besides}: {', '.join(terms)}; {origin}")]
     if step_seconds > LONG_STEP:
-        lines.append(("faster", faster(config, data)))
+        lines.append(("faster", _faster(config, data)))
     return lines
 
 
-def faster(config: RunConfig, data: TaskData) -> str:
+def _faster(config: RunConfig, data: TaskData) -> str:
     """Return what would make a step faster."""
     ways = ["shorter texts (data.max_length)", "a smaller model", "more ranks", "a GPU"]
     if config.zo.directions > 7:  # FZOO needs four

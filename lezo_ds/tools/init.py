@@ -31,7 +31,7 @@ from lezo_ds.errors import UserError, did_you_mean
 from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.template import field_text
-from lezo_ds.tools.dry_run import LONG_STEP, dry_run, faster
+from lezo_ds.tools.dry_run import LONG_STEP, dry_run
 from lezo_ds.tools.memory_plan import rank_memory
 from lezo_ds.tools.sizes import measured_inputs, model_sizes
 from lezo_ds.tools.time_plan import plan_time
@@ -204,7 +204,10 @@ def main(arguments: Namespace) -> None:
             full_step, example = plan_time(config, directory, data, num_blocks)
             size, step = _affordable(config, full_step)
             if full_step > LONG_STEP:
-                heading += _cost(written(size), data, step, full_step)
+                heading += (
+                    f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
+                    f"directions, it would take {full_step:.0f} s.\n"
+                )
                 config = written(size)
             plan = dry_run(config, seconds=(step, example))
     except BaseException:  # Ctrl-C, too: the same command then works again
@@ -259,17 +262,6 @@ def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float]:
         if seconds * share <= LONG_STEP:
             break
     return size, seconds * share
-
-
-def _cost(config: RunConfig, data: TaskData, step: float, full_step: float) -> str:
-    """Return comments on the seconds of a step, and of one of the first size."""
-    comments = (
-        f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all directions, "
-        f"it would take {full_step:.0f} s.\n"
-    )
-    if step > LONG_STEP:
-        comments += f"# Faster: {faster(config, data)}.\n"
-    return comments
 
 
 def _read_records(source: str, encoding: str) -> list[Record]:
