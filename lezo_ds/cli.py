@@ -340,11 +340,6 @@ def _export(parser: _Parser) -> None:
     add("--step", default="best", help="best (lowest validation loss), last, or a number")
     add("--out", type=_path, help="directory to write")
     add(
-        "--low-bits",
-        action="store_true",
-        help="with --out: keep the low bits of fp32_master, to train on",
-    )
-    add(
         "--merge",
         action="store_true",
         help="with --out: add a LoRA adapter to the weights of its base model, and write them all",
@@ -369,7 +364,6 @@ def run_export(arguments: argparse.Namespace) -> None:
         arguments.step,
         arguments.out,
         arguments.overrides,
-        low_bits=arguments.low_bits,
         merge=arguments.merge,
     )
     if launched_rank() == 0:

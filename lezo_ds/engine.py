@@ -142,19 +142,13 @@ class ModelEngine:
             call = partial(generate, self.module, micro_batch)
         return self._perturbed(micro_batch, perturbation, call)
 
-    def save_checkpoint(
-        self, save_dir: str | Path, step: int | None = None, journal: str | None = None
-    ) -> Path:
+    def save_checkpoint(self, save_dir: str | Path) -> Path:
         """Write the model as a Hugging Face directory, and return it. A collective.
 
-        Args:
-            save_dir: the directory is `save_dir/step-NNNNNNNN`.
-            step: number of updates that the weights have seen; by default, of steps so far.
-            journal: on rank 0, the checksum of the run's records after this step (see
-                `SnapshotOwner`).
+        The directory is `save_dir/step-NNNNNNNN`, with the number of steps so far.
         """
-        target = snapshot_path(Path(save_dir), self.global_steps if step is None else step)
-        self.write_model(target, journal=journal)
+        target = snapshot_path(Path(save_dir), self.global_steps)
+        self.write_model(target)
         return target
 
     def write_model(
@@ -162,13 +156,12 @@ class ModelEngine:
         target: Path,
         *,
         card: Card | None = None,
-        low_bits: bool = True,
         merge: bool = False,
         **claims: Any,
     ) -> None:
         """Write the model, or its adapter, to a directory (`write_snapshot`). A collective."""
         facts = {"step": self.global_steps, **claims}
-        write_snapshot(self.sharded, target, facts, card=card, low_bits=low_bits, merge=merge)
+        write_snapshot(self.sharded, target, facts, card=card, merge=merge)
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
         """Load a snapshot's weights (None: the initial ones), after `step` steps. A collective."""

@@ -68,7 +68,6 @@ def write_snapshot(
     facts: Mapping[str, Any],
     *,
     card: Card | None = None,
-    low_bits: bool = True,
     merge: bool = False,
 ) -> None:
     """Write the model, or its adapter, to a directory. A collective.
@@ -82,8 +81,7 @@ def write_snapshot(
         facts: for the manifest: `step`, the number of updates; on rank 0, `journal`, the checksum
             of the run's records after this step (see `SnapshotOwner`); and of an export, the
             `recipe` of its task. Those that are None are left out.
-        card: on rank 0, writes the README.md.
-        low_bits: whether the low bits of trained weights are written, too.
+        card: writes the README.md of an export, which has no low bits.
         merge: whether to write the whole model with a LoRA adapter's products added to its weights.
 
     Raises:
@@ -106,7 +104,7 @@ def write_snapshot(
     low_tensors = (
         (shard.name, shard.gather_like(weights.low_bits[shard.name]))
         for shard in weights.snapshot_shards
-        if low_bits and not merge and shard.name in weights.low_bits
+        if card is None and shard.name in weights.low_bits
     )
     temporary = target.with_name(f".{target.name}.tmp")
     problem = ""

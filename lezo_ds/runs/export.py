@@ -69,7 +69,6 @@ def export_run(
     target: Path,
     overrides: Sequence[str] = (),
     *,
-    low_bits: bool = False,
     merge: bool = False,
 ) -> int:
     """Write a run's model as a Hugging Face directory. A collective.
@@ -80,9 +79,6 @@ def export_run(
         step: "best", "last" or a number of updates.
         target: the directory to write, which is missing or empty.
         overrides: `key=value` changes of the run's configuration, such as a base model that moved.
-        low_bits: also write the low bits of fp32_master. Training on from the directory then starts
-            from exactly these weights, not from their 16 high bits. The directory is twice as
-            large.
         merge: write the whole model, with the products of the run's LoRA adapter added to its
             weights and rounded to their dtype. No peft is needed to load it.
 
@@ -133,7 +129,6 @@ def export_run(
     engine.write_model(
         target,
         card=partial(model_card, run, number, merged=merge),
-        low_bits=low_bits,
         merge=merge,
         recipe=recipe_of(run.config),
     )

@@ -143,17 +143,17 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(copied, damage):
 
 def _fail_to_replace(model, root):
     engine = start_engine(model)
-    engine.save_checkpoint(root, step=1)
+    engine.save_checkpoint(root)
     rename = Path.replace
 
     def fail(path, target):
-        if path.name == ".step-00000001.tmp":
+        if path.name == ".step-00000000.tmp":
             raise OSError("the file system is read-only")
         return rename(path, target)
 
     Path.replace = fail
     try:
-        engine.save_checkpoint(root, step=1)
+        engine.save_checkpoint(root)
     except LezoError as error:
         return str(error)
     return "no error"
@@ -162,8 +162,8 @@ def _fail_to_replace(model, root):
 def test_a_snapshot_that_cannot_be_replaced_stays(opt_directory, tmp_path):
     (message,) = run_ranks(_fail_to_replace, 1, opt_directory, tmp_path)
     assert "OSError: the file system is read-only; fix: " in message
-    assert read_manifest(snapshot_path(tmp_path, 1)) is not None
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert read_manifest(snapshot_path(tmp_path, 0)) is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
 def _resume(model, root, records):
