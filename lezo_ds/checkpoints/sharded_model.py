@@ -25,13 +25,7 @@ from lezo_ds.checkpoints.checkpoint import (
 from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.forward.adapters import Adapter, make_adapter
-from lezo_ds.forward.blocks import (
-    BlockLayout,
-    freeze_all_but,
-    gather_sizes,
-    gathering_limits,
-    quantized_matrices,
-)
+from lezo_ds.forward.blocks import BlockLayout, freeze_all_but, quantized_matrices
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
 from lezo_ds.sharding.quantization import quantization_of, quantize_parameters
@@ -73,7 +67,7 @@ class ShardedModel:
         weights: this rank's shards.
         layout: its transformer blocks.
         base: where it was loaded from.
-        ds_config: DeepSpeed's configuration, with the limits that follow from the model.
+        ds_config: DeepSpeed's configuration.
         adapter: what a run trains instead of the weights, or None.
         engine: DeepSpeed's engine, if there is one already: with tensor parallelism, it has split
             the model.
@@ -137,10 +131,6 @@ def load_sharded_model(
 
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
     else:
-        limits = gathering_limits(gather_sizes(module, layout))
-        # A user's limits come first.
-        zero = {**limits, **ds_config["zero_optimization"]}
-        ds_config = {**ds_config, "zero_optimization": zero}
         if bits:
             num_parts = partition_size or distributed.world_size()
             quantize_parameters(module, quantized, bits, num_parts, own_name)

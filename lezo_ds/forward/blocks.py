@@ -161,11 +161,3 @@ def gather_sizes(model: nn.Module, layout: BlockLayout) -> GatherSizes:
         largest=max(sizes),
         tied=sum(parameter.numel() for parameter in tied),
     )
-
-
-def gathering_limits(sizes: GatherSizes) -> dict[str, int]:
-    """Return DeepSpeed's limits on gathered elements: while a block runs, the next is gathered."""
-    return {
-        "stage3_prefetch_bucket_size": sizes.largest,
-        "stage3_max_live_parameters": sizes.tied + 2 * sizes.largest,
-    }
