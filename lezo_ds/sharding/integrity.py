@@ -51,7 +51,7 @@ def shard_digest(shard: Tensor, region: Region, parameter_id: int) -> int:
 
 
 class Witness:
-    """Samples of a rank's shards, at positions that depend on the parameters' ids.
+    """Samples of a rank's shards: the first elements of each.
 
     `follow` applies the updates of the journal to the samples, `unlike` compares them with the
     shards, to which the steps have applied the same updates. A weight that something else has
@@ -64,40 +64,36 @@ class Witness:
         """Copy one sample of each shard; every shard has at least one element."""
         self._low_bits = low_bits
         self._precision = precision
-        # A shard, some neighboring elements of it, and a copy of them and of their low bits, which
-        # follows the steps by itself.
-        self._samples: list[tuple[Shard, slice, UpdateTarget]] = []
+        # A shard, and a copy of its first elements and their low bits, which follows the steps.
+        self._samples: list[tuple[Shard, UpdateTarget]] = []
         for shard in shards:
-            parameter_id = shard.named.parameter_id
-            num_rows, width, stride = shard.region.rows(shard.count)
-            # A sample is part of one row, so that its elements are neighbors in the full parameter.
-            row = parameter_id % num_rows
-            begin = parameter_id % max(1, width - _NUM_ELEMENTS)
-            end = min(begin + _NUM_ELEMENTS, width)
-            elements = slice(row * width + begin, row * width + end)
+            # In one row, its elements are neighbors in the full parameter.
+            _, width, _ = shard.region.rows(shard.count)
+            number = min(_NUM_ELEMENTS, width)
             low = low_bits.get(shard.name)
             if low is not None:
-                low = low[elements].clone()
-            region = Region(shard.region.start + row * stride + begin)
-            sample = shard.stored()[elements].clone()
-            copy = UpdateTarget(sample, region, parameter_id, low, shard.shape)
-            self._samples.append((shard, elements, copy))
+                low = low[:number].clone()
+            region = Region(shard.region.start)
+            sample = shard.stored()[:number].clone()
+            copy = UpdateTarget(sample, region, shard.named.parameter_id, low, shard.shape)
+            self._samples.append((shard, copy))
 
     def follow(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:
         """Apply the updates of steps to the samples."""
-        for shard, _, copy in self._samples:
+        for shard, copy in self._samples:
             changes = updates_of_parameter(updates, shard.named.block, decays=shard.decays)
             noise_backend(copy.values.device, law).update_([copy], changes, self._precision)
 
     def unlike(self) -> list[str]:
         """Return the names of the parameters whose shards or low bits differ from their samples."""
         names = []
-        for shard, elements, copy in self._samples:
+        for shard, copy in self._samples:
+            number = copy.values.numel()
             # As integers: -0.0 equals 0.0, and NaN does not equal itself.
-            sampled = shard.stored()[elements].view(torch.uint8)
+            sampled = shard.stored()[:number].view(torch.uint8)
             is_equal = torch.equal(copy.values.view(torch.uint8), sampled)
             if copy.low is not None:
-                is_equal &= torch.equal(copy.low, self._low_bits[shard.name][elements])
+                is_equal &= torch.equal(copy.low, self._low_bits[shard.name][:number])
             if not is_equal:
                 names.append(shard.name)
         return names
