@@ -24,7 +24,7 @@ from lezo_ds.checkpoints.checkpoint import (
 )
 from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import tensor_parallel_size
-from lezo_ds.forward.adapters import Adapter, make_adapter
+from lezo_ds.forward.adapters import Adapter, PrefixAdapter, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_all_but, quantized_matrices
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
@@ -122,6 +122,7 @@ def load_sharded_model(
     engine: Any = None
     splits: dict[nn.Parameter, Split] = {}
     if tensor_parallel_size(ds_config) > 1:
+        assert not isinstance(adapter, PrefixAdapter), "a prefix needs ZeRO-3"
         put_back = adapter.hide(module) if adapter else lambda: None
 
         def restore() -> None:

@@ -67,14 +67,18 @@ def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
         micro_batch_size=config.train.micro_batch_size,
         tensor_parallel=config.tensor_parallel,
     )
-    needs_zero3 = config.partition_size is not None or config.method == "adamw"
-    if needs_zero3 and tensor_parallel_size(ds_config) > 1:
+    if tensor_parallel_size(ds_config) > 1 and (config.partition_size or needs_zero3(config)):
         raise UserError(
-            "partition_size and method=adamw need ZeRO-3, and tensor parallelism shards the "
-            "weights",
-            fix="set partition_size=null and method=lezo, or remove tensor_parallel",
+            "partition_size, method=adamw and peft.kind=prefix need ZeRO-3, and tensor parallelism "
+            "shards the weights",
+            fix="set partition_size=null method=lezo peft.kind=lora, or tensor_parallel=null",
         )
     return ds_config
+
+
+def needs_zero3(config: RunConfig) -> bool:
+    """Return whether a run cannot split its weights by tensor parallelism."""
+    return config.method == "adamw" or config.peft.kind == "prefix"
 
 
 def shared_by(world_size: int, config: RunConfig) -> RunConfig:

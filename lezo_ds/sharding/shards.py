@@ -48,8 +48,6 @@ class Shard(ABC):
         count: number of these elements. It is 0 if the parameter is too small for all ranks to have
             some.
         group: the ranks that store the full parameter together.
-        is_gathered: whether modules compute with the full parameter, which is gathered before they
-            run. Otherwise they compute with what is stored here.
         is_replicated: whether each rank of the group stores the full parameter.
         name: `named.name`.
         numel: number of elements of the full parameter.
@@ -67,7 +65,6 @@ class Shard(ABC):
     count: int
     group: Any
 
-    is_gathered = True
     is_replicated = False
 
     def __post_init__(self) -> None:
@@ -89,10 +86,6 @@ class Shard(ABC):
     def fill(self, values: Tensor) -> None:
         """Store values [count] of any dtype, converted to what this class stores."""
         self.stored().copy_(values)
-
-    @abstractmethod
-    def own_elements(self, values: Tensor) -> Tensor:
-        """Return the stored ones [count] of the elements that modules compute with."""
 
     def gather(self) -> Tensor:
         """Return the full parameter [*shape] on this rank's device. A collective of `group`."""
@@ -139,6 +132,7 @@ class FlatShard(Shard):
         return own_slice
 
     def own_elements(self, values: Tensor) -> Tensor:
+        """Return the stored ones [count] of the elements of the full parameter."""
         start = self.region.start
         return values.reshape(-1)[start : start + self.count]
 
@@ -169,8 +163,6 @@ class RectangleShard(Shard):
     Modules compute with what is here, and nothing is gathered.
     """
 
-    is_gathered = False
-
     def __init__(self, parameter: Any, named: NamedParameter, split: Split) -> None:
         self._pieces = split.pieces
         self.is_replicated = not split.pieces
@@ -194,9 +186,6 @@ class RectangleShard(Shard):
     def stored(self) -> Tensor:
         rectangle: Tensor = self.parameter.data
         return rectangle.view(-1)
-
-    def own_elements(self, values: Tensor) -> Tensor:
-        return values.reshape(-1)
 
     def gather_like(self, stored: Tensor) -> Tensor:
         if self.is_replicated:

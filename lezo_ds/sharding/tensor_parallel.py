@@ -22,7 +22,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
-from deepspeed.checkpoint.affine import ParamAffineMap, contiguous_split_map
+from deepspeed.checkpoint.affine import ParamAffineMap
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject.layers import (
     GatherFromTensorParallelRegion,
@@ -273,12 +273,3 @@ def split_pair(base: nn.Module, first: nn.Linear, second: nn.Linear) -> tuple[nn
     elif isinstance(base, LinearLayer):
         second = LinearLayer(second, base.mp_group, name=base.name, tp_meta=base.tp_meta)
     return first, second
-
-
-def split_heads(parameter: nn.Parameter) -> None:
-    """Split the first dimension of a parameter on the meta device evenly over the ranks."""
-    size = groups.get_tensor_model_parallel_world_size()
-    num_heads = parameter.shape[0] // size
-    affine_map = contiguous_split_map(parameter.shape, [num_heads] * size, partition_dim=0)
-    setattr(parameter, DS_AUTOTP_UC_META, {"conversion": {"affine_map": affine_map.to_dict()}})
-    parameter.data = parameter.data[:num_heads]

@@ -40,7 +40,12 @@ from lezo_ds.config import (
     eval_every,
     num_passes,
 )
-from lezo_ds.config.deepspeed import check_shares, ds_config_of, tensor_parallel_of
+from lezo_ds.config.deepspeed import (
+    check_shares,
+    ds_config_of,
+    needs_zero3,
+    tensor_parallel_of,
+)
 from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError, UserError
@@ -252,13 +257,13 @@ class Plan:
         zero3 = self.changed(tensor_parallel=None)
         if tensor_parallel_of(zero3.config) > 1:  # in the JSON
             zero3 = self.changed(tensor_parallel=1)
-        is_splittable = not self.model.class_name.startswith(_UNSPLIT)
+        is_unsplit = self.model.class_name.startswith(_UNSPLIT) or needs_zero3(self.config)
         ways = []
         for size in range(1, self.num_ranks + 1):
             if self.num_ranks % size != 0:
                 continue
             ways.append(zero3.changed(partition_size=size))
-            if is_splittable and size > 1 and self.model.heads % size == 0:
+            if not is_unsplit and size > 1 and self.model.heads % size == 0:
                 split = self.changed(tensor_parallel=size, partition_size=None)
                 try:
                     ds_config_of(split.config, self.num_ranks)

@@ -50,9 +50,6 @@ class _CodedShard(Shard):
         self.scale = float(values.abs().max()) / 127
         self.codes = (values / self.scale).round().to(torch.int8)
 
-    def own_elements(self, values):
-        return values.reshape(-1)
-
     def gather_like(self, stored):
         return stored.view(self.shape)
 

@@ -21,10 +21,17 @@ from lezo_ds.files import DAMAGE
 from lezo_ds.forward.adapters.lora import LoraAdapter
 from lezo_ds.forward.adapters.prefix import PrefixAdapter, load_prefix
 
-__all__ = ["Adapter", "LoraAdapter", "load_prefix", "make_adapter", "read_adapter"]
+__all__ = [
+    "Adapter",
+    "LoraAdapter",
+    "PrefixAdapter",
+    "load_prefix",
+    "make_adapter",
+    "read_adapter",
+]
 
 Adapter = LoraAdapter | PrefixAdapter
-"""Both have `attach`, `hide`, `own_name`, `fill` and `write_config`, which run in this order."""
+"""Both have `attach`, `own_name`, `fill` and `write_config`, which run in this order."""
 
 
 def make_adapter(config: PeftConfig | None) -> Adapter | None:

@@ -12,7 +12,7 @@ caches of the text are the same as without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from lezo_ds import distributed
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding.gather import GatherAhead
-from lezo_ds.sharding.tensor_parallel import split_heads
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import prefix_key
 
@@ -105,25 +104,6 @@ class PrefixAdapter:
                 )
             attentions[0].prefix = Prefix((num_heads, self._length, width), like)
 
-    def hide(self, model: nn.Module) -> Callable[[], None]:
-        """Take the prefixes off their modules while the heads are split.
-
-        Returns:
-            The function that puts them back, with the heads of this rank.
-        """
-        prefixes = {name: m for name, m in model.named_modules() if isinstance(m, Prefix)}
-        attention_of = {name: name.rpartition(".")[0] for name in prefixes}
-        for name in prefixes:
-            del model.get_submodule(attention_of[name]).prefix
-
-        def restore() -> None:
-            for name, prefix in prefixes.items():
-                model.get_submodule(attention_of[name]).prefix = prefix
-                for parameter in prefix.parameters():
-                    split_heads(parameter)
-
-        return restore
-
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """Take the keys and values of random tokens, then switch the attention. A collective."""
         cache = self._run_random_tokens(weights, model, seed)
@@ -143,21 +123,19 @@ class PrefixAdapter:
         ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
         body: Any = model.base_model
         blocks = list(model.get_submodule(find_blocks(model).path).children())
-        gather = GatherAhead(body, blocks) if weights.shards[0].is_gathered else None
+        gather = GatherAhead(body, blocks)
         with torch.no_grad():
             tokens = torch.tensor([ids], device=distributed.device())
             cache = body(input_ids=tokens, use_cache=True).past_key_values
-        if gather is not None:
-            gather.remove()
+        gather.remove()
         return cache
 
     def _fill_from(self, weights: ShardedWeights, shard: Any, states: Tensor) -> None:
         """Fill this rank's shard of a prefix with keys or values [1, heads, vectors, width]."""
-        expected = shard.shape if shard.is_gathered else shard.parameter.shape
-        if states.shape[1:] != expected:
+        if states.shape[1:] != shard.shape:
             raise UserError(
                 f"keys and values of {shard.name} have the shape {tuple(states.shape[1:])} "
-                f"(heads, vectors, width), not {tuple(expected)}",
+                f"(heads, vectors, width), not {shard.shape}",
                 fix=f"{_FIX}, or reduce peft.prefix_length",
             )
         weights.fill(shard, shard.own_elements(states))
