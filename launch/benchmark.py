@@ -381,18 +381,13 @@ def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFram
         before = torch.cuda.memory_allocated()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        with distributed.counted_bytes() as counts:
-            action()
-        # What moves the weights, or the activations of split weights.
-        counted = "all_reduce" if layout == "common" else "all_gather"
-        num_bytes = sum(count for name, count in counts.items() if name.startswith(counted))
+        action()
         row = {
             "variant": variant,
             "seconds": statistics.median(times[variant]),
             "ratio": statistics.median(ratios),
             "tokens": round(statistics.mean(num_tokens)),
             "peak GB": (torch.cuda.max_memory_allocated() - before) / 1e9,
-            "gathered GB": num_bytes * distributed.world_size() / 1e9,
         }
         rows.append(row)
     return pd.DataFrame(rows)

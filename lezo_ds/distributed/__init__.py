@@ -20,7 +20,6 @@ from lezo_ds.distributed.accelerator import (
 from lezo_ds.distributed.collectives import (
     broadcast_bytes,
     broadcast_object,
-    counted_bytes,
     gather_objects,
     on_rank_zero,
     rank,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from deepspeed import comm
-from deepspeed.comm.comm import comms_logger, timers
 
 from lezo_ds.distributed.accelerator import device
 from lezo_ds.errors import LezoError
@@ -62,25 +60,6 @@ def sum_vector(values: torch.Tensor, group: Any = None) -> list[float]:
     """
     comm.all_reduce(values, group=group)
     return values.cpu().tolist()
-
-
-@contextmanager
-def counted_bytes() -> Iterator[dict[str, int]]:
-    """Count the bytes that this rank passes to each operation of deepspeed.comm inside the context.
-
-    The dict is filled at the end. Meanwhile operations run one after the other.
-    """
-    counts: dict[str, int] = {}
-    comm.configure(enabled=True, prof_all=True, verbose=False)
-    comms_logger.reset_data()
-    # Timers of earlier messages would stay. On a GPU, each message would wait for all their events.
-    timers.timers.clear()
-    try:
-        yield counts
-    finally:
-        comm.configure(enabled=False)
-    for operation, sizes in comms_logger.get_raw_data().items():
-        counts[operation] = sum(size * entry[0] for size, entry in sizes.items())
 
 
 def on_rank_zero(action: Callable[[], _T]) -> _T:

@@ -12,6 +12,7 @@ import torch
 from assets import recipe_values, write_data, write_reader, write_recipe
 from commands import run_forked_well
 from eager_noise import draw
+from messages import counted_bytes
 from ranks import run_ranks
 from run_ends import num_steps, results_of
 from tiny_adapters import peft_config
@@ -20,7 +21,6 @@ from tiny_runs import make_batch, start_engine, train, write_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, OPTConfig
 
-from lezo_ds import distributed
 from lezo_ds.config import config_from_dict
 from lezo_ds.config.deepspeed import ds_config_of, load_ds_config
 from lezo_ds.errors import DesyncError, UserError
@@ -194,7 +194,7 @@ def test_an_engine_of_zero_3_after_one_that_splits_weights_is_that_of_a_new_proc
 def _count_bytes(directory):
     engine = start(directory, 2)
     (batch,) = make_batch(0, 1, examples=6, vocabulary=VOCABULARY)
-    with distributed.counted_bytes() as counts:
+    with counted_bytes() as counts:
         engine.run(batch, Perturbation(PROBES, frozenset(), engine.noise))
     return counts, batch.inputs["input_ids"].numel(), batch.selection.vocabulary.numel()
 

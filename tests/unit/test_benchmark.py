@@ -73,11 +73,9 @@ def measured_rows(recipe):
 def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
     rows, _ = run_ranks(measured_rows, 2, write_recipe(tmp_path))
     assert (rows["seconds"] > 0).all()
-    published, ours, recipe, split = rows.to_dict("records")
-    assert published["ratio"] == 1.0 and published["gathered GB"] == 0
+    published, ours, recipe, _ = rows.to_dict("records")
+    assert published["ratio"] == 1.0
     assert published["tokens"] > ours["tokens"] == recipe["tokens"]
-    assert split["gathered GB"] > 0  # the sums of activations
-    assert ours["gathered GB"] > 0
 
 
 @pytest.mark.distributed
