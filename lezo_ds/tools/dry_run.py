@@ -49,7 +49,6 @@ from lezo_ds.config.deepspeed import (
 from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError, UserError
-from lezo_ds.runs.disk import snapshot_sizes
 from lezo_ds.runs.screen import duration
 from lezo_ds.runs.trainer import check_run
 from lezo_ds.tools.memory_plan import (
@@ -58,6 +57,7 @@ from lezo_ds.tools.memory_plan import (
     memory_of_card,
     rank_memory,
     received_bytes,
+    snapshot_sizes,
 )
 from lezo_ds.tools.sizes import OPT_SHAPES, InputSizes, ModelSizes, measured_inputs, model_sizes
 from lezo_ds.tools.time_plan import plan_time

@@ -1,4 +1,4 @@
-"""The memory of one rank as a formula.
+"""The memory of one rank as a formula, and the disk space of a run.
 
 Measured peaks are within 20 % of it (tests/unit/test_memory_plan.py).
 
@@ -49,8 +49,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lezo_ds.checkpoints.checkpoint import DTYPES
 from lezo_ds.checkpoints.snapshots import MAX_FILE_BYTES
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, num_passes
+from lezo_ds.config import (
+    TRAINED,
+    ZEROTH_ORDER,
+    RunConfig,
+    copies_per_pass,
+    eval_every,
+    num_passes,
+)
 from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
 from lezo_ds.forward.perturber import PROBES_AT_ONCE
 from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
@@ -75,6 +83,8 @@ GPU_RESERVE = int(2.0 * GIB)
 # Bytes of the low bits of a 16-bit weight, and of a float32 number.
 _LOW_BITS = 2
 _FP32 = 4
+# Bytes of a trained parameter in AdamW's checkpoint: a float32 weight and two float32 moments.
+_ADAMW = 12
 
 
 def memory_of_card(size: float) -> int:
@@ -338,3 +348,37 @@ def _snapshot(config: RunConfig, model: ModelSizes, num_shards: int, *, on_gpu: 
     if not on_gpu:
         num_bytes += max(largest_bytes, min(total_bytes, MAX_FILE_BYTES))
     return num_bytes
+
+
+def snapshot_sizes(config: RunConfig, num_parameters: int, num_trained: int) -> list[int]:
+    """Return the most snapshots and checkpoints that are on the disk at one time.
+
+    That is while the last of them is written, before the oldest is removed.
+
+    Args:
+        config: of the run.
+        num_parameters: number of the model's parameters.
+        num_trained: number of those that are trained, which are all that an adapter's snapshot has.
+
+    Returns:
+        The bytes of each.
+    """
+    train = config.train
+    if config.method not in TRAINED or train.steps is None:
+        return []
+    itemsize = DTYPES[config.model.dtype].itemsize
+    num_stored = num_parameters if config.peft.kind == "none" else num_trained
+    size = num_stored * itemsize
+    is_master = config.zo.update_precision == "fp32_master"
+    if config.method in ZEROTH_ORDER and is_master and itemsize == 2:
+        size += _LOW_BITS * num_trained
+    every = train.snapshot_every
+    if every is None:
+        every = eval_every(config)
+    num_due = -(-train.steps // every) if every > 0 else 1
+    num_kept = max(1, train.keep_snapshots)
+    checkpoints = []
+    if config.method == "adamw":
+        num_kept += 1  # that of the best step
+        checkpoints = [_ADAMW * num_trained] * 2
+    return [size] * min(num_kept + 1, num_due) + checkpoints

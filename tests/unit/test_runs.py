@@ -18,13 +18,13 @@ from lezo_ds.errors import LezoError, UserError
 from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.disk import snapshot_sizes
 from lezo_ds.runs.predict import _check_files
 from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import run_summary
 from lezo_ds.runs.trainer import monitor_sections
 from lezo_ds.tasks import TASKS
+from lezo_ds.tools.memory_plan import snapshot_sizes
 from lezo_ds.tools.tables import read_runs
 
 VALUES = {
