@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.dense import DensePerturber
 from lezo_ds.forward.low_rank import LowRankPerturber
@@ -55,7 +54,6 @@ class PerturbedForward:
     ) -> None:
         num_blocks = len(blocks)
         assert not shares_start or all(named.block < num_blocks for named in trainable.values())
-        self._model_name = type(model).__name__
         self._num_blocks = num_blocks
         self._shares_start = shares_start
         self._num_unperturbed = 0  # blocks before the first perturbed one
@@ -66,13 +64,12 @@ class PerturbedForward:
         for index, block in enumerate(blocks):
             wrap_block(block, index, self._state, trainable)
         model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
-        get_head = getattr(model, "get_output_embeddings", lambda: None)
-        head: Any = get_head()
-        self._has_head = head is not None
         # Whether the model returns what its head returns. Some scale or cap the logits first; the
         # first pass shows it.
         self._ends_with_head = True
-        if self._has_head:
+        get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = get_head()
+        if head is not None:  # a causal language model has one
             head.forward = SelectingHead(head, self._state, trainable).forward
 
     def __call__(
@@ -92,15 +89,7 @@ class PerturbedForward:
             What `call` returns at each probe: the logits, [selected rows, entries] if the batch
             selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
             it selects, [targets]; or new tokens, int64 [rows, tokens].
-
-        Raises:
-            UserError: the batch selects logits, and the model has no output head.
         """
-        if batch.selection is not None and not self._has_head:
-            raise UserError(
-                f"{self._model_name} has no output head: get_output_embeddings() is missing",
-                fix="set model.path to a causal language model",
-            )
         state = self._state
         num_copies = 1
         if perturbation is not None:
