@@ -83,16 +83,16 @@ PAPER_SCORES: Mapping[Experiment, float] = {
 }
 """The score of each cell, in percent."""
 
-LEARNING_RATES: Mapping[tuple[str, str], Mapping[str, tuple[float, ...]]] = {
-    ("lezo", "none"): {"": (1e-6, 7e-7), "opt-1.3b": (3e-6, 1e-6)},
-    ("mezo", "none"): {"": (1e-6, 1e-7), "rte": (1e-6, 5e-7, 1e-7), "squad": (1e-6, 5e-7, 1e-7)},
-    ("lezo", "prefix"): {"": (3e-2, 1e-2)},
-    ("mezo", "prefix"): {"": (1e-2, 1e-3), "squad": (5e-2, 1e-2, 5e-3)},
-    ("lezo", "lora"): {"": (3e-5, 5e-5, 7e-5)},
-    ("mezo", "lora"): {"": (1e-4, 5e-5), "squad": (1e-4, 5e-5, 1e-5)},
-    ("adamw", "none"): {"": (1e-5, 5e-5, 8e-5)},
+LEARNING_RATES: Mapping[tuple[str, str], Mapping[str, float]] = {
+    ("lezo", "none"): {"": 1e-6, "opt-1.3b": 3e-6},
+    ("mezo", "none"): {"": 1e-6},
+    ("lezo", "prefix"): {"": 3e-2},
+    ("mezo", "prefix"): {"": 1e-2, "squad": 5e-2},
+    ("lezo", "lora"): {"": 3e-5},
+    ("mezo", "lora"): {"": 1e-4},
+    ("adamw", "none"): {"": 1e-5},
 }
-"""The learning rates that the paper searched, by method and adapter.
+"""The first of the learning rates that the paper searched, by method and adapter.
 
 They are under "", or under the name of a task or a model that has its own.
 """
@@ -139,7 +139,7 @@ def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     rates = LEARNING_RATES.get((cell.method, cell.peft))
     if rates is None:  # nothing is trained
         return recipe, others
-    rate = (rates.get(cell.task) or rates.get(cell.model) or rates[""])[0]
+    rate = rates.get(cell.task) or rates.get(cell.model) or rates[""]
     if cell.method == "adamw":
         recipe["adamw"] = {"learning_rate": rate}
         five_epochs = 5 * _NUM_TRAIN.get(cell.task, 1000)

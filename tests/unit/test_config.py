@@ -25,7 +25,7 @@ from lezo_ds.config import (
     num_passes,
 )
 from lezo_ds.config.deepspeed import load_ds_config
-from lezo_ds.config.paper import LEARNING_RATES, PAPER_SCORES
+from lezo_ds.config.paper import PAPER_SCORES
 from lezo_ds.config.paths import PATH_KEYS, resolve_paths
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
@@ -417,7 +417,6 @@ def test_a_recipe_of_the_paper_has_its_hyperparameters(cell, rate, scale, sparsi
 def test_the_papers_other_recipes_and_overrides():
     adamw = paper("opt-13b", "cb", "adamw", "none", "adamw.learning_rate=5e-5")
     assert (adamw.adamw.learning_rate, adamw.train.steps, adamw.model.dtype) == (5e-5, 93, "bf16")
-    assert LEARNING_RATES["adamw", "none"][""] == (1e-5, 5e-5, 8e-5)
     precisions = [paper("opt-30b", task, "lezo").zo.update_precision for task in ("sst2", "boolq")]
     assert precisions == ["stochastic", "fp32_master"]
 
