@@ -218,8 +218,5 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
 def _stored_dtype(directory: Path) -> Dtype:
     """Return the dtype in the model's config if the engine supports it, and fp32 otherwise."""
     stored = getattr(load_model_config(directory), "dtype", None)
-    dtypes: tuple[Dtype, ...] = get_args(Dtype)
-    for name in dtypes:
-        if DTYPES[name] == stored:
-            return name
-    return "fp32"
+    names: Sequence[Dtype] = get_args(Dtype)
+    return next((name for name in names if DTYPES[name] == stored), "fp32")
