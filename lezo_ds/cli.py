@@ -570,8 +570,6 @@ def _run_program() -> None:
     elif name is None:
         parser.print_help()
     elif name in COMMANDS:
-        # A run records `sys.argv`: without the path of this program, and as a command that works.
-        sys.argv = ["-m", "lezo_ds", name, *arguments.arguments]
         run_command(name, arguments.arguments)
     else:
         fix = did_you_mean(name, COMMANDS, "see lezo-ds --help")

@@ -4,7 +4,6 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
 
     .lock                     held by the process that writes here
     config.yaml               the configuration of the last start
-    environment.json          versions, hardware and command of the last start
     journal.jsonl             the records of a run that is not first-order (zeroth_order.py)
     training_state.json       the records of a first-order run, which name its checkpoint
     checkpoints/step-N/       DeepSpeed's checkpoint (first_order.py)
@@ -29,17 +28,14 @@ import logging
 import os
 import platform
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 import lezo_ds
-from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
 from lezo_ds.data.evaluation import Sample
 from lezo_ds.errors import UserError
@@ -83,7 +79,6 @@ class RunDirectory:
         self.samples = self.path / "samples.jsonl"
         self._metrics = self.path / "metrics.jsonl"
         self._config = self.path / "config.yaml"
-        self._environment = self.path / "environment.json"
 
     @contextmanager
     def locked(self, *, needs_lock: bool = False) -> Iterator[None]:
@@ -181,8 +176,8 @@ class RunDirectory:
             self.checkpoints,
         ]
         if any(path.exists() for path in outputs):
-            # What describes a run may be there before the run.
-            outputs = [self._config, self._environment, *outputs]
+            # The configuration of a run may be there before the run.
+            outputs = [self._config, *outputs]
         return [path for path in outputs if path.exists()]
 
     def set_aside(self, paths: Sequence[Path]) -> None:
@@ -199,20 +194,9 @@ class RunDirectory:
         names = ", ".join(str(path.relative_to(self.path)) for path in paths)
         logger.warning("%s: an earlier run left %s; moved to %s", self.path, names, target)
 
-    def write_config_and_environment(self, config: RunConfig) -> None:
-        """Write config.yaml, and environment.json with versions, hardware and command."""
-        on_gpu = distributed.device().type == "cuda"
-        environment = {
-            "versions": library_versions(),
-            "device": torch.cuda.get_device_name() if on_gpu else distributed.cpu_name(),
-            "cores": os.cpu_count(),
-            "platform": platform.platform(),
-            "world_size": distributed.world_size(),
-            "threads": torch.get_num_threads(),
-            "command": ["python", *sys.argv],
-        }
+    def write_config(self, config: RunConfig) -> None:
+        """Write config.yaml."""
         self.write(self._config, dump_yaml(config_to_dict(config)))
-        self.write_json(self._environment, environment)
 
     def cut_metrics(self, step: int) -> float:
         """Drop damaged metrics, and those of all steps after `step`, which will be done again.

@@ -15,7 +15,7 @@ Each rank executes this. (c) marks a collective: a rank that does not get there 
 each decision depends only on what all ranks know. Rank 0 writes the files.
 
     open                             (c)  method.open: the records, the weights to resume with
-    cut metrics.jsonl, write config.yaml and environment.json
+    cut metrics.jsonl, write config.yaml
     begin                            (c)  evaluate the base model on the test split
     repeat
         method.check                 (c)  every 100 steps
@@ -127,7 +127,7 @@ class Run:
             if self._writes:
                 self._prune_snapshots()
                 self._began = time.monotonic() - self.directory.cut_metrics(self.num_done)
-                self.directory.write_config_and_environment(self.config)
+                self.directory.write_config(self.config)
             # The handler only sets a flag, which is this rank's vote in the next all-reduce. All
             # ranks thus stop after the same step, whichever of them got the signal.
             with on_stop_signals(lambda _: self.engine.request_stop()):

@@ -340,7 +340,7 @@ def test_a_run_that_is_older_than_data_splits_is_read_and_resumed_with_its_own_s
 
 @pytest.mark.parametrize("text", DAMAGED)
 def test_damaged_results_are_not_read_and_the_report_says_so(directory, text):
-    directory.write_config_and_environment(config())
+    directory.write_config(config())
     (directory.path / "results.json").write_bytes(text.encode(errors="surrogateescape"))
     assert RunResults.read(directory.results) is None
     assert "damaged results.json" in read_runs([directory.path])["problem"][0]
