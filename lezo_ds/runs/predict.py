@@ -119,8 +119,8 @@ def predict_file(
             for start in range(0, num_records, size):
                 examples = []
                 digest = hashlib.sha256(json.dumps(settings).encode())
-                for index, (place, record) in enumerate(islice(records, size), start):
-                    examples.append(replace(task.build_example(record, index), place=place))
+                for index, (example, record) in enumerate(islice(records, size), start):
+                    examples.append(replace(example, index=index))
                     # Parquet may hold dates and bytes, which are hashed as text.
                     digest.update(json.dumps(record, sort_keys=True, default=str).encode())
                 chunk = folder.path / f"chunk-{start // size}-{digest.hexdigest()}.json"
@@ -183,19 +183,19 @@ def _records(
     source: Path,
     encoding: str,
     taken: Sequence[str],
-) -> Iterator[tuple[str, Record]]:
-    """Yield what messages call each record, and the record. Refuse one that does not fit the task.
+) -> Iterator[tuple[Example, Record]]:
+    """Yield the example of each record, and the record. Refuse one that does not fit the task.
 
     No field of a record may have one of the names in `taken`. OF_LABEL stands for all that begin
     with it.
     """
     for number, (place, record) in enumerate(read_file(source, encoding), start=1):
         where = f"record {number}{place}"
-        checked_example(task, where, record)
+        example = replace(checked_example(task, where, record), place=where)
         for name in record:
             if name in taken or (OF_LABEL in taken and name.startswith(OF_LABEL)):
                 raise UserError(f"{where} has a field {name} already", fix="rename it")
-        yield where, record
+        yield example, record
 
 
 def unlabelled(task: Task) -> Task:

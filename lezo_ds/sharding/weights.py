@@ -17,7 +17,7 @@ from lezo_ds.sharding.integrity import Witness, shard_digest
 from lezo_ds.sharding.shards import Shard
 from lezo_ds.sharding.zero3 import finish_updates
 from lezo_ds.zo.laws import PerturbationLaw
-from lezo_ds.zo.updates import StepUpdate, Update, UpdatePrecision, updates_of_parameter
+from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
 
 LOW_BITS_DIRECTORY = "low_bits"
 """The folder of low bits in a directory of weights."""
@@ -134,27 +134,20 @@ class ShardedWeights:
 
         One step at a time gives the same bits as many at once.
         """
+        assert self._precision is not None
         for (block, decays), shards in self._trained.items():
             changes = updates_of_parameter(updates, block, decays=decays)
-            if changes:
-                self._update(shards, changes, law)
+            if not changes:
+                continue
+            targets = []
+            for shard in shards:
+                low = self.low_bits.get(shard.name)
+                stored = shard.stored()
+                identity = shard.named.parameter_id
+                targets.append(UpdateTarget(stored, shard.region, identity, low, shard.shape))
+            # The backend follows the shards: offloaded ones are updated on the CPU.
+            noise_backend(shards[0].device, law).update_(targets, changes, self._precision)
         finish_updates()
-
-    def _update(
-        self, shards: Sequence[Shard], updates: Sequence[Update], law: PerturbationLaw
-    ) -> None:
-        """Apply the same updates to shards, with one call for all."""
-        assert self._precision is not None
-        targets = []
-        for shard in shards:
-            low = self.low_bits.get(shard.name)
-            targets.append(
-                UpdateTarget(
-                    shard.stored(), shard.region, shard.named.parameter_id, low, shard.shape
-                )
-            )
-        # The backend follows the shards: offloaded ones are updated on the CPU.
-        noise_backend(shards[0].device, law).update_(targets, updates, self._precision)
 
     def witness(self) -> Witness:
         """Return samples of the trained shards as they are now."""
