@@ -67,6 +67,8 @@ def main() -> None:
     """Train and print both scores."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rate", type=float, default=1e-5, help="learning rate")
+    parser.add_argument("--schedule", default="constant", help="constant or linear")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of keywords.yaml")
     arguments = parser.parse_args()
     sys.path.insert(0, str(RECIPE.parent))
@@ -94,7 +96,8 @@ def main() -> None:
         per_device_train_batch_size=NUM_PROMPTS * NUM_ANSWERS,
         num_generations=NUM_ANSWERS,
         max_completion_length=max_new_tokens,
-        learning_rate=1e-5,
+        learning_rate=arguments.rate,
+        lr_scheduler_type=arguments.schedule,
         temperature=1.0,
         gradient_checkpointing=False,  # with it, transformers generates without a cache
         use_cpu=True,

@@ -15,28 +15,28 @@ from packaging.version import Version
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-CODE_TOKENS = 124_000
+CODE_TOKENS = 122_000
 """Most code tokens of Python in lezo_ds. Comments, docstrings and layout are free, and so are
 lines."""
 
 FLOORS: tuple[dict[str, int], ...] = (
-    {"errors": 500},
+    {"errors": 600},
     {"registry": 700, "files": 500},
     {"zo": 4_000},
-    {"noise": 11_200, "tasks": 5_400, "journal": 2_800},
-    {"config": 8_900},
-    {"distributed": 3_400},
-    {"replicas": 4_000},
-    {"sharding": 10_900},
-    {"forward": 11_700},
-    {"checkpoints": 4_700},
-    {"data": 17_500},
+    {"noise": 11_100, "tasks": 5_700, "journal": 2_800},
+    {"config": 9_700},
+    {"distributed": 3_300},
+    {"replicas": 4_100},
+    {"sharding": 10_500},
+    {"forward": 12_200},
+    {"checkpoints": 4_800},
+    {"data": 18_500},
     {"agreement": 900},
-    {"step": 1_300},
-    {"engine": 3_100},
-    {"runs": 19_200},
-    {"tools": 17_500},
-    {"cli": 3_300},
+    {"step": 1_400},
+    {"engine": 3_200},
+    {"runs": 19_800},
+    {"tools": 17_300},
+    {"cli": 3_400},
 )
 """The rooms of the package from the ground up, with the most code tokens of each: a tenth more
 than it has.
