@@ -12,7 +12,7 @@ The same command continues a killed one with the chunks that are missing. A chun
 its own records stay the same, so another record may be corrected meanwhile.
 
 The input is streamed three times: to check all records, to predict, and to write the output, which
-has all fields of the input. At most one chunk is in memory, but for the output as Parquet.
+has all fields of the input. At most one chunk is in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow.parquet import ParquetFile, ParquetWriter
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
@@ -248,12 +248,17 @@ def _write_output(
 
 
 def _write_parquet(source: Path, target: Path, rows: Rows) -> None:
-    """Write a table with the columns of `source` and those of `rows`."""
-    table = parquet.read_table(source)
-    added = pa.Table.from_pylist(list(rows))
-    for name in added.column_names:
-        table = table.append_column(name, added[name])
-    parquet.write_table(table, target)
+    """Write a table with the columns of `source` and those of `rows`, one batch at a time."""
+    with ExitStack() as stack:
+        writer: ParquetWriter | None = None
+        for batch in ParquetFile(source).iter_batches():
+            table = pa.table(batch)
+            added = pa.Table.from_pylist(list(islice(rows, batch.num_rows)))
+            for name in added.column_names:
+                table = table.append_column(name, added[name])
+            if writer is None:
+                writer = stack.enter_context(ParquetWriter(target, table.schema))
+            writer.write_table(table)
 
 
 def _write_text(source: Path, encoding: str, target: Path, rows: Rows) -> None:
