@@ -79,7 +79,7 @@ train:
 
 deepspeed: {deepspeed}
 """
-_TOKENS_NOTE = "# Labels are scored by the first token of each; a list scores whole labels.\n"
+_TOKENS_NOTE = "# Labels are scored by a token of each; a list scores whole labels.\n"
 _GENERATION = """
 generation:  # answers end at one of the texts in stop
   stop: {stop}  # [] is the end of the model's turn or of the sequence, and null the first newline
@@ -190,8 +190,9 @@ def main(arguments: Namespace) -> None:
     try:
         config = written(size)
         data = load_task_data(config)
-        if _shorten_labels(task, data):
-            heading += _TOKENS_NOTE
+        # Alone, a token after a space may be several tokens, of which one is taken again.
+        while _shorten_labels(task, data):
+            heading = heading.removesuffix(_TOKENS_NOTE) + _TOKENS_NOTE
             config = written(size)
             data = load_task_data(config)
         if machine.gpu_bytes is not None:
@@ -216,32 +217,33 @@ def main(arguments: Namespace) -> None:
 
 
 def _shorten_labels(task: dict[str, Any], data: TaskData) -> bool:
-    """Let the first token of each label be its text, unless other labels begin with it.
+    """Let the first token that no other label has be a label's text, if it begins a word.
 
     The model then scores all labels after one row of tokens, instead of a row for each label.
 
     Args:
         task: Keys of the section `data`, of which `labels` may be changed.
         data: The run's examples, with the labels as their texts.
-
-    Returns:
-        Whether `labels` was changed.
     """
     example = data.train.encoded[0]
     if "labels" not in task or max(example.option_lengths) == 1:
         return False
+    options = []
+    for ids, length in zip(example.sequences, example.option_lengths, strict=True):
+        options.append(ids[-length:])
+    counts = Counter(token for option in options for token in set(option))
     labels = task["labels"]
     if isinstance(labels, list):
         labels = {label: label for label in labels}
     shorter = {}  # by the text of a label, which several values may have
-    texts = dict.fromkeys(labels.values())
-    for text, ids, length in zip(texts, example.sequences, example.option_lengths, strict=True):
-        shorter[text] = data.tokenizer.decode([ids[-length]]).strip()
-    different = {text.casefold() for text in shorter.values()}
-    is_text = all(text in label for label, text in shorter.items())  # and no half of a character
-    if len(different) < len(shorter) or not is_text:
+    for label, option in zip(dict.fromkeys(labels.values()), options, strict=True):
+        own = [data.tokenizer.decode([token]).strip() for token in option if counts[token] == 1]
+        shorter[label] = next((text for text in own if text and f" {text}" in f" {label}"), "")
+    different = {text.casefold() for text in shorter.values() if text}
+    texts = {value: shorter[label] for value, label in labels.items()}
+    if len(different) < len(shorter) or texts == labels:
         return False
-    task["labels"] = {value: shorter[text] for value, text in labels.items()}
+    task["labels"] = texts
     return True
 
 

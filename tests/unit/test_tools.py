@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -222,11 +223,13 @@ def init_tickets(monkeypatch, directory, classes, *words):
     return (directory / "recipe.yaml").read_text()
 
 
-def test_init_scores_labels_by_their_first_tokens_if_these_differ(tmp_path, monkeypatch):
+def test_init_scores_labels_by_the_first_token_that_no_other_has_if_it_begins_a_word(
+    tmp_path, monkeypatch
+):
     """The tokens of this model are bytes."""
     for classes, labels in (
         (("defekt", "lob"), {"defekt": "d", "lob": "l"}),
-        (("Abt. defekt", "Abt. lob"), ["Abt. defekt", "Abt. lob"]),
+        (("Abt. defekt", "Abt. lob"), {"Abt. defekt": "d", "Abt. lob": "l"}),
         (("bug", "billing"), ["billing", "bug"]),
         (("a", "b"), ["a", "b"]),
         (("ärger", "lob"), ["lob", "ärger"]),
@@ -235,10 +238,24 @@ def test_init_scores_labels_by_their_first_tokens_if_these_differ(tmp_path, monk
         text = init_tickets(monkeypatch, tmp_path, classes)
         config = load_config(tmp_path / "recipe.yaml")
         assert config.data.labels == labels
-        assert ("by the first token of each" in text) == isinstance(labels, dict)
+        assert ("by a token of each" in text) == isinstance(labels, dict)
         lengths = load_task_data(config).train.encoded[0].option_lengths
         if isinstance(labels, dict):
             assert lengths == (1, 1)
+
+
+def test_init_scores_no_text_that_is_one_token_after_a_space_only(tmp_path, monkeypatch):
+    """ " lo" is one token. The prompt ends with a line break, after which "lo" is two of them."""
+    file = write_chat_model(tmp_path / "model") / "tokenizer.json"
+    changed = json.loads(file.read_text())
+    vocabulary = changed["model"]["vocab"]
+    vocabulary["\u0120lo"] = vocabulary.pop("\u00ff")
+    changed["pre_tokenizer"]["pretokenizers"][1]["pattern"] = {"Regex": "\u0120lo|."}
+    file.write_text(json.dumps(changed))
+    init_tickets(monkeypatch, tmp_path, ("Abt. lob", "Abt. defekt"))
+    config = load_config(tmp_path / "recipe.yaml")
+    assert config.data.labels == {"Abt. defekt": "d", "Abt. lob": "l"}
+    assert load_task_data(config).train.encoded[0].option_lengths == (1, 1)
 
 
 def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_faster(
