@@ -1,9 +1,10 @@
-"""Times variants of one training step against each other, or the writing of answers.
+"""Times variants of one training step against each other, the writing of answers, or updates.
 
     python launch/benchmark.py mezo_reference ours:0 ours:0.75
     python launch/benchmark.py --config RECIPE mezo_reference recipe zo.sparsity=0.5
     deepspeed --num_gpus 2 launch/benchmark.py --config RECIPE ours:0 tensor_parallel:0
     python launch/benchmark.py --config RECIPE generate
+    python launch/benchmark.py --rounds 50 update
 
 A variant is one of
 
@@ -14,6 +15,8 @@ A variant is one of
     int8, int4[:SPARSITY]       the papers' step, on a base in 8 or 4 bits; with peft.kind=lora
     recipe                      the step that the recipe describes
     generate                    alone: answers written by lezo_ds, and by transformers' generate
+    update                      alone: one matrix updated by 16 directions of rank 1, and by one
+                                dense direction
 
 SPARSITY, 0 by default, is the share of the blocks that a step drops. Ratios are relative to the
 first variant. Without --config, weights are random and examples are random tokens.
@@ -53,14 +56,19 @@ from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
+from lezo_ds.noise import ALL, UpdateTarget, noise_backend
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.step import decide, perturbation
 from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.tools.sizes import OPT_SHAPES, opt_config
 from lezo_ds.tools.time_plan import now
+from lezo_ds.zo.laws import DenseLaw, LowRankLaw
+from lezo_ds.zo.updates import Update, UpdatePrecision
 
 NUM_TOKENS = {"sst2": 32, "boolq": 200}
 """Tokens of a typical prompt and answer of a task, counted by OPT's tokenizer."""
+NUM_UPDATE_DIRECTIONS = 16
+UPDATE_SHAPE = (3072, 768)
 WARM_UP_STEPS = 2
 """DeepSpeed records the order of the modules in the first pass, and prefetches weights after it."""
 LAYOUTS = {
@@ -80,12 +88,12 @@ common:    the same rows as ours, in micro-batches that all ranks run together
 """
 VARIANT = re.compile(
     r"(?P<kind>mezo_reference|ours|tensor_parallel|low_rank|int8|int4)(:(?P<sparsity>0|1|0?\.\d+))?"
-    r"|recipe|generate"
+    r"|recipe|generate|update"
 )
 
 
 class Variant(NamedTuple):
-    """What is timed: a key of LAYOUTS or "generate", and the share of blocks that are dropped."""
+    """What is timed: a key of LAYOUTS, "generate" or "update", and the share of dropped blocks."""
 
     kind: str
     sparsity: float
@@ -158,7 +166,9 @@ def run(arguments: argparse.Namespace) -> None:
     kinds = [parse_variant(word).kind for word in variants]
     needs_recipe = "recipe" in kinds or "generate" in kinds
     has_recipe = arguments.config is not None
-    if not variants or (needs_recipe and not has_recipe) or "generate" in kinds[1:]:
+    runs_alone = kinds in (["generate"], ["update"])
+    is_mixed = not runs_alone and not {"generate", "update"}.isdisjoint(kinds)
+    if not variants or (needs_recipe and not has_recipe) or is_mixed:
         problem = "the benchmark needs variants; recipe, and generate alone, need --config"
         raise UserError(problem, fix="python launch/benchmark.py mezo_reference ours:0 ours:0.75")
     if arguments.rounds < 1:
@@ -168,6 +178,8 @@ def run(arguments: argparse.Namespace) -> None:
         speeds = answer_speeds(load_config(arguments.config, changes), arguments.rounds)
         if distributed.rank() == 0:
             print(speeds)
+    elif kinds == ["update"]:
+        print(update_times(arguments.rounds))
     elif has_recipe:
         show(recipe_inputs(load_config(arguments.config, changes)), variants, arguments)
     else:
@@ -456,6 +468,43 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
         lines.append(f"{speed_line}, {peaks[name] / 1e9:.3f} GB above the model")
     num_bytes = sum(tensor.nbytes for tensor in plain.parameters())
     lines.append(f"one copy of the weights has {num_bytes / 1e9:.3f} GB")
+    return "\n".join(lines)
+
+
+def update_times(rounds: int) -> str:
+    """Time updates of a matrix of OPT-125M: 16 directions of rank 1, and one dense direction.
+
+    Returns:
+        A line for each format of the weights, with the shortest milliseconds of each and the ratio.
+    """
+    many = [
+        Update(key, coefficient=1e-4, begins_step=key == 0) for key in range(NUM_UPDATE_DIRECTIONS)
+    ]
+    one = [Update(key=0, coefficient=1e-4)]
+    device = distributed.device()
+    low_rank = noise_backend(device, LowRankLaw("normal", rank=1))
+    dense = noise_backend(device, DenseLaw("normal"))
+    formats: Mapping[str, tuple[torch.dtype, UpdatePrecision]] = {
+        "fp32": (torch.float32, "fp32_master"),
+        "bf16, fp32_master": (torch.bfloat16, "fp32_master"),
+        "bf16, stochastic": (torch.bfloat16, "stochastic"),
+    }
+    lines = []
+    for title, (dtype, precision) in formats.items():
+        values = torch.randn(math.prod(UPDATE_SHAPE), device=device).mul_(0.02).to(dtype)
+        low = None
+        if dtype != torch.float32 and precision == "fp32_master":
+            low = torch.zeros_like(values, dtype=torch.int16)
+        target = [UpdateTarget(values, ALL, parameter_id=1, low=low, shape=UPDATE_SHAPE)]
+        actions = {
+            "16 of rank 1": partial(low_rank.update_, target, many, precision),
+            "1 dense": partial(dense.update_, target, one, precision),
+        }
+        interleaved(actions, rounds=3)
+        times = {name: 1e3 * min(each) for name, each in interleaved(actions, rounds).items()}
+        ratio = times["16 of rank 1"] / times["1 dense"]
+        shown = ", ".join(f"{name} {shortest:.2f} ms" for name, shortest in times.items())
+        lines.append(f"{title:17} {shown}, ratio {ratio:.2f}")
     return "\n".join(lines)
 
 

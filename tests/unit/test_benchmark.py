@@ -10,7 +10,13 @@ import pandas as pd
 import pytest
 import torch
 from assets import REPOSITORY, write_recipe
-from benchmark import measure, parse_variant, recipe_inputs, write_random_model
+from benchmark import (
+    measure,
+    parse_variant,
+    recipe_inputs,
+    update_times,
+    write_random_model,
+)
 from commands import assert_one_error, run, run_forked_well
 from mezo_reference import MezoReference
 from ranks import run_ranks
@@ -111,3 +117,15 @@ def test_each_node_has_the_random_model(tmp_path):
 def test_the_benchmark_refuses_what_it_cannot_measure_in_one_line():
     command = [sys.executable, REPOSITORY / "launch" / "benchmark.py"]
     assert_one_error(run([*command, "ours:0", "recipe"]), 2, "need --config")
+    assert_one_error(run([*command, "ours:0", "update"]), 2, "need --config")
+
+
+def test_updates_of_low_rank_are_timed_in_every_format():
+    distributed.init_distributed()
+    lines = update_times(rounds=1).splitlines()
+    assert [line.partition(" 16 of rank 1 ")[0].strip() for line in lines] == [
+        "fp32",
+        "bf16, fp32_master",
+        "bf16, stochastic",
+    ]
+    assert all(float(line.rpartition(" ")[2]) > 0 for line in lines)
