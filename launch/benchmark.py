@@ -367,8 +367,8 @@ def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFram
 
     Returns:
         A row for each variant: the median of its seconds, of the ratio to the first variant in the
-        same round, the mean of the tokens of a step, the peak of rank 0's GPU memory above what the
-        model takes, and the bytes that all ranks receive in a step, in GB.
+        same round, the mean of the tokens of a step, and the peak of rank 0's GPU memory above what
+        the model takes, in GB.
 
     Raises:
         LezoError: A variant skips its updates, which would make its steps shorter.
