@@ -10,13 +10,8 @@ that has ended is filled with padding until the last row has:
 In a pass at k probes the rows are there k times, [rows at probe 0; rows at probe 1; ...], and each
 copy is continued by the weights of its probe.
 
-If all prompts begin with the same n tokens (instructions, demonstrations), and the model's
-positions allow it, these run once for each probe (`COMMON_IDS`), and the rows go on from their keys
-and values. The common tokens then take the first n columns of each row, and the padding is behind
-them:
-
-    before    pad pad <s>  c   c   x   y         n = 3 and 2 columns of padding
-    after     <s>  c   c   -   -   x   y         the mask hides what is in the columns "-"
+If all prompts begin with the same tokens (`COMMON_IDS`: instructions, demonstrations), and the
+model's positions allow it, these run once for each probe (prompt_reading.py).
 
 Drawn tokens need no random state. The noise of a row is a function of the row's key (`SAMPLE_KEYS`)
 and of the position of the token, so a drawn answer depends on nothing else in its batch.
@@ -37,10 +32,10 @@ from transformers import (
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer, TokenIds
+from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
 from lezo_ds.forward.answer_cache import answer_cache
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch
 
@@ -67,8 +62,9 @@ def generation_settings(
 
     def has_ended(ids: Sequence[int]) -> bool:
         written = tokenizer.decode(ids[-num_last:])
-        # Tokens of single bytes may be cut within a character, which can hide a stop.
-        if _HALF_CHARACTER in written:
+        # Tokens of single bytes may be cut within a character, which can hide a stop. Bytes may
+        # also be a stop by themselves, and part of no character where more of them are decoded.
+        if _HALF_CHARACTER in written or any(stop in written for stop in stops):
             written = tokenizer.decode(ids)
         return any(stop in written for stop in stops)
 
@@ -144,9 +140,10 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
         num_beams=1,
         use_cache=True,
     )
-    inputs["past_key_values"] = answer_cache(model, settings.max_new_tokens)
-    if common_ids is not None and _may_pad_after_common(model):
-        inputs = _after_common(model, common_ids, inputs)
+    cache = answer_cache(model, settings.max_new_tokens)
+    if common_ids is not None and can_read_apart(model, width):
+        inputs = read_prompts(model, common_ids, cache=cache, **inputs)
+    inputs["past_key_values"] = cache
     criteria = StoppingCriteriaList()
     has_ended = settings.has_ended
     if has_ended is not None:
@@ -177,43 +174,6 @@ def _runs_in_step(model: Any) -> bool:
         if getattr(parameter, "ds_zero_partition_world_size", 1) > 1:
             return True
     return any(getattr(module, "tp_world_size", 1) > 1 for module in model.modules())
-
-
-def _may_pad_after_common(model: Any) -> bool:
-    """Return whether padding between the tokens of a row does not change what the model writes.
-
-    Elsewhere distances may count the padding: in sliding windows, or in biases of attention.
-    """
-    rotates = getattr(model.config.get_text_config(), "rope_parameters", None) is not None
-    kinds_of_layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    return rotates and kinds_of_layers == {DynamicLayer}
-
-
-@torch.no_grad()
-def _after_common(model: Any, common_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Run what all prompts begin with once a probe; return inputs that go on from its cache.
-
-    Args:
-        model: the model.
-        common_ids: int64 [probes, n].
-        inputs: "input_ids" and "attention_mask", int64 [probes * prompts, width], and
-            "past_key_values", an empty cache.
-    """
-    num_probes, length = common_ids.shape
-    rows, width = inputs["input_ids"].shape
-    num_prompts = rows // num_probes
-    cache = inputs["past_key_values"]
-    model(input_ids=common_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    cache.batch_repeat_interleave(num_prompts)
-    common = common_ids.repeat_interleave(num_prompts, dim=0)
-    columns = torch.arange(width, device=common_ids.device)
-    num_padding = width - inputs["attention_mask"].sum(dim=1, keepdim=True)  # [rows, 1]
-    is_visible = (columns < length) | (columns >= num_padding + length)
-    return {
-        "input_ids": torch.cat([common, inputs["input_ids"][:, length:]], dim=1),
-        "attention_mask": is_visible.long(),
-        "past_key_values": cache,
-    }
 
 
 def _logits_processors(

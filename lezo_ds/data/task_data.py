@@ -160,6 +160,11 @@ class TaskData:
         rows = np.array([row for _, row in by_length])
         if self.packed and FEWEST_DEALT <= size < len(rows):
             rows = deal(rows, len(rows) // size)
+        group_size = config.zo.examples_per_direction
+        if self.objective.reads_answers and group_size is not None and 1 < group_size < size:
+            # Each group reads its prompts next to each other (prompt_reading.py).
+            parts = rows.reshape(-1, size)
+            rows = np.concatenate([deal(part, size // group_size) for part in parts])
         num_terms = [self.objective.num_terms(self.train.encoded[row]) for row in rows]
         weights = np.add.reduceat(num_terms, np.arange(0, len(rows), size))
         if self.objective.reads_answers:

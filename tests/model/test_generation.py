@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from test_perturbed_forward import (
@@ -28,8 +28,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
+from lezo_ds.data import prompt_reading
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.generation import (
+    COMMON_IDS,
     SAMPLE_KEYS,
     generate,
     generation_settings,
@@ -152,14 +154,25 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     assert {*made.values()} == {1}  # once for all tokens
     shared, all_rows = len(prompts), 3 * len(prompts)
     first = [shared if shares_start else all_rows]
-    if (
-        num_common and family == "llama"
-    ):  # the others have windows, or positions that are not rotated
-        first = [1, *first]
+    if num_common and family == "llama":  # the others have windows, or positions not rotated
+        first = [1, 1]  # what prompts begin with, and their own parts in one row
     assert num_rows == first + [all_rows] * (len(num_rows) - len(first))
     singles = [perturbed(batch, perturbation(sign, dropped, SCALE), write)[0] for sign in signs]
     assert [ended(tokens, settings) for tokens in together] == expected
     assert [ended(tokens, settings) for tokens in singles] == expected
+
+
+@pytest.mark.parametrize("most_shared", [512, 8, 1])
+def test_prompts_that_share_rows_are_continued_as_each_of_them_alone(most_shared, monkeypatch):
+    monkeypatch.setattr(prompt_reading, "_MOST_SHARED", most_shared)
+    (model, settings), common = start("llama"), (7, 8, 9)
+    prompts = [common + prompt for prompt in prompts_of((3, 9, 1, 6, 4, 8))]
+    expected = [plain(model, prompt, settings.stop_ids) for prompt in prompts]
+    batch = prompt_batch(prompts, settings, len(common))
+    for num_copies in (1, 2, 3, 6):  # prompts of several directions
+        copies = batch.inputs[COMMON_IDS].expand(num_copies, -1)
+        tokens = generate(model, batch, **{COMMON_IDS: copies})
+        assert ended(tokens, settings) == expected
 
 
 def drawn(model, settings, prompts, keys, **sampling):
@@ -231,6 +244,7 @@ BYTES = byte_tokenizer()
 @given(
     ids=st.lists(st.integers(4, 14), max_size=40), stop=st.sampled_from(["ba", "\u00e9", "b ab"])
 )
+@example(ids=[9, 9, 10, 4], stop="\u00e9")  # bytes that are a character without the one before
 def test_a_stop_of_several_tokens_is_found_at_the_token_that_completes_it(ids, stop):
     has_ended = settings_of(BYTES, 40, stop).has_ended
     expected = [stop in BYTES.decode(ids[:length]) for length in range(len(ids) + 1)]
