@@ -55,28 +55,32 @@ class EvolutionStrategies(Estimator):
 
     s is the population's deviation of the rewards, and the factor 1 / mu is part of the learning
     rate. It is meant for rewards, which need no gradient. Rewards of any scale give the same steps.
+    With groups of examples, each has its own mean, and all share one s: if each had its own, those
+    to which no direction matters would weigh as much as the others.
 
     Source: Evolution Strategies at Scale (Qiu et al., PMLR 306, 2026, arXiv 2509.24372), with
     n = 30 directions and mu = 1e-3.
-
-    Attributes:
-        ranks: whether ranks from -1/2 to 1/2 replace rewards (Salimans et al. 2017).
     """
 
-    ranks: bool = False
     min_directions: ClassVar[int] = 2
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
         return tuple(_one_side(self))
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
-        mean = add_in_order(losses) / len(losses)
-        if self.ranks:
-            return Estimate(mean, _centered_ranks(losses))
-        spread = deviation(losses, degrees_of_freedom=len(losses))
-        # A loss above the mean is a reward below it: the two signs of the formula cancel.
-        differences = [loss - mean for loss in losses]
-        return Estimate(mean, in_units_of(spread, differences))
+        return self.estimate_groups(probes, [losses])
+
+    def estimate_groups(
+        self, probes: Sequence[Probe], losses: Sequence[Sequence[float]]
+    ) -> Estimate:
+        means = [add_in_order(of_group) / len(of_group) for of_group in losses]
+        center = add_in_order(means) / len(means)
+        differences: list[float] = []
+        for of_group in losses:
+            # A loss above the mean is a reward below it: the two signs of the formula cancel.
+            differences += centered(of_group)
+        spread = root_mean_square(differences, degrees_of_freedom=len(differences))
+        return Estimate(center, in_units_of(spread, differences))
 
 
 ESTIMATORS.add("one-sided", OneSided)
@@ -89,11 +93,21 @@ def deviation(values: Sequence[float], degrees_of_freedom: int) -> float:
 
     It is NaN if a value is not finite, and exactly 0 if all values are equal.
     """
-    if all(value == values[0] for value in values):
+    return root_mean_square(centered(values), degrees_of_freedom)
+
+
+def centered(values: Sequence[float]) -> list[float]:
+    """Return the differences from the mean: exactly 0 if all values are equal."""
+    if all(value == values[0] for value in values) and math.isfinite(values[0]):
         # The mean of equal values may be rounded to another value, and then no difference is 0.
-        return 0.0 if math.isfinite(values[0]) else math.nan
+        return [0.0] * len(values)
     mean = add_in_order(values) / len(values)
-    squares = [(value - mean) * (value - mean) for value in values]
+    return [value - mean for value in values]
+
+
+def root_mean_square(differences: Sequence[float], degrees_of_freedom: int) -> float:
+    """Return the root of the sum of squares over the degrees of freedom."""
+    squares = [difference * difference for difference in differences]
     return math.sqrt(add_in_order(squares) / degrees_of_freedom)
 
 
@@ -107,17 +121,3 @@ def in_units_of(spread: float, values: Sequence[float]) -> tuple[float, ...]:
     if spread == 0:
         return (0.0,) * len(values)
     return tuple(value / spread for value in values)
-
-
-def _centered_ranks(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the rank of each value, from -1/2 (the smallest) to 1/2; equal ones share their mean.
-
-    >>> _centered_ranks([3.0, 1.0, 1.0])
-    (0.5, -0.25, -0.25)
-    """
-    ranks = []
-    for value in values:
-        num_below = sum(other < value for other in values)
-        num_equal = sum(other == value for other in values)
-        ranks.append((num_below + (num_equal - 1) / 2) / (len(values) - 1) - 0.5)
-    return tuple(ranks)

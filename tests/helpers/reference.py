@@ -187,6 +187,13 @@ def estimate(estimator, scale, losses):
 
 def estimate_groups(estimator, scale, losses):
     """Return the loss and the projected gradients of all groups of examples, group by group."""
+    if estimator == "evolution-strategies":
+        means = [statistics.fmean(of_group) for of_group in losses]
+        gradients = [
+            loss - mean for of_group, mean in zip(losses, means, strict=True) for loss in of_group
+        ]
+        spread = math.hypot(*gradients) / math.sqrt(len(gradients))
+        return statistics.fmean(means), [gradient / spread for gradient in gradients]
     of_groups = [estimate("spsa" if estimator == "grzo" else estimator, scale, of) for of in losses]
     gradients = [gradient for _, of_group in of_groups for gradient in of_group]
     if estimator == "grzo":

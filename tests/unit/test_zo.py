@@ -96,13 +96,15 @@ def test_estimates_are_those_of_the_formulas(name, losses, loss, gradients):
     assert (estimate.loss, estimate.projected_grads) == (loss, pytest.approx(gradients, rel=1e-15))
 
 
-def test_ranks_replace_rewards():
-    estimator = ESTIMATORS["evolution-strategies"](1e-3, 3, ranks=True)
-    assert estimator.estimate(estimator.probes(()), [3.0, 1.0, 1.0]).projected_grads == (
-        0.5,
-        -0.25,
-        -0.25,
-    )
+def test_evolution_takes_the_mean_of_each_group_and_the_deviation_of_all():
+    estimator = ESTIMATORS["evolution-strategies"](1e-3, num_directions=2)
+    losses = [[1.0, 5.0], [0.1, 0.1], [4.0, 4.5]]
+    estimate = estimator.estimate_groups(estimator.probes(()), losses)
+    spread = ((4.0 + 4.0 + 0.0625 + 0.0625) / 6) ** 0.5
+    differences = (-2.0, 2.0, 0.0, 0.0, -0.25, 0.25)
+    assert estimate.projected_grads == pytest.approx([d / spread for d in differences], rel=1e-15)
+    assert estimate.projected_grads[2:4] == (0.0, 0.0)
+    assert estimate.loss == pytest.approx((3.0 + 0.1 + 4.25) / 3, rel=1e-15)
 
 
 def test_sums_are_rounded_term_by_term_in_order():
