@@ -5,7 +5,7 @@ demonstrations), which it reads once. It reads the own parts of its prompts next
 one row, or in a few, and a mask keeps them apart. Then each prompt gets a row of keys and values:
 
     common    <s> c  c                    one row for each copy
-    own       a1 b1 b2 b3                 num_shared rows for each copy; a1 does not see b1 b2 b3
+    own       a1 b1 b2 b3                 one row or a few for each copy; a1 does not see b1 b2 b3
     cache     <s> c  c  -  -  a1          one row for each prompt; the mask hides the columns "-"
               <s> c  c  b1 b2 b3
 
@@ -15,7 +15,9 @@ The last token of each prompt stays unread. The model reads it to write the firs
 from __future__ import annotations
 
 import math
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,72 +55,102 @@ def read_prompts(
         cache: an empty cache, which is filled.
     """
     num_copies, num_common = common_ids.shape
-    num_rows, width = input_ids.shape
     device = input_ids.device
     read = DynamicCache(config=model.config)
     model(input_ids=common_ids, past_key_values=read, use_cache=True, logits_to_keep=1)
 
     own_lengths = (attention_mask.sum(dim=1) - num_common - 1).tolist()
-    num_shared, shared_rows, offsets = _place(own_lengths, num_copies)
-    own_width = max(1, *(sum(pair) for pair in zip(offsets, own_lengths, strict=True)))
-    own_ids = input_ids.new_zeros(num_copies * num_shared, own_width)
-    positions = torch.zeros_like(own_ids)
-    # A row of the mask that hides every token could give NaN, so each token of padding is a prompt
-    # of its own, with a negative number.
-    owner = torch.arange(-own_width, 0, device=device).repeat(len(own_ids), 1)
-    columns = torch.zeros(num_rows, width - 1, dtype=torch.int64, device=device)
-    columns[:, :num_common] = torch.arange(num_common)
-    is_visible = torch.ones_like(attention_mask)
-    for row, (shared, offset, length) in enumerate(
-        zip(shared_rows, offsets, own_lengths, strict=True)
-    ):
-        place = slice(offset, offset + length)
-        first = width - 1 - length
-        own_ids[shared, place] = input_ids[row, first:-1]
-        positions[shared, place] = torch.arange(num_common, num_common + length)
-        owner[shared, place] = row
-        columns[row, first:] = num_common + torch.arange(offset, offset + length)
-        is_visible[row, num_common:first] = 0
-
-    same_owner = (owner[:, :, None] == owner[:, None, :]).tril()
-    sees_common = same_owner.new_ones(len(own_ids), own_width, num_common)
-    read.batch_repeat_interleave(num_shared)
+    layout = _lay_out(input_ids.cpu(), own_lengths, num_copies, num_common)
+    read.batch_repeat_interleave(len(layout.own_ids) // num_copies)
     model(
-        input_ids=own_ids,
-        position_ids=positions,
-        attention_mask=torch.cat([sees_common, same_owner], dim=2)[:, None],
+        input_ids=layout.own_ids.to(device),
+        position_ids=layout.position_ids.to(device),
+        attention_mask=layout.own_mask.to(device),
         past_key_values=read,
         use_cache=True,
         logits_to_keep=1,
     )
-    rows = torch.tensor(shared_rows, device=device)[:, None]
+    rows = layout.rows.to(device)
+    columns = layout.columns.to(device)
     for index, layer in enumerate(read.layers):
-        keys = layer.keys[rows, :, columns].transpose(1, 2)  # [rows, heads, width - 1, head width]
+        keys = layer.keys[rows, :, columns].transpose(1, 2)  # [prompts, heads, width - 1, size]
         values = layer.values[rows, :, columns].transpose(1, 2)
         cache.update(keys, values, index)
-    common = common_ids.repeat_interleave(num_rows // num_copies, dim=0)
+    common = common_ids.repeat_interleave(len(input_ids) // num_copies, dim=0)
     return {
         "input_ids": torch.cat([common, input_ids[:, num_common:]], dim=1),
-        "attention_mask": is_visible,
+        "attention_mask": layout.attention_mask.to(device),
     }
 
 
-def _place(lengths: list[int], num_copies: int) -> tuple[int, list[int], list[int]]:
-    """Return the number of shared rows of a copy, and the shared row and offset of each own part.
+class _Layout(NamedTuple):
+    """Where the own parts of prompts are, of W tokens at most in a row.
+
+    Attributes:
+        own_ids: int64 [shared rows, W].
+        position_ids: likewise.
+        own_mask: bool [shared rows, 1, W, n + W], which tokens each token sees.
+        rows: int64 [prompts, 1], the shared row of each prompt.
+        columns: int64 [prompts, width - 1], where the tokens of each prompt are among the n common
+            ones and the W after them. Any column stands for padding.
+        attention_mask: int64 [prompts, width], 0 at padding.
+    """
+
+    own_ids: Tensor
+    position_ids: Tensor
+    own_mask: Tensor
+    rows: Tensor
+    columns: Tensor
+    attention_mask: Tensor
+
+
+def _lay_out(
+    input_ids: Tensor, own_lengths: Sequence[int], num_copies: int, num_common: int
+) -> _Layout:
+    num_prompts, width = input_ids.shape
+    num_shared, rows, offsets = _place(own_lengths, num_copies)
+    own_width = 1 + max(map(operator.add, offsets, own_lengths))
+    own_ids = torch.zeros(num_shared, own_width, dtype=torch.int64)
+    positions = torch.zeros_like(own_ids)
+    # A row of the mask that hides every token could give NaN, so each token of padding is a prompt
+    # of its own, with a negative number.
+    owner = torch.arange(-own_width, 0).repeat(num_shared, 1)
+    columns = torch.zeros(num_prompts, width - 1, dtype=torch.int64)
+    columns[:, :num_common] = torch.arange(num_common)
+    attention_mask = torch.ones_like(input_ids)
+    for prompt, length in enumerate(own_lengths):
+        row = rows[prompt]
+        first = width - 1 - length  # in the padded row; the last token is not read here
+        place = slice(offsets[prompt], offsets[prompt] + length)
+        own_ids[row, place] = input_ids[prompt, first:-1]
+        positions[row, place] = torch.arange(num_common, num_common + length)
+        owner[row, place] = prompt
+        columns[prompt, first:] = num_common + torch.arange(place.start, place.stop)
+        attention_mask[prompt, num_common:first] = 0
+    same_owner = (owner[:, :, None] == owner[:, None, :]).tril()
+    sees_common = same_owner.new_ones(num_shared, own_width, num_common)
+    own_mask = torch.cat([sees_common, same_owner], dim=2)[:, None]
+    return _Layout(
+        own_ids, positions, own_mask, torch.tensor(rows)[:, None], columns, attention_mask
+    )
+
+
+def _place(lengths: Sequence[int], num_copies: int) -> tuple[int, list[int], list[int]]:
+    """Return the number of shared rows, and the row and the offset of each own part.
 
     The longest part comes first. Each is put into the row of its copy that is filled least.
     """
     num_prompts = len(lengths) // num_copies
     firsts = range(0, len(lengths), num_prompts)
     totals = [sum(lengths[first : first + num_prompts]) for first in firsts]
-    num_shared = max(1, math.ceil(max(totals) / max(_MOST_SHARED, *lengths)))
-    filled = [0] * (num_copies * num_shared)
+    of_a_copy = max(1, math.ceil(max(totals) / max(_MOST_SHARED, *lengths)))
+    filled = [0] * (num_copies * of_a_copy)
     rows = [0] * len(lengths)
     offsets = [0] * len(lengths)
     for part in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        first = part // num_prompts * num_shared
-        row = min(range(first, first + num_shared), key=filled.__getitem__)
+        first = part // num_prompts * of_a_copy
+        row = min(range(first, first + of_a_copy), key=filled.__getitem__)
         rows[part] = row
         offsets[part] = filled[row]
         filled[row] += lengths[part]
-    return num_shared, rows, offsets
+    return len(filled), rows, offsets
