@@ -101,9 +101,10 @@ _FZOO = """\
   lr_schedule: linear  # falls to 0 at the last step
 """
 _MEMBERS = """\
-  estimator: grzo
+  estimator: evolution-strategies
   noise_rank: 1  # all probes write their answers in one batch, on one copy of the weights
-  directions: {directions}  # with both signs, {num_probes} probes a step
+  examples_per_direction: 2  # each pair of prompts has directions of its own
+  directions: {directions}
   probes_per_pass: {probes}  # of each rank at a time; fewer need less memory
   perturbation_scale: {scale:.2g}  # with a smaller one, answers hardly differ
   learning_rate: {rate:.2g}  # keywords.yaml's, at this width; if the reward falls, divide it by 3
@@ -121,7 +122,7 @@ class _StepSize(NamedTuple):
     """How much a step computes."""
 
     examples: int
-    directions: int  # of FZOO, which has one probe more; with both signs, half of the probes
+    directions: int  # of FZOO, which has one probe more; a reward has one direction more
 
 
 # From the best to the fastest.
@@ -345,11 +346,10 @@ def _recipe(
             )
         else:
             zo = _MEMBERS.format(
-                directions=num_probes // 2,
-                num_probes=num_probes,
+                directions=num_probes,
                 probes=num_probes // machine.num_ranks,
                 scale=1e-2 * shrinking,
-                rate=1e-2 * shrinking,
+                rate=2e-2 * shrinking,
             )
     else:
         steps = _MAX_STEPS

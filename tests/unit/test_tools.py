@@ -203,7 +203,7 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
     )
     text = (tmp_path / "own.yaml").read_text()
     assert "  stop: []  # [] is the end of" in text and "  max_new_tokens: 128\n" in text
-    small = ["generation.max_new_tokens=3", "data.max_length=128", "zo.directions=4"]
+    small = ["generation.max_new_tokens=3", "data.max_length=128", "zo.directions=8"]
     config = load_config(tmp_path / "own.yaml", small)
     assert (config.data.prompt, config.train.objective) == ("{text}", "judge_of_init:brevity")
     speeds = answer_speeds(config, rounds=1)
