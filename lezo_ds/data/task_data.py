@@ -215,12 +215,14 @@ class TaskData:
         """Return the batch of prompts to train on; the samples of a prompt are neighboring rows."""
         samples = range(config.generation.num_samples)
         batch = self.objective_batch(self.train, [row for row in rows for _ in samples])
-        size = config.zo.examples_per_direction
-        if COMMON_IDS in batch.inputs and size is not None:
+        if COMMON_IDS in batch.inputs:
             # Each group of examples reads what all prompts begin with in its own direction.
-            num_groups = max(1, len(rows) // size)
-            common = batch.inputs[COMMON_IDS].expand(num_groups, -1)
-            batch = replace(batch, inputs={**batch.inputs, COMMON_IDS: common})
+            num_groups = max(1, len(rows) // (config.zo.examples_per_direction or len(rows)))
+            inputs = dict(batch.inputs)
+            common = inputs.pop(COMMON_IDS)
+            if num_groups < len(inputs["input_ids"]):  # a prompt without others is read at once
+                inputs[COMMON_IDS] = common.expand(num_groups, -1)
+            batch = replace(batch, inputs=inputs)
         if config.generation.temperature == 0:
             return batch
         keys = [
