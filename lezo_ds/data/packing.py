@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lezo_ds.forward.batch import MicroBatch
@@ -86,19 +87,16 @@ def pack(batch: MicroBatch) -> MicroBatch:
         return batch
     packed = torch.zeros(num_rows, width, dtype=torch.int64)
     positions = torch.zeros_like(packed)
-    # The sequence of each token. A row of the mask that hides every token could give NaN, so each
-    # token of padding is a sequence of its own, with a negative number.
-    owner = torch.arange(-width, 0).repeat(num_rows, 1)
+    owner = padding_alone(num_rows, width)
     for sequence, (row, offset, length) in enumerate(zip(rows, offsets, lengths, strict=True)):
         columns = slice(offset, offset + length)
         packed[row, columns] = tokens[sequence, :length]
         positions[row, columns] = torch.arange(length)
         owner[row, columns] = sequence
-    same_owner = owner[:, :, None] == owner[:, None, :]  # [rows, W, W]
     inputs = {
         "input_ids": packed,
         "position_ids": positions,
-        "attention_mask": same_owner.tril()[:, None],
+        "attention_mask": seen_tokens(owner)[:, None],
     }
     example_of = torch.arange(num_sequences)
     if batch.token_examples is not None:
@@ -110,6 +108,24 @@ def pack(batch: MicroBatch) -> MicroBatch:
     )
     token_examples = example_of[owner.clamp(min=0)]  # padding counts as that of any example
     return replace(batch, inputs=inputs, selection=moved, token_examples=token_examples)
+
+
+def padding_alone(num_rows: int, width: int) -> Tensor:
+    """Return the owners of the tokens of rows that have only padding: int64 [rows, W].
+
+    A row of a mask that hides every token could give NaN, so each token of padding is a sequence of
+    its own, with a negative number. Sequences are written over it, with numbers from 0 on.
+    """
+    return torch.arange(-width, 0).repeat(num_rows, 1)
+
+
+def seen_tokens(owner: Tensor) -> Tensor:
+    """Return whether token i sees token j: bool [rows, W, W].
+
+    Args:
+        owner: int64 [rows, W], the number of the sequence that each token belongs to.
+    """
+    return (owner[:, :, None] == owner[:, None, :]).tril()
 
 
 def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:

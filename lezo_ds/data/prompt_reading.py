@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from lezo_ds.data.packing import can_pack
+from lezo_ds.data.packing import can_pack, padding_alone, seen_tokens
 
 _MOST_SHARED = 512
 """About as many tokens share a row. More would take longer to keep apart than to pad."""
@@ -109,12 +109,11 @@ def _lay_out(
 ) -> _Layout:
     num_prompts, width = input_ids.shape
     num_shared, rows, offsets = _place(own_lengths, num_copies)
+    # One column more, because a row of no tokens cannot run.
     own_width = 1 + max(map(operator.add, offsets, own_lengths))
     own_ids = torch.zeros(num_shared, own_width, dtype=torch.int64)
     positions = torch.zeros_like(own_ids)
-    # A row of the mask that hides every token could give NaN, so each token of padding is a prompt
-    # of its own, with a negative number.
-    owner = torch.arange(-own_width, 0).repeat(num_shared, 1)
+    owner = padding_alone(num_shared, own_width)
     columns = torch.zeros(num_prompts, width - 1, dtype=torch.int64)
     columns[:, :num_common] = torch.arange(num_common)
     attention_mask = torch.ones_like(input_ids)
@@ -127,9 +126,9 @@ def _lay_out(
         owner[row, place] = prompt
         columns[prompt, first:] = num_common + torch.arange(place.start, place.stop)
         attention_mask[prompt, num_common:first] = 0
-    same_owner = (owner[:, :, None] == owner[:, None, :]).tril()
-    sees_common = same_owner.new_ones(num_shared, own_width, num_common)
-    own_mask = torch.cat([sees_common, same_owner], dim=2)[:, None]
+    sees_own = seen_tokens(owner)
+    sees_common = sees_own.new_ones(num_shared, own_width, num_common)
+    own_mask = torch.cat([sees_common, sees_own], dim=2)[:, None]
     return _Layout(
         own_ids, positions, own_mask, torch.tensor(rows)[:, None], columns, attention_mask
     )
