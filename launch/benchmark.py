@@ -277,7 +277,8 @@ def random_config(shape: str, task: str, changes: Sequence[str]) -> RunConfig:
 
 def write_random_model(shape: str, dtype: str, folder: Path) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(opt_config(shape), dtype=DTYPES[dtype])
+    with torch.device(distributed.device()):  # a GPU draws 13 billion numbers within seconds
+        model = AutoModelForCausalLM.from_config(opt_config(shape), dtype=DTYPES[dtype])
     # The model's own save_pretrained writes nothing on ranks above 0 (transformers 5.23).
     model.config.save_pretrained(folder)
     weights = dict(model.named_parameters())  # without the head, which is tied

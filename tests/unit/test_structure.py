@@ -15,34 +15,30 @@ from packaging.version import Version
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-CODE_TOKENS = 122_600
-"""Most code tokens of Python in lezo_ds. Comments, docstrings and layout are free, and so are
-lines."""
+CODE_TOKENS = 133_000
+"""Most code tokens of Python in lezo_ds, a twentieth more than it has. Comments, docstrings and
+layout are free, and so are lines."""
 
-FLOORS: tuple[dict[str, int], ...] = (
-    {"errors": 600},
-    {"registry": 700, "files": 500},
-    {"zo": 4_000},
-    {"noise": 11_100, "tasks": 5_700, "journal": 2_800},
-    {"config": 9_700},
-    {"distributed": 3_300},
-    {"replicas": 4_100},
-    {"sharding": 10_500},
-    {"forward": 12_200},
-    {"checkpoints": 4_800},
-    {"data": 18_500},
-    {"agreement": 900},
-    {"step": 1_400},
-    {"engine": 3_200},
-    {"runs": 19_800},
-    {"tools": 17_300},
-    {"cli": 3_400},
+FLOORS: tuple[set[str], ...] = (
+    {"errors"},
+    {"registry", "files"},
+    {"zo"},
+    {"noise", "tasks", "journal"},
+    {"config"},
+    {"distributed"},
+    {"replicas"},
+    {"sharding"},
+    {"forward"},
+    {"checkpoints"},
+    {"data"},
+    {"agreement"},
+    {"step"},
+    {"engine"},
+    {"runs"},
+    {"tools"},
+    {"cli"},
 )
-"""The rooms of the package from the ground up, with the most code tokens of each: a tenth more
-than it has.
-
-A room uses only those below it.
-"""
+"""The rooms of the package from the ground up. A room uses only those below it."""
 
 KNOW_DEEPSPEED = {"config", "sharding", "distributed"}
 """The rooms that import DeepSpeed: its configuration, ZeRO-3's internals, and what the ranks
@@ -84,13 +80,6 @@ def num_code_tokens(path):
 
 def test_the_package_keeps_its_size():
     assert sum(map(num_code_tokens, PACKAGE)) <= CODE_TOKENS
-
-
-@pytest.mark.parametrize(
-    ("room", "budget"), [(room, budget) for rooms in FLOORS for room, budget in rooms.items()]
-)
-def test_a_room_keeps_its_size(room, budget):
-    assert sum(num_code_tokens(path) for path in PACKAGE if room_of(path) == room) <= budget
 
 
 def is_swap(targets, values):
