@@ -31,43 +31,46 @@ _NO_PROGRAM = 1 << 62
 TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Launch:
-    """A kernel with its table, the number of its programs and its last arguments.
+class CompiledKernel:
+    """A kernel with its constants, which Triton chooses and compiles in the first run only.
 
-    Only in the first run does Triton choose the compiled kernel, which takes longer than the
-    launch. It goes by types, and by which addresses and integers are multiples of 16 unless
-    `do_not_specialize` excepts them; runs of one launch must not differ in these.
+    Triton's own call looks at types, and at which addresses and integers are multiples of 16 unless
+    `do_not_specialize` excepts them. That takes longer than the launch, and its result stays: runs
+    of one compiled kernel must not differ in these.
 
     Attributes:
-        kernel: a function of `triton.jit`.
-        table: its first argument, on the device.
-        constants: its last arguments, all constexpr, by name.
-        num_programs: 0 launches nothing.
+        constants: the kernel's last arguments, all constexpr, by name.
     """
 
-    def __init__(
-        self, kernel: Any, table: Tensor, constants: Mapping[str, Any], num_programs: int
-    ) -> None:
-        self.kernel = kernel
-        self.table = table
+    def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
         self.constants = constants
-        self.num_programs = num_programs
+        self._kernel = kernel
         names = kernel.arg_names[-len(constants) :]
         self._ordered = [constants[name] for name in names]
         self._compiled = None  # stays None in Triton's interpreter
 
-    def run(self, *others: object) -> None:
-        """Run the kernel on its arguments between the table and the constants."""
-        if self.num_programs == 0:
-            return
-        grid = (self.num_programs, 1, 1)
-        arguments = (self.table, *others, *self._ordered)
-        with torch.cuda.device_of(self.table):  # type: ignore[no-untyped-call]
+    def run(self, grid: tuple[int, int, int], first: Tensor, *others: object) -> None:
+        """Run the kernel on its arguments before the constants, on the device of the first one."""
+        arguments = (first, *others, *self._ordered)
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
             if self._compiled is not None:
                 self._compiled[grid](*arguments)
                 return
             # A fused multiply-add rounds once where the other backends round twice.
-            self._compiled = self.kernel[grid](*arguments, num_warps=4, enable_fp_fusion=False)
+            self._compiled = self._kernel[grid](*arguments, num_warps=4, enable_fp_fusion=False)
+
+
+class Launch(NamedTuple):
+    """A kernel with its first argument, a table on the device, and the number of its programs."""
+
+    kernel: CompiledKernel
+    table: Tensor
+    num_programs: int
+
+    def run(self, *others: object) -> None:
+        """Run the kernel on its arguments between the table and the constants."""
+        if self.num_programs:
+            self.kernel.run((self.num_programs, 1, 1), self.table, *others)
 
 
 class TritonNoise(NoiseBackend):
@@ -152,7 +155,7 @@ class TritonNoise(NoiseBackend):
         num_bytes = _aligned(len(rows) * width * out_dtype.itemsize)
         memory = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=self._device)
         num_programs = len(rows) * tiles_of_row
-        launch = Launch(of_one_row.kernel, of_one_row.table, of_one_row.constants, num_programs)
+        launch = of_one_row._replace(num_programs=num_programs)
         launch.run(rows, memory, key, scale, num_bytes)
         copies = memory.view(out_dtype)[:, : len(rows) * width]
         return [copy.view(len(rows), width) for copy in copies]
@@ -241,7 +244,7 @@ def _launches(
         constants["num_blocks"] = BLOCKS_OF_TILE[distribution]
         table, num_programs = _table(same, num_columns, distribution)
         table_on_device = on_device(torch.from_numpy(table), device)
-        launches.append(Launch(kernel, table_on_device, constants, num_programs))
+        launches.append(Launch(CompiledKernel(kernel, constants), table_on_device, num_programs))
     return launches
 
 

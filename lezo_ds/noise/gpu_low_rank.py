@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lezo_ds.noise import triton_kernels as kernels
-from lezo_ds.noise.gpu import BLOCKS_OF_TILE, TRITON_TYPES, num_tiles, on_device
+from lezo_ds.noise.gpu import (
+    BLOCKS_OF_TILE,
+    TRITON_TYPES,
+    CompiledKernel,
+    num_tiles,
+    on_device,
+)
 from lezo_ds.noise.low_rank import LowRankNoise, Matrix, Subtraction
 from lezo_ds.noise.philox import PER_BLOCK
 from lezo_ds.zo.laws import LowRankLaw
@@ -36,7 +43,12 @@ class TritonLowRankNoise(LowRankNoise):
         num_blocks = BLOCKS_OF_TILE[entries]
         # A run may begin at any element of a block.
         tiles_of_run = -(-(per_block - 1 + count) // (per_block * num_blocks))
-        kernels.entries_kernel[(tiles_of_run, num_runs, 1)](
+        kernel = _compiled(
+            kernels.entries_kernel,
+            (("distribution", entries), ("per_block", per_block), ("num_blocks", num_blocks)),
+        )
+        kernel.run(
+            (num_runs, tiles_of_run, 1),  # only the first number may be above 65,535
             out,
             _keys_on_device(tuple(keys), self._device),
             matrix.parameter_id,
@@ -44,11 +56,6 @@ class TritonLowRankNoise(LowRankNoise):
             distance,
             count,
             self.law.rank,
-            distribution=entries,
-            per_block=per_block,
-            num_blocks=num_blocks,
-            # A fused multiply-add rounds once where the other backends round twice.
-            enable_fp_fusion=False,
         )
         return out
 
@@ -58,10 +65,21 @@ class TritonLowRankNoise(LowRankNoise):
         region = target.region
         is_fp32 = values.dtype == torch.float32
         count = values.numel()
-        grid = (num_tiles(region, count, 4, _BLOCKS_OF_SUBTRACTION), 1, 1)
-        kernels.subtract_kernel[grid](
+        low = values if target.low is None else target.low
+        kernel = _compiled(
+            kernels.subtract_kernel,
+            (
+                ("dtype", TRITON_TYPES[values.dtype]),
+                ("storage", "fp32" if is_fp32 else precision),
+                ("layout", "rows" if region.width else "any"),
+                ("num_blocks", _BLOCKS_OF_SUBTRACTION),
+            ),
+            are_aligned=(values.data_ptr() % 16 == 0, low.data_ptr() % 16 == 0),
+        )
+        kernel.run(
+            (num_tiles(region, count, 4, _BLOCKS_OF_SUBTRACTION), 1, 1),
             values,
-            values if target.low is None else target.low,
+            low,
             u.contiguous(),
             b.contiguous(),
             factor,
@@ -75,12 +93,22 @@ class TritonLowRankNoise(LowRankNoise):
             len(matrix.rows),
             matrix.columns.start,
             len(matrix.columns),
-            dtype=TRITON_TYPES[values.dtype],
-            storage="fp32" if is_fp32 else precision,
-            layout="rows" if region.width else "any",
-            num_blocks=_BLOCKS_OF_SUBTRACTION,
-            enable_fp_fusion=False,
         )
+
+
+@functools.cache
+def _compiled(
+    kernel: Any, constants: tuple[tuple[str, Any], ...], are_aligned: tuple[bool, ...] = ()
+) -> CompiledKernel:
+    """Return a kernel with its constants, the same one at each call.
+
+    Args:
+        kernel: a function of `triton.jit`.
+        constants: its last arguments, by name.
+        are_aligned: which of its tensors begin at a multiple of 16 bytes, if they differ in that.
+            A compiled kernel serves only those that are alike.
+    """
+    return CompiledKernel(kernel, dict(constants))
 
 
 # All matrices of a step have the same directions.

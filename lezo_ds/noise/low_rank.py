@@ -113,19 +113,23 @@ class LowRankNoise(ABC):
             updates: of one step or of many.
             precision: how 16-bit values are stored.
         """
+        if not targets:
+            return
+        device = targets[0].values.device
         for step in _steps(updates):
             rank = self.law.rank
             of_directions = torch.tensor(
                 [update.coefficient / math.sqrt(rank) for update in step], dtype=torch.float32
             )
-            coefficients = of_directions.repeat_interleave(rank)  # of each term
+            # Of each term. They go to the device once: a copy from the host waits for the GPU.
+            coefficients = of_directions.repeat_interleave(rank)[:, None].to(device)
             keys = [update.key for update in step]
             for target in targets:
                 matrix = Matrix.of(
                     target.parameter_id, target.shape, target.region, target.values.numel()
                 )
                 a, b = self.vectors(matrix, keys)
-                u = a * coefficients.to(a.device)[:, None]
+                u = a * coefficients
                 subtraction = Subtraction(target, matrix, u, b, step[0].factor, keys[0])
                 self._subtract(subtraction, precision)
 

@@ -539,7 +539,7 @@ def entries_kernel(
 ):
     """Write the entries of directions of low rank (`low_rank.LowRankNoise._entries`).
 
-    Program (tile, run) writes a tile of a run: of key run // rank and s = run % rank.
+    Program (run, tile) writes a tile of a run: of key run // rank and s = run % rank.
 
     Args:
         out_ptr: fp32 [number of keys * rank, count].
@@ -553,8 +553,8 @@ def entries_kernel(
         per_block: elements of a block, 4 normals or 128 signs.
         num_blocks: of a tile. No bit depends on it.
     """
-    tile = tl.program_id(0).to(tl.int64)
-    run = tl.program_id(1).to(tl.int64)
+    run = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1).to(tl.int64)
     start = first + run % rank * distance
     block, position, inside = _elements_of_row(tile, start, count, "any", per_block, num_blocks)
     key = tl.load(keys_ptr + run // rank)

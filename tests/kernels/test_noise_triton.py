@@ -208,7 +208,9 @@ def test_updates_of_low_rank_compile_and_round_every_operation_on_its_own(storag
 @compiles
 def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypatch):
     launched = []
-    monkeypatch.setattr(gpu.Launch, "run", lambda launch, *_: launched.append(launch.constants))
+    monkeypatch.setattr(
+        gpu.Launch, "run", lambda launch, *_: launched.append(launch.kernel.constants)
+    )
     matrix, vector, odd = (torch.zeros(shape).bfloat16() for shape in ((16, 16), (16,), (3,)))
     alike = [Weight(matrix, 1, torch.bfloat16), Weight(vector, 2, torch.float32)]
     others = [Weight(odd, 3, torch.float32), Weight(torch.zeros(16), 4, torch.float32)]
