@@ -68,7 +68,7 @@ class Registry(dict[str, T]):
                 _import_from_recipe_folder(re.split("[.:]", name)[0])
                 component = pkgutil.resolve_name(name)
             self._check_kind(component)
-        except Exception as error:  # the module may raise anything
+        except (Exception, SystemExit) as error:  # the module may raise anything
             raise UserError(
                 f"{self._key}={name} names no {self._noun}: {type(error).__name__}: {error}",
                 fix="correct the name, or put the module in the recipe's folder or on PYTHONPATH",

@@ -22,6 +22,7 @@ Padding is on the right. Causal attention never looks there, so no attention mas
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -50,6 +51,22 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
         epoch, position = divmod(number, num_examples)
         indices.append(int(_permutation(seed, epoch, num_examples)[position]))
     return indices
+
+
+def num_earlier(rows: Sequence[int]) -> list[int]:
+    """Return how often each of a step's examples came before in the step: 0 unless one repeats.
+
+    A batch that is larger than the data, or that crosses the end of an epoch, repeats examples.
+
+    >>> num_earlier([7, 3, 7, 7])
+    [0, 0, 1, 2]
+    """
+    counts: Counter[int] = Counter()
+    earlier = []
+    for row in rows:
+        earlier.append(counts[row])
+        counts[row] += 1
+    return earlier
 
 
 @lru_cache(maxsize=2)  # a step reads two epochs at most, unless the batch is larger than the data

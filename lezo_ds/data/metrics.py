@@ -7,12 +7,13 @@ loaded.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Sequence
 
-from lezo_ds.data.objectives import TRIED_ANSWERS, call_of_user
-from lezo_ds.errors import UserError, cut
+from lezo_ds.data.objectives import TRIED_ANSWERS, call_of_user, shown
+from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example
@@ -34,14 +35,15 @@ def load_score(task: Task) -> Score | None:
     name = f"data.metric={task.metric}"
 
     def score(predicted: Sequence[Prediction], examples: Sequence[Example]) -> float:
-        value = call_of_user(name, metric, predicted, examples)
+        # A copy: what the function changes must not reach the next evaluation.
+        value = call_of_user(name, metric, predicted, copy.deepcopy(examples))
         try:
             number = float(value)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise UserError(
-                f"{name} returned {cut(repr(value), 80)}, not a finite number",
+                f"{name} returned {shown(value)}, not a finite number",
                 fix="correct the function, which returns the score as a float",
             )
         return number

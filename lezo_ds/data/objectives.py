@@ -14,6 +14,7 @@ the weight of the batch. This module also has the scores by which candidates are
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,9 @@ neighbors."""
 
 TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
 """What a user's reward or metric judges before weights are loaded."""
+
+LARGEST_REWARD = 1e100
+"""The largest size of a reward. Sums of squares of larger ones would not be finite."""
 
 
 def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
@@ -172,12 +176,14 @@ def load_objective(name: str, task: Task) -> Objective:
         return replace(own.build_batch(examples, pad_id).with_logits(), weight=len(examples))
 
     def loss(logits: Tensor, batch: MicroBatch) -> Tensor:
-        losses = call_of_user(f"train.objective={name}", function, logits, batch)
+        # A copy: what the function changes must not reach the next probe or step.
+        own_batch = copy.deepcopy(batch)
+        losses = call_of_user(f"train.objective={name}", function, logits, own_batch)
         shape = (len(batch.examples),)
         if isinstance(losses, Tensor) and losses.shape == shape and losses.is_floating_point():
             return losses
         raise UserError(
-            f"train.objective={name} returned {cut(repr(losses), 80)}, not one loss per example",
+            f"train.objective={name} returned {shown(losses)}, not one loss per example",
             fix=f"return a float tensor of shape {shape}, or put @lezo_ds.reward before a function "
             "that judges answers",
         )
@@ -189,17 +195,22 @@ def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
     """Return the function (answers, batch) -> minus the reward of each, float64 [E]."""
 
     def loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
-        records = [example.record for example in batch.examples]
+        # Copies: what the function changes in a record must not reach its later calls. A rank that
+        # judges other answers, or a run that starts again, would else see other records.
+        records = [copy.deepcopy(example.record) for example in batch.examples]
         values = call_of_user(f"train.objective={name}", function, list(answers), records)
+        numbers = values.tolist() if hasattr(values, "tolist") else values
         try:
-            rewards = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
+            rewards = torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             rewards = torch.empty(())
-        if rewards.shape != (len(answers),) or not rewards.isfinite().all():
+        # NaN is not below any number.
+        if rewards.shape != (len(answers),) or not (rewards.abs() <= LARGEST_REWARD).all():
             raise UserError(
-                f"train.objective={name} returned {cut(str(values), 80)}, "
+                f"train.objective={name} returned {shown(values)}, "
                 "not one finite reward per answer",
-                fix=f"return a list of {len(answers)} numbers, in the order of the answers",
+                fix=f"return a list of {len(answers)} numbers, in the order of the answers, each "
+                f"of a size of at most {LARGEST_REWARD:g}",
             )
         return -rewards
 
@@ -241,7 +252,8 @@ def call_of_user(name: str, function: Callable[..., Any], *arguments: Any) -> An
         return function(*arguments)
     except LezoError:
         raise
-    except Exception as error:
+    # sys.exit() in the function would end the run as if all its steps were done.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         where = ""
         if frame.f_code is not call_of_user.__code__:  # else the arguments do not fit the function
@@ -249,6 +261,14 @@ def call_of_user(name: str, function: Callable[..., Any], *arguments: Any) -> An
         raise UserError(
             f"{name} failed: {type(error).__name__}: {error}{where}", fix="correct the function"
         ) from error
+
+
+def shown(value: object) -> str:
+    """Return what a function of the user's returned, as an error shows it."""
+    try:
+        return cut(str(value), 80)
+    except Exception:  # an integer of over 4300 digits, or a class of the user's
+        return f"an object of type {type(value).__name__} that cannot be printed"
 
 
 def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:

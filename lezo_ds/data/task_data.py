@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, find_task
-from lezo_ds.data.batches import batch_indices
+from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question, end_of_turn
 from lezo_ds.data.encoding import (
     NEWLINE,
@@ -170,11 +170,13 @@ class TaskData:
         if self.objective.reads_answers:
             weights *= config.generation.num_samples
 
+        repetitions = num_earlier(rows.tolist())
+
         def build(index: int) -> MicroBatch:
-            first = index * size
-            of_micro_batch: list[int] = rows[first : first + size].tolist()
+            part = slice(index * size, (index + 1) * size)
+            of_micro_batch: list[int] = rows[part].tolist()
             if self.objective.reads_answers:
-                return self._answer_batch(config, step, of_micro_batch)
+                return self._answer_batch(config, step, of_micro_batch, repetitions[part])
             return self.training_batch(of_micro_batch)
 
         return StepBatch(weights.tolist(), build, rows.tobytes(), num_examples=len(rows))
@@ -211,9 +213,19 @@ class TaskData:
         prompts = [split.prompts[row] for row in rows]
         return prompt_batch(prompts, self.generation, split.num_common)
 
-    def _answer_batch(self, config: RunConfig, step: int, rows: Sequence[int]) -> MicroBatch:
-        """Return the batch of prompts to train on; the samples of a prompt are neighboring rows."""
-        samples = range(config.generation.num_samples)
+    def _answer_batch(
+        self, config: RunConfig, step: int, rows: Sequence[int], repetitions: Sequence[int]
+    ) -> MicroBatch:
+        """Return the batch of prompts to train on; the samples of a prompt are neighboring rows.
+
+        Args:
+            config: of the run.
+            step: index of the step.
+            rows: indices in `train` of the prompts.
+            repetitions: how often the step had each of these prompts before.
+        """
+        num_samples = config.generation.num_samples
+        samples = range(num_samples)
         batch = self.objective_batch(self.train, [row for row in rows for _ in samples])
         if COMMON_IDS in batch.inputs:
             # Each group of examples reads what all prompts begin with in its own direction.
@@ -225,11 +237,12 @@ class TaskData:
             batch = replace(batch, inputs=inputs)
         if config.generation.temperature == 0:
             return batch
-        keys = [
-            sample_key(config.seed, step, self.train.examples[row].index, sample)
-            for row in rows
-            for sample in samples
-        ]
+        keys = []
+        for row, repetition in zip(rows, repetitions, strict=True):
+            example = self.train.examples[row].index
+            for sample in samples:
+                number = repetition * num_samples + sample
+                keys.append(sample_key(config.seed, step, example, number))
         return replace(batch, inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor(keys)})
 
     def answers(self, tokens: Tensor) -> list[str]:

@@ -46,7 +46,7 @@ def sample_key(seed: int, step: int, example: int, sample: int) -> int:
         seed: the run's seed.
         step: index of the step.
         example: index of the prompt in its split.
-        sample: index among the answers to this prompt in the step.
+        sample: index among the answers to this prompt in the step, also if its batch repeats it.
     """
     key = _key(f"lezo_ds sample 1|{seed}|{step}|{example}|{sample}")
     # Batches carry it in an int64 tensor.

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import copy
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,7 +68,18 @@ def as_long_as_asked(answers, records):
 OWN = {
     "no losses": lambda logits, batch: torch.ones(len(batch.examples), dtype=torch.int64),
     "absent": reward(lambda answers, records: [record["absent"] for record in records]),
+    "exit": reward(lambda answers, records: sys.exit(0)),
 }
+
+
+def leave():
+    raise KeyboardInterrupt
+
+
+@reward
+def emptying(answers, records):
+    """Take what it judges by out of each record."""
+    return [record["wanted"].pop() for record in records]
 
 
 def answered(*records):
@@ -109,6 +123,7 @@ def test_an_objective_that_does_not_exist_or_fit_is_refused(name, message):
     [
         ("no losses", r"returned tensor\(\[1, 1\]\), not one loss per example"),
         ("absent", r"failed: KeyError: 'absent' \(.*test_objectives.py line \d+\)"),
+        ("exit", r"failed: SystemExit: 0 \(.*test_objectives.py line \d+\)"),
     ],
 )
 def test_a_function_that_fails_is_named(name, message, monkeypatch):
@@ -116,3 +131,79 @@ def test_a_function_that_fails_is_named(name, message, monkeypatch):
     objective = load_objective("test_objectives:own", TASKS["sst2"])
     with pytest.raises(UserError, match=f"train.objective=test_objectives:own {message}"):
         objective.loss(["a", "b"], answered({}, {}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1e308, 0.0],
+        [10**400, 0],
+        [10**5000, 0],
+        [float("nan"), 0.0],
+        [None, 0.0],
+        ["1", "2"],
+        [1.0],
+        [[1.0], [2.0]],
+        1.0,
+        None,
+        [1j, 0],
+        {"a": 1.0, "b": 2.0},
+        torch.zeros(2, dtype=torch.complex64),
+    ],
+    ids=lambda values: repr(values)[:12] if values != [10**5000, 0] else "digits",
+)
+def test_what_is_no_finite_number_for_each_answer_is_no_reward(values, monkeypatch):
+    monkeypatch.setitem(globals(), "own", reward(lambda answers, records: values))
+    objective = load_objective("test_objectives:own", TASKS["sst2"])
+    with pytest.raises(UserError, match=r"not one finite reward per answer.*a list of 2 numbers"):
+        objective.loss(["a", "b"], answered({}, {}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (2, 1),
+        [np.float32(2), torch.tensor(1.0)],
+        np.array([1.0, 2.0])[::-1],
+        torch.tensor([2.0, 1.0], requires_grad=True),
+        np.array([2, 1], dtype=np.uint64),
+    ],
+)
+def test_rewards_may_be_numbers_of_any_library(values, monkeypatch):
+    monkeypatch.setitem(globals(), "own", reward(lambda answers, records: values))
+    objective = load_objective("test_objectives:own", TASKS["sst2"])
+    losses = objective.loss(["a", "b"], answered({}, {}))
+    assert (losses.tolist(), losses.dtype) == ([-2.0, -1.0], torch.float64)
+    assert not losses.requires_grad
+
+
+def test_a_reward_that_stops_the_program_is_refused_and_ends_no_run(monkeypatch):
+    monkeypatch.setitem(globals(), "own", reward(lambda answers, records: leave()))
+    objective = load_objective("test_objectives:own", TASKS["sst2"])
+    with pytest.raises(UserError, match="failed: KeyboardInterrupt"):
+        objective.loss(["a"], answered({}))
+
+
+def test_a_reward_that_changes_its_records_judges_the_same_ones_again():
+    objective = load_objective("test_objectives:emptying", TASKS["sst2"])
+    batch = answered({"wanted": [1, 2]}, {"wanted": [3]})
+    before = copy.deepcopy(batch.examples)
+    # The samples of a record are neighbors, and each has a record of its own.
+    twice = answered(*[batch.examples[0].record] * 2)
+    assert objective.loss(["a", "b"], twice).tolist() == [-2.0, -2.0]
+    for _ in range(2):
+        assert objective.loss(["a", "b"], batch).tolist() == [-2.0, -3.0]
+    assert batch.examples == before
+
+
+def test_an_objective_that_changes_its_batch_gets_the_same_one_again(monkeypatch):
+    def spoils(logits, batch):
+        batch.examples[0].record["wanted"].append(1)
+        batch.labels["label"] += 1
+        return batch.labels["label"].double()
+
+    monkeypatch.setitem(globals(), "own", spoils)
+    objective = load_objective("test_objectives:own", TASKS["sst2"])
+    batch = replace(answered({"wanted": []}), labels={"label": torch.tensor([1])})
+    assert [objective.loss(torch.zeros(1), batch).tolist() for _ in range(2)] == [[2.0], [2.0]]
+    assert batch.examples[0].record == {"wanted": []}

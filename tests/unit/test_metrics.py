@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +38,19 @@ def not_a_number(predicted, examples):
 
 def counts(predicted, examples):
     return {"right": 1}
+
+
+def too_large(predicted, examples):
+    return 10**400
+
+
+def leaves(predicted, examples):
+    sys.exit(0)
+
+
+def changes_records(predicted, examples):
+    """The number of records that it has not judged before."""
+    return float(sum(example.record.pop("sentence", None) is not None for example in examples))
 
 
 def correlation(predicted, examples):
@@ -103,6 +117,8 @@ def score(monkeypatch):
         ("not_a_number", "sst2", "returned nan, not a finite number"),
         ("counts", "sst2", "returned {'right': 1}, not a finite number"),
         ("mean_words", "squad", "failed: ZeroDivisionError"),
+        ("too_large", "sst2", "returned 10{79}..., not a finite number"),
+        ("leaves", "sst2", r"failed: SystemExit: 0 \(.*test_metrics.py line \d+\)"),
     ],
 )
 def test_a_metric_that_fails_is_refused_before_weights_are_loaded(metric, task, message, assets):
@@ -110,6 +126,11 @@ def test_a_metric_that_fails_is_refused_before_weights_are_loaded(metric, task, 
         load(assets, metric, task)
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 2
+
+
+def test_a_metric_that_changes_its_records_judges_the_same_ones_again(assets, score):
+    data = load(assets, "changes_records")
+    assert [score(data).score for _ in range(2)] == [20.0, 20.0]
 
 
 def test_a_metric_that_fails_on_predictions_later_is_one_line(assets, score):

@@ -79,6 +79,7 @@ def test_a_bare_folder_next_to_the_recipe_hides_no_installed_package(recipe_fold
         ("number = 1", "judges:number", "TypeError: 1 is not callable"),
         ("", "judges:absent", "AttributeError: module 'judges' has no attribute 'absent'"),
         ("1 / 0", "judges:judge", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(0)", "judges:judge", "SystemExit: 0"),
         ("", "absent:judge", "ModuleNotFoundError: No module named 'absent'"),
     ],
 )

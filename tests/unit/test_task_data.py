@@ -18,6 +18,7 @@ from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.objectives import reward
 from lezo_ds.data.task_data import EncodedSplit, load_task_data
 from lezo_ds.errors import UserError
+from lezo_ds.zo.keys import sample_key
 
 
 @reward
@@ -157,6 +158,30 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     assert data.answers(tokens) == ["a b", ""]
     two = replace(batch, examples=batch.examples[:2])
     assert data.loss(tokens, two).tolist() == [-2.0, 0.0]
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 4, 8])
+def test_each_answer_of_a_step_has_its_own_key_though_prompts_repeat(assets, micro_batch_size):
+    config = config_of(
+        assets,
+        "cb",
+        train__objective="test_task_data:num_words",
+        train__batch_size=8,
+        train__micro_batch_size=micro_batch_size,
+        generation__temperature=1.0,
+        generation__num_samples=2,
+        data__num_train=3,
+    )
+    data = load_task_data(config)
+    batch = data.step_batch(config, 0)
+    keys = [key for part in batch for key in part.inputs["sample_keys"].tolist()]
+    assert len(set(keys)) == len(keys) == 16
+    # A batch that repeats nothing has the first keys of each prompt.
+    first_of = [sample_key(config.seed, 0, e.index, 0) for e in data.train.examples]
+    assert set(first_of) < set(keys)
+    again = data.step_batch(config, 0)
+    last = again[len(again) - 1]  # laid out alone, as by another rank
+    assert last.inputs["sample_keys"].tolist() == keys[-2 * micro_batch_size :]
 
 
 def test_a_reward_in_a_chat_gets_all_lines_of_an_answer(assets, tmp_path):
