@@ -355,6 +355,8 @@ def run_export(arguments: argparse.Namespace) -> None:
     from lezo_ds.runs.export import export_run, write_journal
 
     if arguments.out is None:
+        if _is_left_to_rank_zero("export --journal"):
+            return
         num_bytes = write_journal(arguments.run, arguments.journal)
         print(f"{arguments.run}: {arguments.journal}, {num_bytes:,} bytes")
         return
@@ -474,6 +476,17 @@ COMMANDS: dict[str, tuple[Callable[[_Parser], None], str]] = {
 """For each command, the function that adds its arguments to a parser, and `module:name` of the
 function that takes the parsed arguments. The module is imported when the command runs."""
 
+_OF_ONE_RANK = {"init", "report", "sweep"}
+"""Commands that ranks do not do together. Each rank would write the same files."""
+
+
+def _is_left_to_rank_zero(command: str) -> bool:
+    """Return whether another rank does a command that one rank does, and say so."""
+    rank = launched_rank()
+    if rank > 0:
+        print(f"rank {rank} leaves lezo-ds {command} to rank 0", file=sys.stderr)
+    return rank > 0
+
 
 def _begins_with_key(word: str) -> bool:
     return word.partition("=")[0] in READER.keys
@@ -493,6 +506,8 @@ def run_command(name: str, words: Sequence[str] | None = None) -> None:
     for word in getattr(arguments, "overrides", ()):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             raise UserError(f"{word} is not key=value", fix=f"lezo-ds {name} --config {word}")
+    if name in _OF_ONE_RANK and _is_left_to_rank_zero(name):
+        return
     pkgutil.resolve_name(function)(arguments)
 
 

@@ -8,8 +8,6 @@
 Only this room and sharding import deepspeed.comm and torch.distributed.
 """
 
-from deepspeed.comm import barrier
-
 from lezo_ds.distributed.accelerator import (
     cpu_name,
     describe_arithmetic,
@@ -18,6 +16,7 @@ from lezo_ds.distributed.accelerator import (
     supports_fp16,
 )
 from lezo_ds.distributed.collectives import (
+    barrier,
     broadcast_bytes,
     broadcast_object,
     gather_objects,

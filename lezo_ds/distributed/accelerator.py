@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def take_device() -> None:
             "(Slurm: --gpus-per-node, not -per-task)",
         )
     accelerator.set_device(local_rank())
+    # torch warns of each barrier of DeepSpeed, which names no GPU. It is the one of the line above.
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
 
 
 def adapt_to_cpu() -> None:

@@ -25,6 +25,13 @@ def world_size(group: Any = None) -> int:
     return comm.get_world_size(group) if comm.is_initialized() else 1
 
 
+def barrier() -> None:
+    """Wait until all ranks are here. A collective."""
+    index = device().index
+    # DeepSpeed binds a single rank to no GPU, and torch would warn that it has to guess one.
+    comm.barrier(device_ids=None if index is None else [index])
+
+
 def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
     """Return rank 0's `data`, of length `num_bytes`, on every rank. One broadcast.
 

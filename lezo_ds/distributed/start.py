@@ -5,7 +5,7 @@ A launcher says who a rank is by variables of the environment:
     deepspeed, torchrun    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     srun                   SLURM_PROCID and others, which become those
     mpirun                 OMPI_*, PMI_*; DeepSpeed asks MPI for those
-    none                   this process is the only rank
+    none, or any for one   this process is the only rank
 
 The heartbeat starts before the group, because a rank may be lost while others join.
 """
@@ -35,6 +35,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lezo_ds.distributed import heartbeat
 from lezo_ds.distributed.accelerator import adapt_to_cpu, fix_arithmetic, take_device
+from lezo_ds.distributed.collectives import barrier
 from lezo_ds.errors import LostRankError, UserError
 
 # Phrases of gloo's errors and of no others. gloo raises a plain RuntimeError (torch 2.13).
@@ -71,7 +72,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
         timeout=timedelta(seconds=timeout_seconds), init_method=method, verbose=False
     )
     # A rank that ends at once (bad input) would break the connections of the ranks that still join.
-    comm.barrier()
+    barrier()
     for each in _heartbeats:
         each.all_joined = True
 
@@ -84,7 +85,7 @@ def shut_down() -> None:
     while _heartbeats:
         _heartbeats.pop().stopped.set()
     if comm.is_initialized():
-        comm.barrier()
+        barrier()
         comm.destroy_process_group()
     if "mpi4py.MPI" in sys.modules:
         # Without it, mpirun treats the process as crashed.
@@ -119,16 +120,32 @@ def lost_rank(error: RuntimeError) -> LostRankError | None:
 
 
 def _set_rank_variables() -> None:
-    # mpirun inside a Slurm job starts its ranks below srun's tasks, so MPI's variables come first.
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+    launcher = launcher_of(os.environ)
+    if launcher == "mpirun":
         _ask_mpi()
-    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    elif launcher == "srun":
         os.environ.update(slurm_rank_variables(os.environ))
-    elif any(name in os.environ for name in ("PMI_SIZE", "PMIX_RANK")):
-        _ask_mpi()
     else:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")  # any free port
+
+
+def launcher_of(variables: Mapping[str, str]) -> str:
+    """Return which launcher started this process as one of several ranks: mpirun, srun, or "".
+
+    srun may speak PMI or PMIx with its tasks, as mpirun does with its ranks.
+    """
+    num_tasks = variables.get("SLURM_STEP_NUM_TASKS")
+    num_ranks = variables.get("OMPI_COMM_WORLD_SIZE")  # srun never sets it
+    if num_ranks is None and variables.get("PMI_SIZE") != num_tasks:
+        num_ranks = variables.get("PMI_SIZE")
+    # mpirun inside a Slurm job starts its ranks below srun's tasks, so its number comes first.
+    if num_ranks is not None:
+        return "mpirun" if int(num_ranks) > 1 else ""
+    if num_tasks is not None:
+        return "srun" if int(num_tasks) > 1 else ""
+    # Without Slurm, only MPI knows the number of ranks of PMIx.
+    return "mpirun" if "PMIX_RANK" in variables else ""
 
 
 def _ask_mpi() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -44,11 +44,15 @@ def on_stop_signals(action: Callable[[signal.Signals], None]) -> Iterator[None]:
 def launchers() -> list[psutil.Process]:
     """Return DeepSpeed's launcher processes above this one; under mpirun or srun, none."""
     found = []
-    for process in psutil.Process().parents():
-        # The name is within the first words of `python -u -m deepspeed.launcher.launch ...`.
-        first_words = {Path(word).name for word in process.cmdline()[:4]}
-        if first_words & _LAUNCHERS:
-            found.append(process)
+    # A process of another user may be hidden, as by hidepid. Launchers are this user's.
+    with suppress(psutil.Error):
+        process = psutil.Process().parent()
+        while process is not None:
+            # The name is within the first words of `python -u -m deepspeed.launcher.launch ...`.
+            first_words = {Path(word).name for word in process.cmdline()[:4]}
+            if first_words & _LAUNCHERS:
+                found.append(process)
+            process = process.parent()
     return found
 
 

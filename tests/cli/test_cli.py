@@ -99,6 +99,23 @@ def test_arguments_and_keys_may_alternate_and_launchers_add_their_rank(monkeypat
     assert (printed["seed"], printed["train"]["steps"]) == (4, 9)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "export --run absent --journal {file}",
+        "init absent absent.csv --out {file}",
+        "report absent --html {file}",
+        "sweep --config absent --out {file}",
+    ],
+)
+def test_a_file_of_one_rank_is_written_by_rank_0_alone(words, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("RANK", "1")
+    in_process(monkeypatch, *words.format(file=tmp_path / "file").split())
+    name = words.partition(" ")[0]
+    assert capsys.readouterr().err.startswith(f"rank 1 leaves lezo-ds {name}")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_shipped_files_are_found_by_their_path(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     in_process(monkeypatch, "--path", "launch/slurm/one_node.sbatch")

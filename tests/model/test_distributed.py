@@ -9,12 +9,14 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from commands import run_forked, wait_until
+from deepspeed import comm
 from ranks import free_port, run_ranks
 from torch.distributed import TCPStore
 
@@ -23,6 +25,7 @@ from lezo_ds.distributed import heartbeat
 from lezo_ds.distributed.accelerator import describe_arithmetic, fix_arithmetic
 from lezo_ds.distributed.start import (
     is_loopback,
+    launcher_of,
     listen_at,
     prepare_rendezvous,
     slurm_rank_variables,
@@ -132,6 +135,48 @@ def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, f
     ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
     assert slurm_task(nodes) == ranks | {"MASTER_ADDR": first, "MASTER_PORT": "10112"}
     assert slurm_task(nodes, **own) == ranks | own
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ("", ""),
+        ("SLURM_PROCID=0", ""),  # a batch script outside srun
+        ("SLURM_STEP_NUM_TASKS=1", ""),
+        ("SLURM_STEP_NUM_TASKS=1 PMIX_RANK=0", ""),
+        ("SLURM_STEP_NUM_TASKS=1 PMI_SIZE=1 PMI_RANK=0", ""),
+        ("SLURM_STEP_NUM_TASKS=4", "srun"),
+        ("SLURM_STEP_NUM_TASKS=4 PMIX_RANK=3", "srun"),
+        ("SLURM_STEP_NUM_TASKS=4 PMI_SIZE=4 PMI_RANK=3", "srun"),
+        ("SLURM_STEP_NUM_TASKS=1 OMPI_COMM_WORLD_SIZE=4 PMIX_RANK=1", "mpirun"),
+        ("SLURM_STEP_NUM_TASKS=2 OMPI_COMM_WORLD_SIZE=2 PMIX_RANK=1", "mpirun"),
+        ("SLURM_STEP_NUM_TASKS=2 PMI_SIZE=8 PMI_RANK=7", "mpirun"),  # MPICH starts its own by srun
+        ("SLURM_STEP_NUM_TASKS=2 PMI_SIZE=1 PMI_RANK=0", ""),
+        ("OMPI_COMM_WORLD_SIZE=1 PMIX_RANK=0", ""),
+        ("PMI_SIZE=1 PMI_RANK=0", ""),
+        ("PMI_SIZE=2 PMI_RANK=0", "mpirun"),
+        ("PMIX_RANK=0", "mpirun"),
+    ],
+)
+def test_srun_is_told_from_mpirun_and_a_single_rank_needs_neither(variables, launcher):
+    assert launcher_of(dict(word.split("=") for word in variables.split())) == launcher
+
+
+def _warnings_of_barriers():
+    with warnings.catch_warnings(record=True) as caught:
+        distributed.init_distributed()
+        distributed.barrier()
+        comm.barrier()  # as DeepSpeed calls it
+        distributed.shut_down()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.gpu
+@pytest.mark.distributed
+def test_no_barrier_warns_that_torch_guesses_the_gpu():
+    if distributed.device().type == "cpu":
+        pytest.skip("no GPU")
+    assert run_ranks(_warnings_of_barriers, 1) == [[]]
 
 
 # What a rank computes with.

@@ -10,6 +10,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 
+import psutil
 import pytest
 
 from lezo_ds.config import config_from_dict, config_to_dict, may_differ_on_resume
@@ -22,6 +23,7 @@ from lezo_ds.runs.predict import _check_files
 from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import run_summary
+from lezo_ds.runs.signals import launchers
 from lezo_ds.runs.trainer import monitor_sections
 from lezo_ds.tasks import TASKS
 from lezo_ds.tools.memory_plan import snapshot_sizes
@@ -376,6 +378,21 @@ def test_a_state_is_read_as_it_was_written(directory):
     with pytest.raises(LezoError, match=r"journal.jsonl/state.json cannot be written"):
         directory.journal.touch()
         directory.write_json(directory.journal / "state.json", asdict(STATE))
+
+
+# Launchers.
+
+
+def test_processes_of_others_that_are_hidden_are_no_launchers(monkeypatch):
+    """As on a machine whose /proc is mounted with hidepid."""
+
+    def refuse(process):
+        raise psutil.AccessDenied(process.pid)
+
+    for hidden in ("cmdline", "ppid"):
+        with monkeypatch.context() as patch:
+            patch.setattr(psutil.Process, hidden, refuse)
+            assert launchers() == []
 
 
 # Early stopping.
