@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from lezo_ds.errors import HubError, UserError, did_you_mean
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
@@ -29,7 +30,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _USE_A_DECODER = "set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2"
 _MOST_LAYERS = 2000
 """Most layers of a model. The largest ones have some hundred; building a million takes hours."""
-_HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors"]
+_HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
+"""What transformers reads of a model and its tokenizer; a folder has further chat templates."""
+_NOT_READ = ["*/*.safetensors", "consolidated*.safetensors"]
+"""Copies of the weights in the formats of other libraries, which transformers does not read."""
 
 
 def resolve_model(model: str) -> Path:
@@ -55,12 +59,12 @@ def resolve_model(model: str) -> Path:
             f"model.path {model} has no weights as safetensors",
             fix="convert .bin files once with transformers: from_pretrained, then save_pretrained",
         )
-    for file in directory.iterdir():
-        _assert_own_file(file)
+    for file in (*directory.iterdir(), *directory.glob(f"{CHAT_TEMPLATE_DIR}/*")):
+        _assert_own_file(file, directory)
     return directory
 
 
-def _assert_own_file(file: Path) -> None:
+def _assert_own_file(file: Path, directory: Path) -> None:
     """Refuse what is no file of a model's directory: a link to a file elsewhere, or a pipe.
 
     A model may come from anyone. Its texts are copied to each snapshot and export, so a link to a
@@ -70,7 +74,7 @@ def _assert_own_file(file: Path) -> None:
     target = Path(os.path.realpath(file))  # Path.resolve would raise if links go round
     folder = target.parent
     is_in_cache = folder.name == "blobs" and folder.parent.name.startswith("models--")
-    root = Path(os.path.realpath(file.parent))
+    root = Path(os.path.realpath(directory))
     problem = ""
     if not is_in_cache and not target.is_relative_to(root):
         problem = f"is a link to {target}, out of the model's directory"
@@ -102,9 +106,13 @@ def _no_model(model: str, path: Path) -> UserError:
 def _download(model: str) -> Path:
     problem = hub_problem()
     try:
-        return Path(
-            snapshot_download(model, allow_patterns=_HUB_PATTERNS, local_files_only=bool(problem))
+        directory = snapshot_download(
+            model,
+            allow_patterns=_HUB_PATTERNS,
+            ignore_patterns=_NOT_READ,
+            local_files_only=bool(problem),
         )
+        return Path(directory)
     except Exception as error:  # the client raises many types: offline, not found, bad name
         fix = "check the name, or download the model first and set model.path to its directory"
         parent = Path(model).parent

@@ -27,6 +27,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import open_weights
@@ -197,11 +198,14 @@ def load_weights(sharded: ShardedModel, directory: Path) -> None:
 
 
 def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
-    for file in sorted(source.iterdir()):
+    templates = source.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")
+    for file in sorted([*source.iterdir(), *templates]):
         is_companion = file.suffix in _COMPANION_SUFFIXES or file.name in ("LICENSE", "NOTICE")
         is_index = ".index." in file.name or file.name == MANIFEST
         if file.is_file() and is_companion and not is_index:
-            shutil.copyfile(file, temporary / file.name)
+            copy = temporary / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
     # from_pretrained casts the weights to the dtype in the config, so it must be that of the
     # weights.
     config = json.loads((source / "config.json").read_text())

@@ -31,6 +31,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from lezo_ds.forward.batch import MicroBatch
 
@@ -38,6 +44,8 @@ _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 """Keys of a model's config that limit how far attention looks back, in tokens."""
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")
 """Words in the keys of models that locate or mix tokens without position ids and attention."""
+_ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+"""What transformers caches of layers that attend to tokens, or reuse another layer's keys."""
 
 FEWEST_DEALT = 4
 """Deal at least this many examples to a micro-batch: two or three rarely share a row."""
@@ -58,13 +66,26 @@ def can_pack(config: Any, max_length: int) -> bool:
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return False
-    for key, value in config.to_dict().items():
+    # Of a model for images and text, the config of the text model has these keys.
+    decoder = config.get_text_config(decoder=True)
+    for key, value in decoder.to_dict().items():
         if value and any(word in key for word in _MIXERS):
             return False
         if key in _WINDOWS and value is not None and value < max_length:
             return False
+    if not _attends_everywhere(decoder):
+        return False
     # Only SDPA accepts an arbitrary 4-D mask. transformers (5.23) has no public name for these two.
     return bool(model._supports_sdpa and config._attn_implementation in (None, "sdpa"))
+
+
+def _attends_everywhere(decoder: Any) -> bool:
+    """Return whether all layers of a text model mix tokens by attention that a mask limits."""
+    try:
+        layers = DynamicCache(config=decoder).layers
+    except (AttributeError, ValueError):  # transformers makes no such cache for the model
+        return False
+    return all(type(layer) in _ATTENTION_LAYERS for layer in layers)
 
 
 def pack(batch: MicroBatch) -> MicroBatch:

@@ -30,13 +30,11 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE
 from lezo_ds.noise import Region
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 
 class _StoredTensor(NamedTuple):
@@ -47,7 +45,7 @@ class _StoredTensor(NamedTuple):
 
 
 class WeightFiles:
-    """The weights of a model directory: model.safetensors, or an index and its files.
+    """The weights of a model directory: model.safetensors, or else an index and its files.
 
     Args:
         directory: of the model.
@@ -175,13 +173,16 @@ class WeightFiles:
 
 def has_safetensors(directory: Path) -> bool:
     """Return whether a directory has the weights of a model."""
-    return (directory / _SINGLE).is_file() or (directory / _INDEX).is_file()
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    return any((directory / name).is_file() for name in names)
 
 
 def _files_of(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if not index.is_file():
-        return [directory / _SINGLE]
+    """Return the files that transformers reads: a single file comes before an index beside it."""
+    single = directory / SAFE_WEIGHTS_NAME
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
+    if single.is_file() or not index.is_file():
+        return [single]
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         if any(Path(file).name != file for file in files):

@@ -10,11 +10,14 @@ import time
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config
 
 from lezo_ds.checkpoints.checkpoint import (
+    _HUB_PATTERNS,
+    _NOT_READ,
     build_checked,
     build_on_meta,
     check_files,
@@ -97,6 +100,19 @@ def test_weights_in_several_files_or_of_the_base_model_alone_are_read(model, sha
     assert_reads(sharded, model)
     model.model.save_pretrained(tmp_path)
     assert_reads(tmp_path, model)
+
+
+def test_a_single_file_comes_before_an_index_beside_it_as_in_transformers(model, sharded, tmp_path):
+    """A model that was saved again, in one file, may have its older parts beside it."""
+    directory = shutil.copytree(sharded, tmp_path / "model")
+    newer = tiny_model("opt", torch.bfloat16, seed=1)
+    newer.save_pretrained(tmp_path / "newer")
+    shutil.copy(tmp_path / "newer/model.safetensors", directory)
+    opened = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(opened.lm_head.weight, newer.lm_head.weight)
+    assert_reads(directory, opened)
+    sorted(directory.glob("model-*.safetensors"))[0].unlink()  # nor is a lack among them one
+    assert_reads(directory, newer)
 
 
 def test_a_tied_parameter_is_read_under_whichever_of_its_names_it_is_stored(model, changed):
@@ -213,6 +229,18 @@ def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeyp
         assert error.type is UserError  # a dry run does not go on
     with pytest.raises(HubError):
         resolve_model("facebook/opt-1.3b")
+
+
+def test_all_that_transformers_reads_is_downloaded_and_no_second_copy_of_the_weights():
+    read = [
+        *("config.json", "generation_config.json", "processor_config.json", "tokenizer.json"),
+        *("merges.txt", "vocab.json", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+        *("additional_chat_templates/rag.jinja", "model-00001-of-00002.safetensors"),
+        "model.safetensors.index.json",
+    ]
+    other = ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "a.py"]
+    patterns = {"allow_patterns": _HUB_PATTERNS, "ignore_patterns": _NOT_READ}
+    assert list(filter_repo_objects([*read, *other], **patterns)) == read
 
 
 def test_a_hub_that_does_not_answer_is_given_up_within_seconds(monkeypatch):

@@ -5,11 +5,16 @@ import torch
 from tiny_models import FAMILIES, tiny_model
 from transformers import (
     BloomConfig,
+    DeepseekV32Config,
     FalconConfig,
     FalconH1Config,
+    Gemma3Config,
     JambaConfig,
+    Llama4Config,
     MambaConfig,
     OPTConfig,
+    Qwen3_5Config,
+    ZayaConfig,
 )
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
@@ -86,6 +91,13 @@ def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
         MambaConfig(),
         FAMILIES["mistral"][0],
         FAMILIES["gemma2"][0],
+        # Published configs, whose text model is a section of them.
+        Qwen3_5Config(),
+        Gemma3Config(text_config={"sliding_window": 8}),
+        Llama4Config(text_config={"attention_chunk_size": 8}),
+        # Layers that choose some of the tokens, or keep a state besides keys and values.
+        DeepseekV32Config(),
+        ZayaConfig(),
     ],
     ids=lambda config: config.model_type,
 )
@@ -96,6 +108,7 @@ def test_models_that_mix_tokens_otherwise_or_see_few_of_them_are_not_packed(conf
 def test_a_window_that_no_sequence_fills_does_not_hinder_but_another_attention_does():
     assert can_pack(FAMILIES["mistral"][0], 8)
     assert not can_pack(FAMILIES["mistral"][0], 9)
+    assert can_pack(Gemma3Config(text_config={"sliding_window": 8}), 8)
     config = OPTConfig()
     config._attn_implementation = "eager"
     assert not can_pack(config, 64)
