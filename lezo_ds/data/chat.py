@@ -27,7 +27,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lezo_ds.data.encoding import EncodedExample, PromptTokenizer, TokenIds, cut_left
+from lezo_ds.data.encoding import (
+    EncodedExample,
+    PromptTokenizer,
+    TokenIds,
+    cut_left,
+    num_begin_ids,
+)
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message
 from lezo_ds.tasks.custom import ASSISTANT, SYSTEM, USER, with_system
@@ -42,8 +48,8 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
     """Return an example with candidates whose prompt is the turn of a user in a conversation."""
     turns = with_system((Message(USER, example.prompt),), system_prompt)
     prompt = _Template(tokenizer.backend, example).write(turns, opened=True)
-    if tokenizer.bos_id is not None:  # every sequence begins with it anyway
-        prompt = prompt.removeprefix(str(tokenizer.backend.bos_token))
+    begin = tokenizer.backend.convert_ids_to_tokens(list(tokenizer.begin_ids))
+    prompt = prompt.removeprefix("".join(begin))  # every sequence begins with it anyway
     space = "" if prompt[-1:].isspace() else " "
     candidates = tuple(space + candidate.strip() for candidate in example.candidates)
     return replace(example, prompt=prompt, candidates=candidates)
@@ -88,7 +94,7 @@ def encode_conversation(
         tokenizer: the model's tokenizer, with a chat template.
         example: an example with messages.
         max_length: tokens of the longest sequence.
-        keep_end: cut a sequence that is too long on the left, after the BOS, instead of at its end.
+        keep_end: cut a sequence that is too long on the left, instead of at its end.
 
     Raises:
         UserError: the template cannot write the conversation, or leaves out a turn; or no turn of
@@ -105,9 +111,9 @@ def encode_conversation(
     num_cut = max(len(ids) - max_length, 0)
     if num_cut and keep_end:
         ids = list(cut_left(tokenizer, ids, max_length))
-        # A token of the question is left after the BOS. An answer that begins before is not
-        # learned.
-        first = 2 if tokenizer.bos_id in ids[:1] else 1
+        # A token of the question is left after those that begin every sequence. An answer that
+        # begins before it is not learned.
+        first = num_begin_ids(tokenizer, ids) + 1
         moved = [(start - num_cut, stop - num_cut) for start, stop in spans]
         spans = [(start, stop) for start, stop in moved if start >= first]
     learned = []

@@ -8,6 +8,9 @@ its candidates, and the tokens at the end of the sequence belong to the candidat
 
 A sequence that is too long loses tokens on the left, after <s>. A prompt whose continuation the
 model writes leaves room for it. Conversations have their own encoding (lezo_ds/data/chat.py).
+
+Some tokenizers begin a text with several tokens, such as [gMASK]<sop>, and all of them are kept. A
+token that a tokenizer appends to a text (EOS, SEP) is not: the answer continues the text.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import is_sentencepiece_available
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME, is_sentencepiece_available
 
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
@@ -37,24 +42,30 @@ class PromptTokenizer:
 
     Attributes:
         backend: the tokenizer of transformers.
-        bos_id: first token of every sequence; None for models without one.
+        begin_ids: the first tokens of every sequence, such as a BOS; () for models without one.
         pad_id: fills rows on the right, where causal attention never looks, or on the left behind
             an attention mask. Any id of the vocabulary will do.
-        eos_id: ends an answer; None if the tokenizer has no such token.
+        end_ids: each of them ends an answer; () if neither the tokenizer nor the model has one.
     """
 
     backend: PreTrainedTokenizerBase
-    bos_id: int | None
+    begin_ids: TokenIds
     pad_id: int
-    eos_id: int | None = None
+    end_ids: TokenIds = ()
+
+    @property
+    def end_text(self) -> str:
+        """The text of the token that the model learns to end its answers with."""
+        if self.backend.eos_token_id in self.end_ids:
+            return str(self.backend.eos_token)
+        return str(self.backend.convert_ids_to_tokens(self.end_ids[0]))
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the token ids of each text, BOS first."""
+        """Return the token ids of each text, after `begin_ids`."""
         # verbose=False silences a warning about long texts: they are cut, with a warning of our
         # own.
         encoded = self.backend(list(texts), add_special_tokens=False, verbose=False)
-        bos = () if self.bos_id is None else (self.bos_id,)
-        return [(*bos, *ids) for ids in encoded["input_ids"]]
+        return [(*self.begin_ids, *ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids as the model generated it, without special tokens."""
@@ -64,17 +75,17 @@ class PromptTokenizer:
         return str(decoded)
 
     def stop_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
-        """Return the ids that end an answer: EOS, and all tokens with one of `stops` in their text.
+        """Return the ids that end an answer: `end_ids`, and all tokens whose text has a stop.
 
         Raises:
-            UserError: there is no EOS.
+            UserError: there are no `end_ids`.
         """
-        if self.eos_id is None:
+        if not self.end_ids:
             raise UserError(
                 "the tokenizer has no end-of-sequence token, which ends answers",
                 fix="set eos_token in the model's tokenizer_config.json",
             )
-        ids = {self.eos_id}
+        ids = set(self.end_ids)
         if stops:
             for token in range(len(self.backend)):
                 decoded = self.backend.decode([token])
@@ -88,7 +99,7 @@ class EncodedExample:
     """The candidates of one example as token sequences.
 
     Attributes:
-        sequences: BOS, prompt and candidate for each candidate; empty if the record has no right
+        sequences: prompt and candidate for each candidate; empty if the record has no right
             answer.
         option_lengths: number of tokens of each sequence that belong to its candidate. They are at
             its end, or in `spans`.
@@ -141,27 +152,35 @@ def load_tokenizer(path: str) -> PromptTokenizer:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         # Tokens that were added to a tokenizer may be missing from the model's embedding.
         vocabulary = range(config.get_text_config().vocab_size)
-        first_ids = backend("")["input_ids"][:1]
+        written = backend("a", return_special_tokens_mask=True)
+        ends = _generation_config(Path(path), config).eos_token_id
     except Exception as error:  # transformers raises many unrelated types here
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "correct model.path, or save config.json and the tokenizer's files there"
         if (Path(path) / "tokenizer.model").is_file() and not is_sentencepiece_available():
             fix = "pip install sentencepiece protobuf"  # transformers asks for another package
         raise UserError(f"cannot load the tokenizer of {path}: {reason}", fix=fix) from error
-    # The token with which the model's training texts began.
-    bos_id = None
+    num_first = len(list(takewhile(bool, written["special_tokens_mask"])))
+    begin_ids = tuple(written["input_ids"][:num_first])
     if config.model_type == "opt":
         # OPT was trained on inputs that begin with <s> (id 0), but its published tokenizer begins
         # them with </s> (id 2). Like MeZO, we use the token of the training.
-        bos_id = 0
-    elif first_ids == [backend.bos_token_id]:
-        bos_id = backend.bos_token_id
+        begin_ids = (0,)
+    # GenerationConfig has one id or a list of them.
+    known_ends = {backend.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     return PromptTokenizer(
         backend,
-        bos_id,
+        begin_ids,
         pad_id=backend.pad_token_id if backend.pad_token_id in vocabulary else 0,
-        eos_id=backend.eos_token_id if backend.eos_token_id in vocabulary else None,
+        end_ids=tuple(sorted(token for token in known_ends if token in vocabulary)),
     )
+
+
+def _generation_config(directory: Path, config: Any) -> GenerationConfig:
+    """Return the settings by which `generate` of a model in a directory ends answers."""
+    if (directory / GENERATION_CONFIG_NAME).is_file():
+        return GenerationConfig.from_pretrained(directory)
+    return GenerationConfig.from_model_config(config)
 
 
 def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
@@ -172,7 +191,8 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     Args:
         tokenizer: the model's tokenizer.
         example: an example with a prompt.
-        max_length: tokens of the longest sequence. Longer ones are cut on the left, after the BOS.
+        max_length: tokens of the longest sequence. Longer ones are cut on the left, after the
+            tokens that begin every sequence.
 
     Raises:
         UserError: a candidate adds no token to the prompt, or leaves none before it.
@@ -213,7 +233,7 @@ def cut_prompts(
     max_length: int,
     max_new_tokens: int,
 ) -> tuple[TokenIds, ...]:
-    """Cut prompts on the left, after the BOS, so that `max_new_tokens` fit in `max_length`, too."""
+    """Cut prompts on the left, so that `max_new_tokens` fit in `max_length`, too."""
     room = prompt_room(max_length, max_new_tokens)
     warn_of_cuts([len(ids) > room for ids in prompts], room)
     return tuple(cut_left(tokenizer, ids, room) for ids in prompts)
@@ -244,7 +264,13 @@ def warn_of_cuts(were_cut: Sequence[bool], max_length: int, where: str = "on the
 
 
 def cut_left(tokenizer: PromptTokenizer, ids: Sequence[int], max_length: int) -> TokenIds:
-    """Return the last `max_length` token ids. If the first token is a BOS, it takes one place."""
+    """Return the last `max_length` token ids. Those that begin every sequence stay among them."""
     num_over = max(len(ids) - max_length, 0)
-    num_kept = 1 if tokenizer.bos_id in ids[:1] else 0
+    num_kept = num_begin_ids(tokenizer, ids)
     return (*ids[:num_kept], *ids[num_kept + num_over :])
+
+
+def num_begin_ids(tokenizer: PromptTokenizer, ids: Sequence[int]) -> int:
+    """Return with how many of the tokens that begin every sequence `ids` begin: all, or 0."""
+    number = len(tokenizer.begin_ids)
+    return number if tuple(ids[:number]) == tokenizer.begin_ids else 0

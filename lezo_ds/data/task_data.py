@@ -381,7 +381,7 @@ class _Encoder:
         stop = self.config.generation.stop
         if stop is not None and self.task.kind == "generation":
             # A gold answer ends with what ends generated ones, in the place of the newline.
-            ending = stop[0] if stop else str(self.tokenizer.backend.eos_token)
+            ending = stop[0] if stop else self.tokenizer.end_text
             candidates = [each.removesuffix(NEWLINE) + ending for each in example.candidates]
             example = replace(example, candidates=tuple(candidates))
         return example

@@ -414,9 +414,9 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str, *, merged: bool
     )
     has_candidates = config.data.labels is not None or config.data.choices is not None
     if kind == "none" and has_candidates:
-        bos_id = load_tokenizer(str(resolve_model(config.model.path))).bos_id
+        tokenizer = load_tokenizer(str(resolve_model(config.model.path)))
         card += _EXAMPLE.format(
-            bos=[] if bos_id is None else [bos_id],
+            bos=list(tokenizer.begin_ids),
             chat=_CHAT if config.data.chat_template else "",
         )
     elif config.data.messages or config.data.chat_template:

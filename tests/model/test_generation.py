@@ -235,7 +235,7 @@ def byte_tokenizer():
     backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    return CountingTokenizer(fast, bos_id=0, pad_id=PAD, eos_id=2)
+    return CountingTokenizer(fast, begin_ids=(0,), pad_id=PAD, end_ids=(2,))
 
 
 BYTES = byte_tokenizer()
@@ -287,7 +287,7 @@ def tokenizer():
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
-    return PromptTokenizer(fast, bos_id=0, pad_id=PAD, eos_id=2)
+    return PromptTokenizer(fast, begin_ids=(0,), pad_id=PAD, end_ids=(2,))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_row_ends_with_a_stop_of_several_tokens_in_what_was_written():
     )
     backend.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    tokenizer = PromptTokenizer(fast, bos_id=None, pad_id=PAD, eos_id=2)
+    tokenizer = PromptTokenizer(fast, begin_ids=(), pad_id=PAD, end_ids=(2,))
     free = plain(model, prompt)
     stop = words[free[3]] + words[free[4]]
     settings = settings_of(tokenizer, MAX_NEW_TOKENS, stop)

@@ -163,7 +163,7 @@ def test_a_long_question_is_cut_on_the_left_and_keeps_its_answer(tokenizers):
     whole = encode(tokenizer, TURNS[1:3])
     length = len(whole.sequences[0])
     cut = encode(tokenizer, TURNS[1:3], length - 5, keep_end=True)
-    kept = int(tokenizer.bos_id is not None)
+    kept = len(tokenizer.begin_ids)
     assert cut.truncated
     assert cut.sequences[0] == whole.sequences[0][:kept] + whole.sequences[0][kept + 5 :]
     assert texts_of(tokenizer, cut) == texts_of(tokenizer, whole) == WRITTEN[:1]
@@ -189,12 +189,12 @@ def test_the_end_of_a_turn_is_the_token_that_the_template_writes_after_an_answer
     tokenizer = load_tokenizer(str(directory))
     end = tokenizer.backend.convert_tokens_to_ids("<end_of_turn>")
     assert end_of_turn(tokenizer) == (end,)
-    assert end != tokenizer.eos_id
+    assert end not in tokenizer.end_ids
 
 
 @pytest.mark.parametrize(("name", "ends"), [("plain", True), ("marked", True), ("endless", False)])
 def test_a_template_may_end_a_turn_with_the_eos_or_with_no_token(name, ends, tokenizers):
-    expected = (tokenizers[name].eos_id,) if ends else ()
+    expected = tokenizers[name].end_ids if ends else ()
     assert end_of_turn(tokenizers[name]) == expected
 
 

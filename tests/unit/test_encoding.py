@@ -7,7 +7,14 @@ import json
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GPT2Config, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+)
 
 from lezo_ds.data.encoding import cut_prompts, encode_example, encode_prompt, load_tokenizer
 from lezo_ds.errors import UserError
@@ -109,9 +116,50 @@ def test_a_prompt_leaves_room_for_what_will_be_generated(opt, caplog):
 def test_answers_end_at_eos_and_at_every_token_with_a_newline(tmp_path):
     path = save_tokenizer(tmp_path, OPTConfig(), words=[*WORDS, "\n\n", ".\n"], bos="<s>")
     assert load_tokenizer(path).stop_ids("\n") == (2, 10, len(WORDS), len(WORDS) + 1)
-    path = save_tokenizer(tmp_path, OPTConfig(), bos="<s>", eos=None)
+    path = save_tokenizer(tmp_path, OPTConfig(eos_token_id=None), bos="<s>", eos=None)
     with pytest.raises(UserError, match=r"no end-of-sequence token.*; fix: set eos_token"):
         load_tokenizer(path).stop_ids("\n")
+
+
+@pytest.mark.parametrize(("listed", "expected"), [([5, 8], (2, 5, 8)), (6, (2, 6)), (None, (2,))])
+def test_answers_end_at_every_end_token_of_the_model_as_in_generate(tmp_path, listed, expected):
+    config = LlamaConfig(vocab_size=len(WORDS), eos_token_id=None)
+    path = save_tokenizer(tmp_path, config, bos="<s>")
+    GenerationConfig(eos_token_id=listed).save_pretrained(path)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.end_ids == expected
+    assert tokenizer.stop_ids(()) == expected
+    assert tokenizer.end_text == "</s>"
+
+
+def test_without_a_generation_config_the_end_token_of_the_model_counts(tmp_path):
+    path = save_tokenizer(tmp_path, LlamaConfig(vocab_size=len(WORDS), eos_token_id=7), eos=None)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.end_ids == (7,)
+    assert tokenizer.end_text == " was"
+
+
+@pytest.mark.parametrize(
+    ("single", "begin"), [("a - $A", (4, 18)), ("a a $A </s>", (4, 4)), ("$A </s>", ()), ("$A", ())]
+)
+def test_a_text_begins_with_all_tokens_that_the_tokenizer_puts_before_it(tmp_path, single, begin):
+    path = save_tokenizer(tmp_path, LlamaConfig(vocab_size=len(WORDS)))
+    fast = AutoTokenizer.from_pretrained(path)
+    ids = [(word, WORDS.index(word)) for word in ("a", "-", "</s>")]
+    added = processors.TemplateProcessing(single=single, special_tokens=ids)
+    fast.backend_tokenizer.post_processor = added
+    fast.save_pretrained(path)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.begin_ids == begin
+    (prompt,) = tokenizer.encode([" It was"])
+    by_transformers = tuple(AutoTokenizer.from_pretrained(path)(" It was").input_ids)
+    assert by_transformers[: len(prompt)] == prompt
+    assert by_transformers[len(prompt) :] in ((), (2,))  # an answer would follow the EOS
+    encoded = encode_example(tokenizer, Example("so the cup fell - It was", (" great",), 0, 0), 5)
+    (sequence,) = encoded.sequences
+    assert (len(sequence), encoded.truncated) == (5, True)
+    assert sequence[: len(begin)] == begin
+    assert sequence[-2:] == (7, 9)
 
 
 def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
@@ -136,7 +184,7 @@ def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.backend("a b")["input_ids"] == [2, 4, 7]
     assert tokenizer.encode(["a b"]) == [(0, 4, 7)]
-    assert (tokenizer.pad_id, tokenizer.eos_id) == (1, 2)
+    assert (tokenizer.pad_id, tokenizer.end_ids) == (1, (2,))
 
 
 def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_path):
@@ -147,7 +195,7 @@ def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_
     config = GPT2Config(vocab_size=len(WORDS) - 2)
     path = save_tokenizer(tmp_path, config, words=[*WORDS[2:], "<pad>", "<end>"], eos="<end>")
     tokenizer = load_tokenizer(path)
-    assert (tokenizer.bos_id, tokenizer.pad_id, tokenizer.eos_id) == (None, 0, None)
+    assert (tokenizer.begin_ids, tokenizer.pad_id, tokenizer.end_ids) == ((), 0, ())
     assert encode_example(tokenizer, Example("a joy It was", (" great",), 0, 0), 3).sequences == (
         (4, 5, 7),
     )

@@ -35,7 +35,7 @@ def tokenizer():
     words.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     words.decoder = decoders.Fuse()
     backend = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
-    return PromptTokenizer(backend, bos_id=BOS, pad_id=PAD, eos_id=EOS)
+    return PromptTokenizer(backend, begin_ids=(BOS,), pad_id=PAD, end_ids=(EOS,))
 
 
 @pytest.fixture(scope="module")
