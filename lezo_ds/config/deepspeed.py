@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ _LIMITS: dict[str, tuple[tuple[object, ...], str]] = {
     "gradient_accumulation_steps": ((1,), "use train.batch_size and train.micro_batch_size"),
     "torch_autocast.enabled": ((False,), "use model.dtype"),
 }
+
+_SECTIONS_OF_RECIPES = ("optimizer", "scheduler")
+"""Sections for which a recipe has keys. The JSON of a Trainer has them."""
+
+logger = logging.getLogger(__name__)
 
 
 def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
@@ -108,7 +114,9 @@ def load_ds_config(
     """Return a DeepSpeed JSON, checked by DeepSpeed and completed for deepspeed.initialize.
 
     The JSON need not repeat the type of the weights and the micro-batch size, but may not
-    contradict them. Its keys that begin with "_" are comments.
+    contradict them. Its keys that begin with "_" are comments. A JSON for the Trainer of
+    transformers will do: "auto" is a value that is not written, and sections for which a recipe has
+    keys of its own are left out with a warning.
 
     Args:
         path: A file, or the name of one in ds_configs, such as zero3_bf16. None is ZeRO-3 with
@@ -120,7 +128,8 @@ def load_ds_config(
             sharding. None takes that of the JSON.
 
     Raises:
-        UserError: The file cannot be read, or has a setting that cannot be used.
+        UserError: The file cannot be read, or has settings that cannot be used, all of which are
+            named.
     """
     source = str(path or "the default")
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
@@ -133,9 +142,12 @@ def load_ds_config(
             )
     if tensor_parallel is not None:
         _set_tensor_parallel(config, tensor_parallel, source)
-    _check_sharding(config, world_size, source)
+    left_out = [name for name in _SECTIONS_OF_RECIPES if config.pop(name, None) is not None]
+    if left_out:
+        names = " and ".join(left_out)
+        logger.warning("%s: %s left out, since the recipe's keys decide", source, names)
+    _check_tensor_parallel(config, world_size, source)
     size = tensor_parallel_size(config)
-    _refuse_sections(config, source)
     contradiction = "it contradicts the recipe"
     limits = {
         **_LIMITS,
@@ -144,17 +156,10 @@ def load_ds_config(
         "bf16.enabled": ((dtype == "bf16",), f"it contradicts model.dtype={dtype}"),
         "fp16.enabled": ((dtype == "fp16",), f"it contradicts model.dtype={dtype}"),
     }
-    for key, value in flatten(config).items():
-        allowed, problem = limits.get(key.replace(".stage3_", "."), ((value,), ""))
-        if value == "auto":  # DeepSpeed leaves such values to the Trainer of transformers
-            allowed = ()
-            problem = "set a value"
-        if value not in allowed:
-            setting = f"{key}={json.dumps(value)} in {source}"
-            fix = f"remove {key}"
-            if key in ("bf16.enabled", "fp16.enabled") and value is True:
-                fix = f"set deepspeed=null, or model.dtype={key.removesuffix('.enabled')}"
-            raise UserError(f"{setting} cannot be used: {problem}", fix=fix)
+    refusals = [*_refusals_of_sections(config, source), *_refusals(config, limits, source)]
+    if refusals:
+        problems, fixes = zip(*refusals, strict=True)
+        raise UserError("; ".join(problems), fix="; ".join(fixes))
     if dtype != "fp32":
         config[dtype] = {**config.get(dtype, {}), "enabled": True}
     if size == 1:
@@ -169,18 +174,36 @@ def load_ds_config(
     return config
 
 
-def _refuse_sections(config: Mapping[str, Any], source: str) -> None:
-    """Refuse sections of the JSON for which a recipe has keys of its own."""
-    if "optimizer" in config or "scheduler" in config:
-        raise UserError(
-            f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it"
+def _refusals_of_sections(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, str]]:
+    """Yield the problem and the fix of each section that cannot be used as a whole."""
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if tensor_parallel_size(config) > 1 and stage != 0:
+        yield (
+            f"{source} has ZeRO stage {stage}, and tensor parallelism shards the weights by itself",
+            "set zero_optimization.stage to 0, or remove tensor_parallel",
         )
+    if tensor_parallel_size(config) == 1 and stage != 3:
+        yield f"{source} does not use ZeRO stage 3", "set zero_optimization.stage to 3"
     if "weight_quantization" in config:
-        raise UserError(
+        yield (
             f"weight_quantization in {source} cannot be used: DeepSpeed would load the whole "
             "16-bit model first",
-            fix="remove it, and set model.bits=4 or 8, which quantizes each weight when it is read",
+            "remove it, and set model.bits=4 or 8, which quantizes each weight when it is read",
         )
+
+
+def _refusals(
+    config: Mapping[str, Any], limits: Mapping[str, tuple[tuple[object, ...], str]], source: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the problem and the fix of each value that its key may not have."""
+    for key, value in flatten(config).items():
+        allowed, problem = limits.get(key.replace(".stage3_", "."), ((value,), ""))
+        if value in allowed:
+            continue
+        fix = f"remove {key}"
+        if key in ("bf16.enabled", "fp16.enabled") and value is True:
+            fix = f"set deepspeed=null, or model.dtype={key.removesuffix('.enabled')}"
+        yield f"{key}={json.dumps(value)} in {source} cannot be used: {problem}", fix
 
 
 def _set_tensor_parallel(config: dict[str, Any], size: int, source: str) -> None:
@@ -199,10 +222,9 @@ def _set_tensor_parallel(config: dict[str, Any], size: int, source: str) -> None
     config["zero_optimization"] = {"stage": 0}
 
 
-def _check_sharding(config: Mapping[str, Any], world_size: int, source: str) -> None:
-    """Refuse a JSON that shards the weights neither by ZeRO-3 nor by AutoTP, or by both."""
+def _check_tensor_parallel(config: Mapping[str, Any], world_size: int, source: str) -> None:
+    """Refuse a number of ranks for AutoTP that is none, or that does not divide `world_size`."""
     size: object = tensor_parallel_size(config)
-    stage = config.get("zero_optimization", {}).get("stage", 0)
     if type(size) is not int:  # as JSON has it: true is no number of ranks
         raise UserError(
             f"autotp_size={json.dumps(size)} in {source} is not an integer", fix="correct it"
@@ -212,15 +234,6 @@ def _check_sharding(config: Mapping[str, Any], world_size: int, source: str) -> 
             f"tensor_parallel={size} does not divide {world_size} ranks",
             fix="use a divisor of the number of ranks, which deepspeed --num_gpus N sets, and "
             "--dry-run --gpus N for a plan",
-        )
-    if size > 1 and stage != 0:
-        raise UserError(
-            f"{source} has ZeRO stage {stage}, and tensor parallelism shards the weights by itself",
-            fix="set zero_optimization.stage to 0, or remove tensor_parallel",
-        )
-    if size == 1 and stage != 3:
-        raise UserError(
-            f"{source} does not use ZeRO stage 3", fix="set zero_optimization.stage to 3"
         )
 
 
@@ -258,7 +271,7 @@ def _read_json(name: str) -> dict[str, Any]:
     if not path.is_file():
         path = shipped.get(name, Path(name))
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_comments)
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_written_keys)
         if not isinstance(values, dict):
             raise ValueError("it is no object")
     except OSError as error:
@@ -271,8 +284,13 @@ def _read_json(name: str) -> dict[str, Any]:
     return values
 
 
-def _without_comments(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _written_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the JSON without comments, and without values that are left to us."""
     section = dict(pairs)
     if len(section) != len(pairs):
         raise ValueError("a key is repeated: " + ", ".join(name for name, _ in pairs))
-    return {name: value for name, value in section.items() if not name.startswith("_")}
+    return {
+        name: value
+        for name, value in section.items()
+        if not name.startswith("_") and value != "auto"
+    }

@@ -10,7 +10,7 @@
 //     tile    what is drawn, then used, at a time: z of a tile stays in the L1 cache
 //
 // The file has, in this order: Philox; its words as normals and signs; storage formats; the loops
-// over one row; threads; and the two functions that cpu.py calls.
+// over one row; threads; and the functions that cpu.py calls.
 
 #include <algorithm>
 #include <atomic>

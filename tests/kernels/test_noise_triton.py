@@ -178,21 +178,9 @@ def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
     assert most - 10 < len(instructions) / num_elements <= most
 
 
-@compiles
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("storage", ["fp32", "stochastic", "fp32_master"])
-def test_updates_of_low_rank_compile_and_round_every_operation_on_its_own(storage, capability):
-    kernel = kernels.subtract_kernel
-    pointers = {"rows_ptr": "*fp32", "columns_ptr": "*fp32", "low_ptr": "*i16"}
-    pointers["values_ptr"] = "*fp32" if storage == "fp32" else "*bf16"
-    numbers = {"factor": "fp32", "key": "u64", "num_terms": "i32"}
-    constants = {
-        "dtype": STORAGE["fp32" if storage == "fp32" else "bf16"],
-        "storage": storage,
-        "layout": "any",
-        "num_blocks": 256,
-    }
-    types = {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}
+def ptx_of(kernel, types, constants, capability):
+    """Return the code of a kernel whose arguments have these types, and i64 where none is given."""
+    types = {**types, **dict.fromkeys(constants, "constexpr")}
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -200,9 +188,39 @@ def test_updates_of_low_rank_compile_and_round_every_operation_on_its_own(storag
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
     target = GPUTarget("cuda", capability, 32)
-    ptx = triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
+    return triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
+
+
+@compiles
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("storage", ["fp32", "stochastic", "fp32_master"])
+def test_updates_of_low_rank_compile_and_round_every_operation_on_its_own(storage, capability):
+    values = "fp32" if storage == "fp32" else "bf16"
+    pointers = {"rows_ptr": "*fp32", "columns_ptr": "*fp32", "low_ptr": "*i16"}
+    pointers["values_ptr"] = f"*{values}"
+    numbers = {"factor": "fp32", "key": "u64", "num_terms": "i32"}
+    constants = {"dtype": STORAGE[values], "storage": storage, "layout": "any", "num_blocks": 256}
+    ptx = ptx_of(kernels.subtract_kernel, pointers | numbers, constants, capability)
     assert "mul.f32" in ptx or "mul.rn.f32" in ptx
     assert not re.findall(r"fma\.rn\.f32|\.approx|\.ftz", ptx)
+
+
+@compiles
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("distribution", ["normal", "rademacher"])
+def test_entries_of_low_rank_compile_and_round_every_operation_on_its_own(distribution, capability):
+    types = {"out_ptr": "*fp32", "keys_ptr": "*u64", "rank": "i32"}
+    per_block = PER_BLOCK[distribution]
+    num_blocks = 1024 // per_block
+    constants = {"distribution": distribution, "per_block": per_block, "num_blocks": num_blocks}
+    ptx = ptx_of(kernels.entries_kernel, types, constants, capability)
+    is_normal = distribution == "normal"
+    # As in a dense direction: in four normals of a thread, two of each logarithm and root, and one
+    # of each cosine.
+    fused = 1024 // 128 // 4 * 2 * (2 + 2 + 1) if is_normal else 0
+    assert len(re.findall(r"\bfma\.rn\.f32\b", ptx)) == fused
+    approximate = set(re.findall(r"\S*\.(?:approx|ftz)\S*", ptx))
+    assert approximate == ({"rsqrt.approx.ftz.f32"} if is_normal else set())
 
 
 @compiles

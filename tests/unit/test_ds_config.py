@@ -51,7 +51,6 @@ def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
         ({"tensor_parallel": 2}, "tensor_parallel in .* is not an object; fix: write it like"),
         ({"tensor_parallel": {"autotp_size": "2"}}, 'autotp_size="2" in .* is not an integer'),
         ({"bf16": True}, "bf16 in .* is not an object"),
-        ({"scheduler": {"type": "WarmupLR"}}, "has an optimizer or a scheduler"),
         (
             {"gradient_accumulation_steps": 2},
             "gradient_accumulation_steps=2 .* use train.batch_size",
@@ -60,10 +59,6 @@ def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
         (
             {"tensor_parallel": {"autotp_size": 1, "vocab_parallel_lm_head": False}},
             "vocab_parallel_lm_head=false .* the vocabulary is split where it can be",
-        ),
-        (
-            {"zero_optimization": STAGE_3 | {"sub_group_size": "auto"}},
-            'size="auto" .* cannot be used',
         ),
         (
             {"fp16": {"enabled": True}},
@@ -82,6 +77,52 @@ def test_a_section_that_does_not_fit_is_refused(sections, expected, tmp_path):
     with pytest.raises(UserError, match=expected) as caught:
         load_ds_config(path, "bf16", 2, 8)
     assert str(path) in str(caught.value) and "; fix: " in str(caught.value)
+
+
+FOR_TRAINER = {
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+"""The usual JSON for the Trainer of transformers."""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_json_for_the_trainer_is_completed_and_its_optimizer_is_left_out(dtype, tmp_path, caplog):
+    completed = load_ds_config(write_json(tmp_path, **FOR_TRAINER), dtype, 2, 8)
+    enabled = {name: completed[name].get("enabled", False) for name in ("bf16", "fp16")}
+    assert enabled == {name: name == dtype for name in ("bf16", "fp16")}
+    zero = completed["zero_optimization"]
+    assert (zero["overlap_comm"], zero["stage3_param_persistence_threshold"]) == (True, 0)
+    assert completed["train_micro_batch_size_per_gpu"] == 8
+    assert "auto" not in json.dumps(completed)
+    (message,) = caplog.messages
+    assert "optimizer and scheduler left out, since the recipe's keys decide" in message
+
+
+def test_all_settings_that_cannot_be_used_are_named_at_once(tmp_path):
+    zero = {"stage": 2, "stage3_param_persistence_threshold": 1e5, "memory_efficient_linear": True}
+    sections = FOR_TRAINER | {"zero_optimization": zero, "gradient_accumulation_steps": 4}
+    with pytest.raises(UserError) as refusal:
+        load_ds_config(write_json(tmp_path, **sections, weight_quantization={}), "bf16", 2, 8)
+    problem, fix = str(refusal.value).split("; fix: ")
+    for key in ("ZeRO stage 3", "weight_quantization", *zero, "gradient_accumulation_steps=4"):
+        assert key in problem
+    assert "stage to 3; remove it, and set model.bits" in fix
+    assert fix.endswith("memory_efficient_linear; remove gradient_accumulation_steps")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,12 @@ import sys
 import pytest
 from assets import REPOSITORY
 
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.metrics import METRICS
+from lezo_ds.zo.estimators import ESTIMATORS
+from lezo_ds.zo.layers import LAYER_POLICIES
+from lezo_ds.zo.schedules import SCHEDULES
+
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
 SETUP = (REPOSITORY / "setup.py").read_text()
 
@@ -44,6 +50,16 @@ def test_the_facts_about_deepspeed_are_those_of_the_version_that_is_pinned_and_n
     sources = "".join(path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py"))
     assert named
     assert named <= set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+
+
+def test_pages_name_all_recipes_and_all_keys_that_take_code():
+    configuration, layout = (
+        (REPOSITORY / "docs" / f"{name}.md").read_text() for name in ("configuration", "layout")
+    )
+    recipes = {path.stem for path in (REPOSITORY / "launch" / "recipes").glob("*.yaml")}
+    assert [name for name in recipes if f"`{name}`" not in configuration] == []
+    registries = (ESTIMATORS, LAYER_POLICIES, SCHEDULES, TASKS, METRICS)
+    assert [each._key for each in registries if f"`{each._key}`" not in layout] == []
 
 
 def test_the_image_has_the_python_and_the_versions_that_are_tested():
