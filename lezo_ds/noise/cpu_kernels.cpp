@@ -247,7 +247,7 @@ struct Bf16 {
     }
 
     static void split(float value, uint16_t &high, int16_t &low) {
-        const uint32_t bits = bit_cast<uint32_t>(value);
+        const uint32_t bits = value != value ? 0x7FC00000u : bit_cast<uint32_t>(value);
         high = static_cast<uint16_t>((bits + 0x8000) >> 16);
         low = static_cast<int16_t>(bits - (static_cast<uint32_t>(high) << 16));
     }

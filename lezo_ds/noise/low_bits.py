@@ -14,14 +14,15 @@ def split_master(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split fp32 values into (high in `dtype`, low in int16): low has the bits that high loses.
 
     bf16: `high` is the nearest bf16 (ties away from zero) and `low` is the difference of the bit
-    patterns, so that every bit pattern survives. fp16: `high` is the nearest fp16 (ties to even)
+    patterns, so that every number survives, and each NaN becomes the same one. fp16: `high` is the nearest fp16 (ties to even)
     and `low` is the difference in units of 2**-15 of high's last place. This is exact for
     2**-14 <= |x| < 65520 and within 2**-40 for smaller |x|; for larger |x|, high is infinite and
     low is 0.
     """
     if dtype == torch.bfloat16:
-        bits = values.view(torch.int32)
-        high_bits = (bits + 0x8000) >> 16  # wraps for some NaN, and unwraps when joined
+        # The largest NaN, which GPUs compute, would wrap to -0.0 in `high`.
+        bits = values.view(torch.int32).where(~values.isnan(), 0x7FC00000)
+        high_bits = (bits + 0x8000) >> 16
         low = bits - (high_bits << 16)
         return high_bits.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
     high = values.to(torch.float16)

@@ -274,7 +274,8 @@ def _low_unit(high):
 def _split_master(value, dtype: tl.constexpr):
     """Do as `low_bits.split_master`."""
     if dtype == tl.bfloat16:
-        bits = _bits(value)
+        # A GPU's own NaN, 0x7FFFFFFF, would wrap to -0.0.
+        bits = tl.where(value != value, 0x7FC00000, _bits(value))
         high_bits = (bits + 0x8000) >> 16
         low = (bits - (high_bits << 16)).to(tl.int16)
         high = high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)

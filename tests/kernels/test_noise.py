@@ -269,12 +269,27 @@ def fp32(patterns):
 def test_a_bf16_master_keeps_every_bit_pattern_next_to_a_nearest_bf16():
     values = fp32((torch.arange(1 << 16) << 16 | hashed(1 << 16) >> 16).tolist())
     high, low = split_master(values, torch.bfloat16)
-    assert torch.equal(join_master(high, low).view(torch.int32), values.view(torch.int32))
+    is_nan = values.isnan()
+    joined = join_master(high, low)
+    assert torch.equal(joined.view(torch.int32)[~is_nan], values.view(torch.int32)[~is_nan])
+    assert torch.equal(joined.isnan(), is_nan)
+    assert torch.equal(high.isnan(), is_nan)
     finite = values.abs() < 3e38
     error, least = (
         (part.double() - values.double()).abs()[finite] for part in (high, values.bfloat16())
     )
     assert torch.equal(error, least)
+
+
+def test_a_nan_of_any_bits_stays_one_in_the_high_half_of_a_master(backend):
+    # The operations of a GPU return 0x7FFFFFFF, which is that of -0.0 and a low half of -1.
+    backend_of, device = backend
+    high = torch.tensor([-0.0, 1.0, float("nan")], dtype=torch.bfloat16, device=device)
+    low = torch.tensor([-1, 0, 0], dtype=torch.int16, device=device)
+    noise = backend_of(DenseLaw())
+    noise.update_([UpdateTarget(high, ALL, 2, low)], [Update(KEY, 1e-3)], "fp32_master")
+    assert high.isnan().tolist() == [True, False, True]
+    assert low[[0, 2]].tolist() == [0, 0]
 
 
 def test_an_fp16_master_is_exact_in_the_normal_range_and_within_two_to_the_minus_40_below():

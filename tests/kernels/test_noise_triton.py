@@ -90,11 +90,13 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
         radii = angles * 0x85EBCA6B % (1 << 32)
         chosen = torch.stack([radii, angles, radii.flip(0), angles.flip(0)])
     device = "cpu" if IS_INTERPRETED else "cuda"
+    # The interpreter takes as long for a large tile as for a small one, a compiler does not.
+    tile = 1 << 16 if IS_INTERPRETED else 512
     for part in chosen.split(1 << 18, dim=1):
         out = torch.empty(part.shape[1], 4, device=device)
-        grid = (triton.cdiv(part.shape[1], 1 << 16),)
+        grid = (triton.cdiv(part.shape[1], tile),)
         unsigned = part.to(torch.uint32).to(device)
-        box_muller_kernel[grid](unsigned, out, part.shape[1], 1 << 16, enable_fp_fusion=False)
+        box_muller_kernel[grid](unsigned, out, part.shape[1], tile, enable_fp_fusion=False)
         assert torch.equal(out.cpu().view(torch.int32), box_muller(*part).view(torch.int32))
 
 
@@ -146,7 +148,7 @@ COMPILED = [
     ("bf16", "normal", "rows", 59),
     ("fp32", "normal", "fp32", 55),
     ("bf16", "normal", "stochastic", 70),
-    ("bf16", "normal", "fp32_master", 61),
+    ("bf16", "normal", "fp32_master", 64),
     ("fp16", "normal", "fp32_master", 70),
     ("bf16", "rademacher", "perturb", 21),
     ("fp16", "rademacher", "fp32_master", 29),
