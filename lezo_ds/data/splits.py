@@ -20,9 +20,10 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar, get_args
 
@@ -49,6 +50,10 @@ _MOST_DRAWN = {"test": 1000, "validation": 500}
 
 _NUM_SHOWN = 3
 """Different reasons that a message lists, if several records cannot be used."""
+
+_FEW = 0.2
+"""If at most this share of the records cannot be used, the mistake is theirs, and not that of the
+recipe."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tup
 
     Raises:
         UserError: `use` refused an item. The message has the number of refused items, the first
-            few different reasons, and the fix of the first.
+            few different reasons, and the most frequent fix. It offers `skip` where it refused few,
+            because many are misread.
     """
     used = []
     errors = []
@@ -103,20 +109,22 @@ def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tup
             errors.append(str(error))
     if not errors:
         return used
-    problems = [cut(error.partition("; fix: ")[0], 300) for error in errors]
-    shown = list(dict.fromkeys(problems))
+    problems = [error.partition("; fix: ")[0] for error in errors]
+    shown = list(dict.fromkeys(cut(problem, 300) for problem in problems))
     if len(shown) > _NUM_SHOWN:
         shown[_NUM_SHOWN:] = [f"and {len(errors) - _NUM_SHOWN} more"]
     number = "1 record" if len(errors) == 1 else f"{len(errors)} records"
-    message = f"{number} cannot be used: {'; '.join(shown)}"
+    message = f"cannot be used: {'; '.join(shown)}"
     if not skip or not used:
-        fix = errors[0].partition("; fix: ")[2]
-        raise UserError(
-            message,
-            fix=f"{fix}, or leave out such records: data.skip_unusable=true "
-            "(init: --skip-unusable)",
-        )
-    logger.warning("left out: %s", message)
+        fixes = Counter(error.partition("; fix: ")[2] for error in errors)
+        ((fix, _),) = fixes.most_common(1)
+        total = len(used) + len(errors)
+        if len(errors) <= _FEW * total:
+            fix += ", or leave out such records: data.skip_unusable=true (init: --skip-unusable)"
+        elif total > 1:
+            number += f" of {total}"
+        raise UserError(f"{number} {message}", fix=fix)
+    logger.warning("left out: %s %s", number, message)
     return used
 
 
@@ -146,6 +154,7 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     else:
         fix = "set data.path to a directory with train.jsonl and validation.jsonl"
         stored = read_hub(task.hub_id, task.hub_config, names, fix=fix)
+    task = _surveyed(task, stored)
     train, test = refused_together(
         partial(_examples, task, data, name, rows) for name, rows in zip(names, stored, strict=True)
     )
@@ -176,15 +185,18 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     """
     assert data.train is not None
 
-    def read(name: str) -> tuple[Example, ...] | None:
+    def read(name: str) -> list[Row]:
         source = getattr(data, name)
-        if source is None:
-            return None
-        rows = read_source(f"data.{name}", source, data.encoding)
-        return _examples(task, data, name, rows)
+        return [] if source is None else read_source(f"data.{name}", source, data.encoding)
 
+    def build(name: str, rows: Sequence[Row]) -> tuple[Example, ...] | None:
+        return _examples(surveyed, data, name, rows) if rows else None
+
+    names = ("train", "test", "validation")
+    stored = refused_together(partial(read, name) for name in names)
+    surveyed = _surveyed(task, stored)
     examples, own_test, own_dev = refused_together(
-        partial(read, name) for name in ("train", "test", "validation")
+        partial(build, name, rows) for name, rows in zip(names, stored, strict=True)
     )
     assert examples is not None
     left = _order(task, data, examples)
@@ -331,6 +343,15 @@ def _read_split(directory: Path, split: str) -> list[Row]:
             fix="correct it, or remove it to read the hub",
         )
     return [row for file in chosen for row in read_file(file)]
+
+
+def _surveyed(task: Task, stored: Iterable[Sequence[Row]]) -> Task:
+    """Return the task as it builds examples once it has seen all records."""
+    if task.survey is None:
+        return task
+    rows = chain.from_iterable(stored)
+    records = [record for _, record in rows if isinstance(record, Mapping)]
+    return replace(task, build_example=task.survey(records))
 
 
 def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> tuple[Example, ...]:

@@ -101,6 +101,14 @@ class Example:
         return (self.candidates[self.label],)
 
 
+BuildExample = Callable[[Record, int], Example]
+"""(record, index) -> Example. A run passes the index 0, and sets Example.index when it knows the
+row of the record in its split."""
+
+Survey = Callable[[Sequence[Record]], BuildExample]
+"""(all records of a run) -> what builds their examples. It may raise a UserError."""
+
+
 @dataclass(frozen=True)
 class SplitSizes:
     """Number of examples in each split, unless the user sets one."""
@@ -122,8 +130,9 @@ class Task:
         kind: how the task is trained and scored.
         fields: every field that `build_example` reads, with its type: str, int, bool, list[str], or
             object for any. A dot leads into a nested field.
-        build_example: (record, index) -> Example. A run passes the index 0, and sets Example.index
-            when it knows the row of the record in its split.
+        build_example: makes an example of a record.
+        survey: looks at all records before any becomes an example, where one record alone does not
+            say how it is meant. Records may lack fields. None: each record says all.
         has_answers: whether records have right answers. If not, a reward alone judges the model's
             answers.
         metric: a name in `lezo_ds.tasks.metrics.METRICS`, or package.module:function.
@@ -138,7 +147,8 @@ class Task:
     hub_config: str | None
     kind: TaskKind
     fields: Mapping[str, type]
-    build_example: Callable[[Record, int], Example]
+    build_example: BuildExample
+    survey: Survey | None = None
     has_answers: bool = True
     metric: str = "accuracy"
     answer_fields: tuple[str, ...] = ("label",)

@@ -19,14 +19,26 @@ label 0. With chat_template, the prompt is instead the turn of a user in the tok
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
-from lezo_ds.errors import UserError, cut, did_you_mean
-from lezo_ds.tasks.base import Example, Message, Record, Task, TaskKind
+from lezo_ds.errors import UserError, cut
+from lezo_ds.tasks.base import BuildExample, Example, Message, Record, Survey, Task, TaskKind
+from lezo_ds.tasks.labels import (
+    Choice,
+    Labels,
+    find_choice,
+    label_key,
+    label_text,
+    numbers_come_first,
+    warn_of_merged,
+)
 from lezo_ds.tasks.metrics import REWARD
-from lezo_ds.tasks.template import Template, field_text, field_value, parse_template, shown
+from lezo_ds.tasks.template import Template, field_value, parse_template, shown
+
+T = TypeVar("T")
 
 CUSTOM = "custom"
 """The name of a task that a recipe describes."""
@@ -88,12 +100,14 @@ class _Reading(NamedTuple):
         prompt_fields: the fields that become the prompt, the choices or the conversation.
         answer_fields: the fields with the right answer.
         build_example: see `Task`.
+        survey: see `Task`.
     """
 
     kind: TaskKind
     prompt_fields: tuple[str, ...]
     answer_fields: tuple[str, ...]
-    build_example: Callable[[Record, int], Example]
+    build_example: BuildExample
+    survey: Survey | None = None
 
 
 def make_task(described: Description) -> Task:
@@ -117,6 +131,7 @@ def make_task(described: Description) -> Task:
         kind=reading.kind,
         fields=dict.fromkeys((*reading.prompt_fields, *reading.answer_fields), object),
         build_example=reading.build_example,
+        survey=reading.survey,
         has_answers=has_answers,
         metric=metric,
         answer_fields=tuple(
@@ -188,9 +203,9 @@ def _classification(
     else:
         labels = {label: label for label in labels}
         texts = list(labels)
-    spellings = Counter(text.strip().casefold() for text in texts)
+    spellings = Counter(label_key(text).casefold() for text in texts)
     names = tuple(labels)
-    shared = [text for text, number in spellings.items() if number > 1 or not text]
+    shared = [text for text, number in spellings.items() if number > 1 or not text.strip()]
     if len(texts) < 2 or shared:
         raise UserError(
             f"data.labels={cut(str(labels), 200)} does not hold two or more labels, each with a "
@@ -199,14 +214,24 @@ def _classification(
             "only have the same text",
         )
 
+    known = Labels(names)
+
     def build_example(record: Record, index: int) -> Example:
-        filled = prompt.fill(record)
+        filled = _filled(prompt, record)
         candidates = tuple(_after(filled, text) for text in texts)
-        row = _label(label_field, field_value(record, label_field), names)
+        row = known.find(label_field, field_value(record, label_field))
         label = None if row is None else texts.index(labels[names[row]])
         return Example(filled, candidates, label, index)
 
-    return _Reading("classification", prompt.fields, (label_field,), build_example)
+    def label_of(record: Record) -> tuple[str | None, object]:
+        value = field_value(record, label_field)
+        return label_text(label_field, value), value
+
+    def survey(records: Sequence[Record]) -> BuildExample:
+        warn_of_merged(label_field, _readable(label_of, records))
+        return build_example
+
+    return _Reading("classification", prompt.fields, (label_field,), build_example, survey)
 
 
 def _multiple_choice(
@@ -231,40 +256,48 @@ def _multiple_choice(
     for template in templates:
         prompt_fields += template.fields
 
-    def build_example(record: Record, index: int) -> Example:
-        filled = prompt.fill(record)
+    known = Labels(labels or ())
+
+    def choice_of(record: Record) -> Choice:
         texts = []
         for template in templates:
             texts += template.texts(record)
+        value = field_value(record, label_field)
+        return Choice(texts, label_text(label_field, value), type(value) is int)
+
+    def build_example(record: Record, index: int, *, numbers_first: bool | None = None) -> Example:
+        filled = _filled(prompt, record)
+        choice = choice_of(record)
+        texts = choice.texts
         if len(texts) < 2 or not all(texts):
             fix = "correct the record, or data.choices"
             raise UserError(f"data.choices gives {shown(texts)}, not two or more texts", fix=fix)
         candidates = tuple(_after(filled, text) for text in texts)
-        label = _choice_label(label_field, field_value(record, label_field), texts, labels)
+        if labels is None:
+            label = find_choice(label_field, choice, numbers_first=numbers_first)
+        else:
+            label = known.find(label_field, field_value(record, label_field))
         return Example(filled, candidates, label, index)
 
-    return _Reading("multiple_choice", prompt_fields, (label_field,), build_example)
+    def survey(records: Sequence[Record]) -> BuildExample:
+        choices = list(_readable(choice_of, records))
+        numbers_first = numbers_come_first(label_field, choices)
+        return partial(build_example, numbers_first=numbers_first)
 
-
-def _choice_label(
-    field: str, value: object, texts: list[str], labels: Sequence[str] | None
-) -> int | None:
-    """Return the index of the right choice: from its label, its number from 0, or its text."""
-    if labels is not None:
-        return _label(field, value, labels)
-    if type(value) is int:
-        return value
-    if value in texts:
-        return texts.index(str(value))
-    numbers = [str(number) for number in range(len(texts))]  # a table holds numbers as text
-    return _label(field, value, numbers)
+    return _Reading(
+        "multiple_choice",
+        prompt_fields,
+        (label_field,),
+        build_example,
+        None if labels is not None else survey,
+    )
 
 
 def _generation(described: Description, prompt: Template, completion: Template | None) -> _Reading:
     """Return how a task reads records with right answers, or with none if a reward judges them."""
 
     def build_example(record: Record, index: int) -> Example:
-        filled = prompt.fill(record)
+        filled = _filled(prompt, record)
         texts = [] if completion is None else completion.texts(record)
         answers = tuple(text.strip() for text in texts if text.strip())
         gold = answers[:1]  # the one to train on
@@ -366,19 +399,21 @@ def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tup
     return (Message(SYSTEM, system_prompt), *messages)
 
 
-def _label(field: str, value: object, values: Sequence[str]) -> int | None:
-    """Return the index of a label among the values; None if the record has no label."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return None
-    text = field_text(field, value)
-    for spelling in (text, text.strip()):  # spreadsheets hide spaces at the end of a cell
-        if spelling in values:
-            return values.index(spelling)
-    known = cut(", ".join(values), 200)
-    raise UserError(
-        f"field {field} is {shown(text)}, which is none of data.labels: {known}",
-        fix=did_you_mean(text, values, "correct the record, or add it to data.labels"),
-    )
+def _filled(prompt: Template, record: Record) -> str:
+    """Return the prompt of a record. UserError: all its fields are empty texts."""
+    values = [field_value(record, field) for field in prompt.fields]
+    if all(isinstance(value, str) and not value.strip() for value in values):
+        raise UserError(f"no text is in {', '.join(prompt.fields)}", fix="fill it in")
+    return prompt.fill(record)
+
+
+def _readable(read: Callable[[Record], T], records: Iterable[Record]) -> Iterator[T]:
+    """Yield what records hold. Others are refused, with their places, when they are built."""
+    for record in records:
+        try:
+            yield read(record)
+        except (KeyError, TypeError, UserError):
+            continue
 
 
 def _after(prompt: str, text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from lezo_ds.errors import UserError, cut
@@ -87,7 +88,8 @@ def field_text(field: str, value: object) -> str:
     """Return a value as text: numbers as Python writes them, and true or false."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str | int | float):
+    is_nan = value != value  # the empty cell of pandas
+    if isinstance(value, str | int | float | Decimal) and not is_nan:
         return str(value)
     raise UserError(
         f"field {field} is {shown(value)}, not text or a number",

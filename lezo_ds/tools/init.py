@@ -30,7 +30,7 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError, did_you_mean
 from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.tasks.base import Record
-from lezo_ds.tasks.template import field_text
+from lezo_ds.tasks.labels import label_text
 from lezo_ds.tools.dry_run import LONG_STEP, dry_run
 from lezo_ds.tools.memory_plan import rank_memory
 from lezo_ds.tools.sizes import measured_inputs, model_sizes
@@ -498,8 +498,8 @@ def _labels(
     Labels that differ in case only are one: the most frequent of them. Cells without one are left
     out.
     """
-    counts = Counter(field_text(name, value).strip() for value in values if value is not None)
-    del counts[""]
+    labels = (label_text(name, value) for value in values)
+    counts = Counter(label for label in labels if label is not None)
     for label in label_map:
         if label not in counts:
             fix = did_you_mean(label, counts, "write --label-map LABEL=LABEL")
@@ -542,7 +542,12 @@ def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) ->
     """Return the columns of short values that repeat, except for one column."""
     found = []
     for name, values in columns.items():
-        labels = {field_text(name, value) for value in values if isinstance(value, str | int)}
+        labels = set()
+        for value in values:
+            # A gap makes a column of integers one of floats.
+            is_whole = isinstance(value, float) and value.is_integer()
+            if is_whole or isinstance(value, str | int):
+                labels.add(label_text(name, value) or "")
         labels.discard("")
         is_few = 1 < len(labels) <= min(_MAX_LABELS, len(values) / 2)
         if name != without and is_few and max(map(len, labels)) <= _MAX_LABEL_LENGTH:

@@ -1,0 +1,249 @@
+r"""What a record's label is: one spelling for each, and the choice that a label names.
+
+Tables, JSON and parquet hold the same label as different values. A column of integers becomes one
+of floats where a cell is empty, and a table has text only:
+
+    0   0.0   "0"   [0]                 ->  "0"
+    true                                ->  "true", which is the same label as "True"
+    "cafe\u0301"   "caf\u00e9"            ->  "caf\u00e9"
+    null   NaN   "NaN"   ""   []        ->  no label
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from string import ascii_lowercase, ascii_uppercase
+from typing import NamedTuple
+
+from lezo_ds.errors import UserError, cut, did_you_mean
+from lezo_ds.tasks.template import field_text, shown
+
+logger = logging.getLogger(__name__)
+
+_WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]{0,17}))(?:\.0+)?")
+"""A whole number, also with a point. 007 is no number, but a code."""
+_LETTER = re.compile(r"(\W*)([A-Za-z])(\W*)")
+"""A letter that numbers a choice: A, b, (C) or D."""
+
+
+def label_text(field: str, value: object) -> str | None:
+    """Return a label in the spelling that is common to all its values (see the module's docstring).
+
+    Args:
+        field: the name of the field, for messages.
+        value: what the record holds in it.
+
+    Returns:
+        The label without outer spaces; None if the record has none.
+
+    Raises:
+        UserError: the value is neither a text nor a number, nor a list of one.
+    """
+    if isinstance(value, list) and len(value) < 2:
+        value = value[0] if value else None
+    if value is None or value != value:  # only NaN differs from itself
+        return None
+    text = unicodedata.normalize("NFC", field_text(field, value)).strip()
+    if text.lower() == "nan":
+        return None
+    number = _WHOLE.fullmatch(text)
+    return str(int(number[1])) if number else text or None
+
+
+def label_key(text: str) -> str:
+    """Return what all spellings of a label have in common, given one of them."""
+    label = label_text("data.labels", text) or text
+    return label.lower() if label.lower() in ("true", "false") else label
+
+
+class Labels:
+    """The labels of a recipe, among which those of records are found.
+
+    Args:
+        names: the labels as the recipe writes them.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        places: dict[str, int] = {}
+        for place, name in enumerate(names):
+            places.setdefault(label_key(name), place)
+        # What a recipe writes counts first, such as a label NaN.
+        self._places = places | {name: place for place, name in enumerate(names)}
+
+    def find(self, field: str, value: object) -> int | None:
+        """Return the index of a record's label; None if the record has no label.
+
+        Raises:
+            UserError: the label is none of these.
+        """
+        if isinstance(value, str) and value in self._places:
+            return self._places[value]
+        text = label_text(field, value)
+        if text is None:
+            return None
+        key = label_key(text)
+        if key in self._places:
+            return self._places[key]
+        otherwise = "correct the record, or add it to data.labels"
+        if text.isdecimal() and int(text) < len(self._names):
+            pairs = ", ".join(f"{place}: {name}" for place, name in enumerate(self._names))
+            otherwise = f"say which label each number is, as in data.labels={{{cut(pairs, 200)}}}"
+        raise UserError(
+            f"field {field} is {shown(text)}, which is none of data.labels: "
+            f"{cut(', '.join(self._names), 200)}",
+            fix=did_you_mean(text, self._names, otherwise),
+        )
+
+
+def warn_of_merged(field: str, labels: Iterable[tuple[str | None, object]]) -> None:
+    """Say which values of a field count as one label though they are written differently.
+
+    Args:
+        field: the name of the field.
+        labels: the label of each record, and the value that it has in the record.
+    """
+    spellings: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for label, value in labels:
+        if label is not None and not isinstance(value, list):
+            spellings[label_key(label)][str(value).strip()] += 1
+    for counts in spellings.values():
+        if len(counts) > 1:
+            found = ", ".join(f"{text!a} ({number})" for text, number in counts.most_common())
+            logger.warning("in field %s, these are one label (records): %s", field, found)
+
+
+class Choice(NamedTuple):
+    """The texts that a record gives to choose from.
+
+    Attributes:
+        texts: the texts.
+        label: the `label_text` that says which is right; None if there is none.
+        is_integer: whether the record holds the label as an integer.
+    """
+
+    texts: Sequence[str]
+    label: str | None
+    is_integer: bool
+
+
+def find_choice(field: str, choice: Choice, *, numbers_first: bool | None = None) -> int | None:
+    """Return the index of the right text from its number, which begins at 0, or from the text.
+
+    Args:
+        field: the name of the label field, for messages.
+        choice: the texts and the label of a record.
+        numbers_first: whether a label that may be either is a number (`numbers_come_first`). None
+            takes integers for numbers.
+
+    Returns:
+        The index, which is out of range if the number is; None if the record has no label.
+
+    Raises:
+        UserError: the label is neither.
+    """
+    label = choice.label
+    if label is None:
+        return None
+    if numbers_first is None:
+        numbers_first = choice.is_integer
+    texts = list(map(label_key, choice.texts))
+    is_number = _WHOLE.fullmatch(label) is not None
+    if label_key(label) in texts and not (is_number and numbers_first):
+        return texts.index(label_key(label))
+    # Beside choices that are numbers, a number that is none of them is a mistake.
+    if is_number and (numbers_first or not any(map(_WHOLE.fullmatch, texts))):
+        return int(label)
+    raise UserError(
+        f"field {field} is {shown(label)}, which is neither one of the choices "
+        f"{shown(choice.texts)} nor the number of one, from 0",
+        fix="correct the record, or list in data.labels what the field holds for the first, "
+        "second, ... choice",
+    )
+
+
+_TEXT = "text"
+_FROM_0 = "0"
+_FROM_1 = "1"
+
+
+def numbers_come_first(field: str, choices: Sequence[Choice]) -> bool:
+    """Return whether a label that may be the number of a choice or its text is the number.
+
+    One record does not tell: beside the choices 3, 0, 2 and 1, the label 2 may be either. So the
+    reading that fits more records counts. In a tie, integers are numbers, and texts are texts.
+
+    Raises:
+        UserError: another reading fits more records, and data.labels has to say so.
+    """
+    counts: Counter[str] = Counter()
+    num_unlike = 0  # records in which the number and the text are different choices
+    for choice in choices:
+        readings = dict(_readings(choice))
+        counts.update(readings.keys())
+        if readings.keys() >= {_TEXT, _FROM_0} and readings[_TEXT] != readings[_FROM_0]:
+            num_unlike += 1
+    by_text = counts[_TEXT]
+    by_number = counts[_FROM_0]
+    size = max((len(choice.texts) for choice in choices), default=0)
+    for reading, number in counts.most_common(1):
+        if number > max(by_text, by_number):
+            raise UserError(
+                f"field {field} numbers the choices of {number} of {len(choices)} records as "
+                f"{reading}, ..., not from 0",
+                fix=f"set data.labels={_names(reading, size)}",
+            )
+    are_integers = all(choice.is_integer for choice in choices)
+    numbers_first = by_number > by_text or (by_number == by_text and are_integers)
+    if numbers_first and counts[_FROM_1] == by_number:
+        logger.warning(
+            "no record has the number 0 or that of its last choice in field %s: numbers are taken "
+            "to begin at 0; if they begin at 1, set data.labels=%s",
+            field,
+            _names(_FROM_1, size),
+        )
+    elif num_unlike and by_number == by_text:
+        logger.warning(
+            "%d labels in field %s may be the number of a choice or the text of another; they are "
+            "taken for %s; to take them for numbers, set data.labels=%s",
+            num_unlike,
+            field,
+            "numbers" if numbers_first else "texts",
+            _names(_FROM_0, size),
+        )
+    return numbers_first
+
+
+def _readings(choice: Choice) -> Iterator[tuple[str, int]]:
+    """Yield each way to read the label of a choice, and the index that it gives.
+
+    A way is _TEXT, or what the label of the first choice would be: 0, 1, A or (a).
+    """
+    label = choice.label or ""
+    texts = list(map(label_key, choice.texts))
+    if label and label_key(label) in texts:
+        yield _TEXT, texts.index(label_key(label))
+    if _WHOLE.fullmatch(label):
+        for first in (_FROM_0, _FROM_1):
+            if 0 <= int(label) - int(first) < len(texts):
+                yield first, int(label) - int(first)
+    letter = _LETTER.fullmatch(label)
+    if letter:
+        before, name, after = letter.groups()
+        index = ascii_lowercase.index(name.lower())
+        if index < len(texts):
+            yield f"{before}{'A' if name.isupper() else 'a'}{after}", index
+
+
+def _names(first: str, number: int) -> str:
+    """Return the labels of so many choices as a recipe has them, given that of the first."""
+    if first.isdecimal():
+        return str([int(first) + place for place in range(number)])
+    letter = "A" if "A" in first else "a"
+    alphabet = ascii_uppercase if letter == "A" else ascii_lowercase
+    return json.dumps([first.replace(letter, other) for other in alphabet[:number]])

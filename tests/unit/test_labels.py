@@ -1,0 +1,116 @@
+"""What a label is, whatever writes it, and how the label of a choice is meant."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+
+import pytest
+
+from lezo_ds.errors import UserError
+from lezo_ds.tasks.custom import Description, make_task
+from lezo_ds.tasks.labels import Labels, label_text
+
+TOPICS = Description(prompt="{text}", label_field="topic", labels=["0", "1"])
+CHOICES = Description(prompt="{text}", label_field="right", choices=["{options}"])
+
+
+@pytest.mark.parametrize(
+    ("values", "label"),
+    [
+        ((0, 0.0, "0", "0.0", [0], -0.0, " 0 ", Decimal("0.00")), "0"),
+        ((-1, "-1.0"), "-1"),
+        ((True, "true", [True]), "true"),
+        (("caf\u00e9", "cafe\u0301 "), "caf\u00e9"),
+        (("007",), "007"),  # a code
+        ((2.5, "2.5"), "2.5"),
+        ((None, math.nan, "NaN", "", "  ", []), None),
+    ],
+)
+def test_a_label_has_one_spelling(values, label):
+    assert {label_text("topic", value) for value in values} == {label}
+
+
+def test_a_recipe_may_write_its_labels_in_any_spelling_and_its_own_counts_first():
+    for names in (["0", "1"], ["0.0", "1.0"]):
+        assert [Labels(names).find("y", value) for value in (0, 1.0, "1", None)] == [0, 1, 1, None]
+    assert Labels(["nan", "other"]).find("name", "nan") == 0
+    assert Labels(["True", "False"]).find("y", "false") == 1
+    with pytest.raises(
+        UserError, match=r"'0', which is none of .* data.labels=\{0: bad, 1: good\}"
+    ):
+        Labels(["bad", "good"]).find("label", 0)
+    with pytest.raises(UserError, match=r"is \['a', 'b'\], not text or a number"):
+        Labels(["a", "b"]).find("label", ["a", "b"])
+
+
+@pytest.mark.parametrize("labels", [["0", "0.0"], ["caf\u00e9", "cafe\u0301"], ["True", "true"]])
+def test_one_label_in_two_spellings_is_no_two_classes(labels):
+    with pytest.raises(UserError, match="a text of its own"):
+        make_task(Description(prompt="{text}", label_field="topic", labels=labels))
+
+
+def test_labels_that_are_merged_are_named_once_with_their_numbers(caplog):
+    values = [0, 0.0, "0", 1, 0.0, None, [1], {"odd": 1}]
+    make_task(TOPICS).survey([{"topic": value} for value in values] + [{}])
+    assert caplog.messages == ["in field topic, these are one label (records): '0' (2), '0.0' (2)"]
+
+
+def labels_of(rows, description=CHOICES):
+    """Return the index that each row (options, right) is read as, once all are known."""
+    records = [{"text": "x", "options": options, "right": right} for options, right in rows]
+    build = make_task(description).survey(records)
+    return [build(record, 0).label for record in records]
+
+
+COLORS = ["red", "blue", "green"]
+
+
+def test_all_records_decide_whether_labels_are_numbers_or_texts():
+    numbers = [
+        (["3", "0", "2", "1"], "2"),
+        (["7", "9", "5", "2"], "0"),
+        (["4", "6", "8", "9"], "3"),
+    ]
+    assert labels_of(numbers) == [2, 0, 3]
+    texts = [(["3", "0", "2", "1"], "2"), (["7", "9", "5", "2"], "5"), (["4", "6", "8", "9"], "4")]
+    assert labels_of(texts) == [2, 2, 0]
+    integers = [([12, 3, 1], 3), ([7, 9, 5], 5), ([4, 6, 1], 1)]
+    assert labels_of(integers) == [1, 2, 2]
+    assert labels_of([(COLORS, "red"), (COLORS, 2), (COLORS, None)]) == [0, 2, None]
+
+
+@pytest.mark.parametrize(
+    ("right", "names"),
+    [
+        ([1, 2, 3], "[1, 2, 3]"),
+        (["1", "3", "3"], "[1, 2, 3]"),
+        (["A", "C", "B"], '["A", "B", "C"]'),
+        (["b", "c", "b"], '["a", "b", "c"]'),
+        (["(B)", "(C)", "(A)"], '["(A)", "(B)", "(C)"]'),
+        (["A.", "B.", "C."], '["A.", "B.", "C."]'),
+    ],
+)
+def test_choices_that_are_not_numbered_from_0_are_refused_with_the_labels_that_read_them(
+    right, names
+):
+    with pytest.raises(UserError) as error:
+        labels_of([(COLORS, each) for each in right])
+    assert str(error.value).endswith(f"; fix: set data.labels={names}")
+
+
+def test_labels_that_may_be_meant_in_two_ways_are_named(caplog):
+    assert labels_of([(COLORS, 1), (COLORS, 2)]) == [1, 2]
+    assert labels_of([(["1", "0"], "1"), (["0", "1"], "1")]) == [0, 1]
+    begin, either = caplog.messages
+    assert "no record has the number 0" in begin and "set data.labels=[1, 2, 3]" in begin
+    assert either.startswith("1 labels in field right may be the number") and "[0, 1]" in either
+
+
+def test_a_record_whose_prompt_has_no_text_is_refused():
+    task = make_task(Description(prompt="{a}\n{b}:", label_field="topic", labels=["0", "1"]))
+    assert task.build_example({"a": " ", "b": 0, "topic": 1}, 0).prompt == " \n0:"
+    with pytest.raises(UserError, match="no text is in a, b; fix: fill it in"):
+        task.build_example({"a": " ", "b": "", "topic": 1}, 0)
+    with pytest.raises(UserError, match="field a is nan, not text or a number"):
+        task.build_example({"a": math.nan, "b": "x", "topic": 1}, 0)
