@@ -78,7 +78,8 @@ def export_run(
             model.path.
         step: "best", "last" or a number of updates.
         target: the directory to write, which is missing or empty.
-        overrides: `key=value` changes of the run's configuration, such as a base model that moved.
+        overrides: `key=value` changes of the run's configuration that may differ when it is
+            resumed, such as the path of a base model that moved.
         merge: write the whole model, with the products of the run's LoRA adapter added to its
             weights and rounded to their dtype. No peft is needed to load it.
 

@@ -98,8 +98,23 @@ def make_header(
     )
 
 
-def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a header, with `key=value` overrides. No module is imported."""
+def config_of(
+    header: Header,
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    reading_keys: Collection[str] = (),
+) -> RunConfig:
+    """Return the configuration in a header, with `key=value` overrides. No module is imported.
+
+    Args:
+        header: of the run.
+        run_dir: its directory, or the file with its journal.
+        overrides: they may change what may differ when a run is resumed.
+        reading_keys: they may change these, too, as they decide no weights.
+
+    Raises:
+        UserError: a value cannot be read, or an override may not change it.
+    """
     values = {key: value for key, value in header.config.items() if key not in _INPUTS}
     where = f"run {run_dir}"
     data = values.get("data")
@@ -109,7 +124,19 @@ def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> R
     version = header.libraries.get("lezo_ds")
     if version != lezo_ds.__version__:
         where += f" (written by lezo_ds {version}; this is {lezo_ds.__version__})"
-    return config_from_dict(values | {"run_dir": str(run_dir)}, where, overrides, recorded=True)
+    values["run_dir"] = str(run_dir)
+    config = config_from_dict(values, where, overrides, recorded=True)
+    # No step follows. So the schedule, which may be in a module of anyone, decides nothing.
+    replayed = replace(config, zo=replace(config.zo, lr_schedule="constant"))
+    may_differ = may_differ_on_resume(replayed).union(reading_keys)
+    permitted = [each for each in overrides if each.partition("=")[0] in may_differ]
+    unchanged = config_from_dict(values, where, permitted, recorded=True)
+    for key, old, new in _differences(config_to_dict(unchanged), config_to_dict(config)):
+        raise UserError(
+            f"{key} of {where} is {old} and cannot be {new}: a run keeps what it was trained with",
+            fix=f"remove {key}=...",
+        )
+    return config
 
 
 def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str]) -> None:
@@ -389,13 +416,16 @@ class RecordedRun(RunRecords):
         return found
 
 
-def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
+def read_run(
+    path: Path, overrides: Sequence[str] = (), reading_keys: Collection[str] = ()
+) -> RecordedRun:
     """Read the directory of a run.
 
-    `key=value` overrides change its configuration, such as the path of a model that has moved.
+    `key=value` overrides change its configuration, such as the path of a model that has moved. For
+    them and `reading_keys`, see `config_of`.
 
     Raises:
-        UserError: it has no run, or its records cannot be read.
+        UserError: it has no run, its records cannot be read, or an override may not be.
         JournalError: its journal is damaged.
     """
     directory = RunDirectory(path)
@@ -414,7 +444,7 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
     results = RunResults.read(directory.results)
     if results is not None:
         digests[results.step_of_weights] = results.weights_digest
-    config = config_of(recorded.header, path, overrides)
+    config = config_of(recorded.header, path, overrides, reading_keys)
     return RecordedRun(**vars(recorded), directory=directory, config=config, digests=digests)
 
 

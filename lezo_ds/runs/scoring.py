@@ -15,7 +15,7 @@ module that a run or an export names is imported only if the command line names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -54,6 +54,11 @@ _RECIPE = (
 )
 """The keys that say how an exported model reads a record."""
 
+_READING_KEYS = frozenset(
+    key for key in READER.keys if key.startswith(("data.", "generation."))
+) | {"seed", "train.objective"}
+"""The keys by which a recorded run reads and answers a record. None of them decides its weights."""
+
 _TASK_OVERRIDES = ("data.task=", "data.prompt=", "data.messages=")
 """How an override begins that names or describes a task."""
 
@@ -81,10 +86,11 @@ def open_run(path: Path, step: str, overrides: Sequence[str] = ()) -> Opened:
         overrides: `key=value` changes of its configuration.
 
     Raises:
-        UserError: the run or the step is not there, or the run names code (see the module).
+        UserError: the run or the step is not there, an override would change its weights, or the
+            run names code (see the module).
     """
     distributed.init_distributed()
-    run = distributed.on_rank_zero(lambda: read_run(path, overrides))
+    run = distributed.on_rank_zero(lambda: read_run(path, overrides, _READING_KEYS))
     number = run.find_step(step)
     _refuse_recorded_code(run.config, overrides)
     source = {"run": str(path), "step": number}
@@ -110,7 +116,8 @@ def open_model(
         is_checked: whether the keys are checked against each other, as those of a run to start are.
 
     Raises:
-        UserError: the model is not there, names no task, or names code (see the module).
+        UserError: the model is not there, names no task, or names code (see the module), or an
+            override would change its weights.
     """
     distributed.init_distributed()
     directory = Path(model)
@@ -122,6 +129,8 @@ def open_model(
         directory = resolve_model(model)
         sections = {"model": {"path": model, "dtype": _stored_dtype(directory)}, "peft": {}}
     where = f"model {model}"
+    moving_key = "model.path" if has_adapter else "model.dtype"
+    _assert_same_model(model, sections, overrides, moving_key)
     if recipe is not None:
         config = load_config(recipe, ("run_dir=none", *overrides))
         # The model is scored as it is, not as the recipe would train it.
@@ -151,6 +160,18 @@ def open_model(
         return engine
 
     return Opened({"model": model}, config, load_engine)
+
+
+def _assert_same_model(
+    model: str, sections: Mapping[str, Any], overrides: Sequence[str], moving_key: str
+) -> None:
+    """Refuse overrides, but of `moving_key`, that would make another model of what is opened."""
+    values = READER.flatten(sections)
+    for key, value in map(READER.override, overrides):
+        if key in values and key != moving_key and value != values[key]:
+            raise UserError(
+                f"{key} of {model} is {values[key]} and cannot be {value}", fix=f"remove {key}=..."
+            )
 
 
 def _load_adapter(engine: LezoEngine, directory: Path) -> None:

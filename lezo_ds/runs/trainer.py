@@ -212,7 +212,9 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
             fix="use the version of lezo_ds that wrote it, or open one of its snapshots",
         )
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
-    config = replace(run.config, zo=replace(run.config.zo, **_REPLAY_ONLY))
+    zo = replace(run.config.zo, **_REPLAY_ONLY)
+    # An adapter begins with values of this seed, whatever seed a command samples with.
+    config = replace(run.config, zo=zo, seed=run.header.config["seed"])
     engine = make_engine(shared_by(distributed.world_size(), config))
     header = run.header
     facts = (engine.base.fingerprint, engine.base.table_hash)

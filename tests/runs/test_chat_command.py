@@ -89,6 +89,7 @@ def test_a_run_and_its_exports_answer_alike_on_any_number_of_ranks(root):
     answers = answers_of(talk(chat_with_run))
     assert len(answers) == len(LINES)
     assert answers != answers_by_transformers(root / "base")
+    assert answers_of(talk([*chat_with_run, "seed=9"])) == answers  # it is not the adapter's
     words = ["--run", root / "run", "--step", "last", "--out", root / "adapter"]
     run_forked_well(words, program="export")
     one_rank = talk(python("--model", root / "adapter", SHORT, program="chat"))
@@ -97,6 +98,9 @@ def test_a_run_and_its_exports_answer_alike_on_any_number_of_ranks(root):
     words = ["chat", "--run", str(root / "run"), "--step", "last", SHORT]
     two_ranks = talk([sys.executable, *launcher, str(free_port()), "--module", "lezo_ds", *words])
     assert [line for line in answers_of(two_ranks) if line in answers] == answers
+    for model, key in (("adapter", "peft.lora_alpha"), ("base", "model.path")):
+        changed = run_forked(["--model", root / model, SHORT, f"{key}=99"], program="chat")
+        assert_one_error(changed, 2, f"{key} of {root / model} is", "cannot be 99", f"remove {key}")
 
 
 def test_the_card_of_a_chat_shows_one_with_transformers(root, tmp_path, capsys):

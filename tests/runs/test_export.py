@@ -60,6 +60,14 @@ def test_an_exported_model_scores_as_its_run_and_keeps_its_dtype(finished, recip
     assert weights_sha256(tmp_path / "model") in (tmp_path / "model" / "README.md").read_text()
 
 
+def test_no_key_that_decides_the_weights_changes_an_export_or_an_evaluation(finished, tmp_path):
+    run = ["--run", finished, "--step", "2"]
+    for program, words in (("export", ["--out", tmp_path / "model"]), ("evaluate", ["--json"])):
+        refused = run_forked([*run, *words, "zo.noise_rank=1"], program=program)
+        assert_one_error(refused, 2, "zo.noise_rank of run", "is 0 and cannot be 1")
+    assert not (tmp_path / "model").exists()
+
+
 def weights_sha256(model):
     """Return the digest that the card of a model states, from the command that it names."""
     command = ["bash", "-c", "sha256sum *.safetensors | sha256sum"]

@@ -179,7 +179,7 @@ def test_the_program_in_the_card_finds_the_labels_of_predict(name, root, tmp_pat
     (tmp_path / "new.json").write_text(json.dumps(RECORDS))
     out = tmp_path / "labels.json"
     predict("--run", root / "run", tmp_path / "new.json", *AWKWARD[name], "--out", out)
-    run = read_run(root / "run", AWKWARD[name])
+    run = read_run(root / "run", AWKWARD[name], [key.partition("=")[0] for key in AWKWARD[name]])
     data = run.config.data
     labels = data.labels
     if not isinstance(labels, dict):

@@ -107,6 +107,34 @@ def test_a_run_with_a_value_that_is_gone_is_refused_with_both_versions(monkeypat
         records.config_of(older, tmp_path)
 
 
+def test_what_a_resumption_refuses_changes_no_recorded_run(tmp_path):
+    refused = (
+        "zo.noise_rank=1",
+        "zo.noise_distribution=rademacher",
+        "zo.weight_decay=0.1",
+        "zo.only_blocks=true",
+        "zo.estimator_options.size=2",
+        "peft.lora_alpha=99",
+        "model.dtype=fp32",
+        "seed=1",
+        "method=zero_shot",
+        "data.system_prompt=x",
+    )
+    for override in refused:
+        key = override.partition("=")[0]
+        with pytest.raises(UserError, match=f"{key} of run .* cannot be .*; fix: remove {key}=..."):
+            records.config_of(RECORDED, tmp_path, ["model.path=m", override])
+    same = ["zo.noise_rank=0", "peft.lora_alpha=16", "model.path=m", "partition_size=1"]
+    changed = records.config_of(RECORDED, tmp_path, same)
+    assert (changed.model.path, changed.partition_size) == ("m", 1)
+    asked = records.config_of(RECORDED, tmp_path, ["data.system_prompt=x"], ["data.system_prompt"])
+    assert asked.data.system_prompt == "x"
+    # The module of a schedule is not imported.
+    own = replace(RECORDED, config=header("zo.lr_schedule=linear").config)
+    own.config["zo"]["lr_schedule"] = "absent:Schedule"
+    assert records.config_of(own, tmp_path, ["train.steps=7"]).train.steps == 7
+
+
 def test_a_run_that_is_older_than_a_key_had_its_default():
     younger = {
         name: key for name, key in RECORDED.config["data"].items() if name != "skip_unusable"
