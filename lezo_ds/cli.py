@@ -264,7 +264,7 @@ def _predict(parser: _Parser) -> None:
         required=True,
         help="file to write, of the same kind as DATA",
     )
-    add("data", type=_path, metavar="DATA", help="records: .csv, .tsv, .json, .jsonl or .parquet")
+    add("data", metavar="DATA", help="records: .csv, .tsv, .json, .jsonl or .parquet")
     add(
         "--probabilities",
         action="store_true",
@@ -500,9 +500,11 @@ def run_command(name: str, words: Sequence[str] | None = None) -> None:
         description += f"\n\nKeys:\n{READER.describe()}"
     parser = _Parser(name, description)
     add_arguments(parser)
-    if name == "predict":  # keys may come before DATA
-        words = sorted(words or sys.argv[1:], key=_begins_with_key)
     arguments = parser.parse_intermixed_args(words)  # options and keys may alternate
+    if name == "predict":  # keys may come before DATA
+        words = sorted([arguments.data, *arguments.overrides], key=_begins_with_key)
+        arguments.data = _path(words[0])
+        arguments.overrides = words[1:]
     for word in getattr(arguments, "overrides", ()):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             raise UserError(f"{word} is not key=value", fix=f"lezo-ds {name} --config {word}")

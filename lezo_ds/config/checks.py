@@ -16,6 +16,7 @@ from lezo_ds.config.schema import TRAINED, ZEROTH_ORDER, RunConfig
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code, options_of
 from lezo_ds.tasks.custom import CUSTOM
+from lezo_ds.tasks.template import field_text
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.grzo import Grzo
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
@@ -194,12 +195,17 @@ def _all_options(
 ) -> dict[str, Any]:
     """Return all options of a component: those in `values`, and the defaults of the others.
 
+    An option that takes a text takes a number as its text: `blocks=1` is the text "1".
+
     Raises:
         UserError: The component has no such option, or one of another type.
     """
     defaults = options_of(component, kind)
+    options = dict(defaults)
     for name, value in values.items():
         default = defaults.get(name)
+        if isinstance(default, str) and isinstance(value, int | float):
+            value = field_text(name, value)
         is_integer_for_float = type(value) is int and isinstance(default, float)
         if type(value) is not type(default) and not is_integer_for_float:
             known = ", ".join(f"{option}={shown!r}" for option, shown in defaults.items())
@@ -207,4 +213,5 @@ def _all_options(
                 f"{key}.{name}={value!r} is no option of {component.__name__}",
                 fix=f"its options and their defaults: {known or 'none'}",
             )
-    return {**defaults, **values}
+        options[name] = value
+    return options

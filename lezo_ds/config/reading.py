@@ -18,13 +18,20 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lezo_ds.config.yaml_text import YamlError, load_yaml
+from lezo_ds.config.yaml_text import (
+    Unquoted,
+    YamlError,
+    escape_problem,
+    in_double_quotes,
+    load_written,
+)
 from lezo_ds.errors import UserError, cut, did_you_mean
 
 KeySchema = Mapping[str, Any]
@@ -66,6 +73,14 @@ _TYPES = {
     "object": "a map",
     "null": "null",
 }
+# The types of JSON's schemas that a value of Python has.
+_TYPES_OF_VALUES: Mapping[type, frozenset[str]] = {
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    dict: frozenset({"object"}),
+    type(None): frozenset({"null"}),
+}
 _LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most"}
 
 
@@ -99,21 +114,34 @@ class Reader:
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return nested values as flat ones. A section that is null has no values.
 
+        Values may be `Unquoted`, and become what their keys need.
+
         Raises:
             UserError: A section has another value.
         """
         flat: dict[str, Any] = {}
-        for name, value in values.items():
+        for name, value in _texts_of_keys(values).items():
             if name not in self._sections:
                 flat[str(name)] = value
             elif isinstance(value, Mapping):
-                flat |= {f"{name}.{key}": key_value for key, key_value in value.items()}
-            elif value is not None:
+                keys = _texts_of_keys(value)
+                flat |= {f"{name}.{key}": key_value for key, key_value in keys.items()}
+            elif _value_of(value) is not None:
                 raise UserError(
-                    f"{name} is a section, not a {type(value).__name__}",
+                    f"{name} is a section, not a {type(_value_of(value)).__name__}",
                     fix=f"write its keys below {name}:",
                 )
-        return flat
+        return {name: self._as_needed(name, value) for name, value in flat.items()}
+
+    def _as_needed(self, name: str, value: Any) -> Any:
+        """Return what a written value means as that of a key. An unknown key takes any value."""
+        if _value_of(value) is None:
+            return None
+        schema = self.keys.get(name, {})
+        map_name = name.rpartition(".")[0]
+        if map_name in self._maps:
+            schema = self.keys[map_name]["additionalProperties"]
+        return _as_schema_needs(value, schema)
 
     def read(self, flat: Mapping[str, Any], where: str) -> Any:
         """Return the dataclass with flat values. `where` names their source in messages.
@@ -134,8 +162,8 @@ class Reader:
     def override(self, assignment: str) -> tuple[str, Any]:
         """Return the key and the value of `key=value`.
 
-        A value is YAML. But the value of a key that takes a string needs no quotes, since the shell
-        has removed them: data.prompt="{text}: " has the value `{text}: `.
+        A value is YAML. But the value of a key that takes a string or a list needs no quotes, since
+        the shell has removed them: data.prompt="{text}: " has the value `{text}: `.
 
         Raises:
             UserError: The assignment has no such form, or the value is not YAML.
@@ -146,22 +174,30 @@ class Reader:
                 fix="write it like zo.learning_rate=1e-6",
             )
         name, _, value = assignment.partition("=")
-        types = {entry.get("type") for entry in _alternatives(self.keys.get(name, {}))}
-        is_quoted_or_null = re.fullmatch(r"""\s*(".*"|'.*'|null|~|)\s*""", value, re.DOTALL)
-        if "string" in types and "array" not in types and not is_quoted_or_null:
-            if "\\n" in value:
-                raise UserError(
-                    f"{name} has a backslash and an n, which is no line break here",
-                    fix=f"""{name}='"...\\n..."', with both kinds of quotes""",
-                )
+        if self._is_text(name, value):
+            problem = escape_problem(value)
+            if problem:
+                quoted = shlex.quote(f"{name}={in_double_quotes(value)}")
+                raise UserError(f"{name} {problem}", fix=f"{quoted}, with both kinds of quotes")
             return name, value
         try:
-            return name, load_yaml(value)
+            return name, self._as_needed(name, load_written(value))
         except YamlError as error:
             raise UserError(
-                f"{cut(assignment, _SHOWN_CHARACTERS)} is not YAML",
-                fix=f"quote all of it: '{name}=...'",
+                f"{cut(assignment, _SHOWN_CHARACTERS)} is not YAML: {error}",
+                fix=error.fix or f"quote all of it: '{name}=...'",
             ) from error
+
+    def _is_text(self, name: str, value: str) -> bool:
+        """Return whether a value on the command line is the text, or texts, of a key as it is."""
+        types = {entry.get("type") for entry in _alternatives(self.keys.get(name, {}))}
+        quoted = r"""".*"|'.*'"""
+        if "array" in types:
+            quoted += r"|\[.*"
+        if "object" in types:
+            quoted += r"|\{.*"
+        is_yaml = re.fullmatch(rf"\s*({quoted}|null|~|)\s*", value, re.DOTALL)
+        return not is_yaml and not types.isdisjoint({"string", "array"})
 
     def describe(self) -> str:
         """Return a paragraph for each key: its type, limits and default, and what it means."""
@@ -269,6 +305,40 @@ def _choices(entry: KeySchema) -> Sequence[str]:
 def _alternatives(key: KeySchema) -> Sequence[KeySchema]:
     """Return the JSON schemas of which a value must match one."""
     return key.get("anyOf", [key])  # type: ignore[no-any-return]
+
+
+def _value_of(value: Any) -> Any:
+    """Return a value as YAML has it, whether or not its text is kept."""
+    return value.value if isinstance(value, Unquoted) else value
+
+
+def _texts_of_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a map with its keys as they are written: labels may be numbers to YAML."""
+    return {key.text if isinstance(key, Unquoted) else key: values[key] for key in values}
+
+
+def _as_schema_needs(value: Any, schema: KeySchema) -> Any:
+    """Return a written value, or its text where the schema takes texts and no such value."""
+    alternatives = _alternatives(schema)
+    if isinstance(value, list):
+        items = _part_of(alternatives, "items")
+        return [_as_schema_needs(item, items) for item in value]
+    if isinstance(value, Mapping):
+        part = _part_of(alternatives, "additionalProperties")
+        items = _texts_of_keys(value)
+        return {key: _as_schema_needs(item, part) for key, item in items.items()}
+    if not isinstance(value, Unquoted):
+        return value
+    types = {entry.get("type") for entry in alternatives}
+    is_taken = not types.isdisjoint(_TYPES_OF_VALUES.get(type(value.value), ()))
+    if is_taken or types.isdisjoint({"string", "array"}):
+        return _as_schema_needs(value.value, schema)
+    return value.text
+
+
+def _part_of(alternatives: Sequence[KeySchema], name: str) -> KeySchema:
+    """Return the schema of the items of a list or map, or one that takes any value."""
+    return next((entry[name] for entry in alternatives if name in entry), {})
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,9 @@ Compared with YAML 1.1, `no`, `on` and `1:30` are strings, 1e-6 is a number, and
 
 A recipe may come from anyone. So only plain values are made (no tag makes an object), and a text
 may neither repeat a key nor use aliases. Any text that is refused costs at most a few seconds.
+
+What a person writes is read with more care than what a run has recorded (`load_written`): there, a
+value keeps its text, and a backslash and an n outside double quotes are refused.
 """
 
 from __future__ import annotations
@@ -12,31 +15,130 @@ import io
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.events import AliasEvent, ScalarEvent
+from ruamel.yaml.nodes import MappingNode, ScalarNode
+from ruamel.yaml.representer import SafeRepresenter
 
 from lezo_ds.errors import UserError
 
 _MAX_CHARACTERS = 1 << 18  # of a recipe: ruamel.yaml reads 100,000 characters in a second
 
 
+_ESCAPES = {
+    "\\n": ("has a backslash and an n, which are a line break only in double quotes", "\n"),
+    "\\t": ("has a backslash and a t, which are a tab only in double quotes", "\t"),
+}
+"""For what many languages read as one character: the problem outside quotes, and the character."""
+# What YAML ends a line at, or takes for no character of a text, unless it is escaped.
+_UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
+
+
 class YamlError(ValueError):
-    """A text is not YAML, or has what a recipe may not have. The message names the line."""
+    """A text is not YAML, or has what a recipe may not have. The message names the line.
+
+    Attributes:
+        fix: What the user can do, or "" if the text is not YAML.
+    """
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Unquoted:
+    """A value that is no text to YAML, and its text, which is what a key for texts takes.
+
+    Attributes:
+        value: A number, a boolean, a date, None, or the map {"a": None}.
+        text: What is written, such as 0123; of the map, {a}.
+    """
+
+    value: Any
+    text: str
 
 
 class _Composer(Composer):
     """Refuses aliases: a few nested ones stand for billions of values."""
 
+    is_written = False  # by a person
+
     def compose_node(self, parent: Any, index: int) -> Any:
-        if self.parser.check_event(AliasEvent):
-            mark = self.parser.peek_event().start_mark
+        event = self.parser.peek_event()
+        if isinstance(event, AliasEvent):
+            mark = event.start_mark
             raise MarkedYAMLError(problem="aliases are not supported", problem_mark=mark)
+        if self.is_written and isinstance(event, ScalarEvent) and event.style in (None, "'"):
+            problem = escape_problem(event.value)
+            if problem:
+                fix = f"write {in_double_quotes(event.value)}, or \\\\ for a backslash"
+                raise YamlError(f"line {event.start_mark.line + 1} {problem}", fix)
         return super().compose_node(parent, index)
+
+
+class _WrittenComposer(_Composer):
+    """Refuses what only double quotes make a line break or a tab. A block has real line breaks."""
+
+    is_written = True
+
+
+class _WrittenConstructor(SafeConstructor):
+    """Makes each value without quotes that is no text an `Unquoted`."""
+
+    def construct_written_scalar(self, node: Any) -> Any:
+        value = SafeConstructor.yaml_constructors[node.tag](self, node)
+        return value if node.style else Unquoted(value, node.value)
+
+    def construct_written_map(self, node: Any) -> Any:
+        field = _field_in_braces(node)
+        if field is None:
+            yield from self.construct_yaml_map(node)
+        else:
+            yield Unquoted({field: None}, f"{{{field}}}")
+
+
+for _kind in ("null", "bool", "int", "float", "timestamp"):
+    _WrittenConstructor.add_constructor(
+        f"tag:yaml.org,2002:{_kind}", _WrittenConstructor.construct_written_scalar
+    )
+_WrittenConstructor.add_constructor(
+    "tag:yaml.org,2002:map", _WrittenConstructor.construct_written_map
+)
+
+
+def _field_in_braces(node: Any) -> str | None:
+    """Return the name in `{name}`, which is a map to YAML and a template to a key for texts."""
+    if not isinstance(node, MappingNode) or not node.flow_style or len(node.value) != 1:
+        return None
+    key, value = node.value[0]
+    has_only_key = isinstance(value, ScalarNode) and not value.style and value.value == ""
+    return str(key.value) if has_only_key and isinstance(key, ScalarNode) else None
+
+
+def escape_problem(text: str) -> str | None:
+    r"""Return what is wrong with a text outside double quotes that has \n or \t, else None."""
+    return next((problem for escape, (problem, _) in _ESCAPES.items() if escape in text), None)
+
+
+def in_double_quotes(text: str) -> str:
+    r"""Return YAML of a text in double quotes, in which each \n is a line break, and \t a tab."""
+    for escape, (_, character) in _ESCAPES.items():
+        text = text.replace(escape, character)
+    return inline_yaml(text)
+
+
+def inline_yaml(value: Any) -> str:
+    """Return YAML of a text, number, list or map on one line, with all texts in double quotes."""
+    line = json.dumps(value, ensure_ascii=False)  # JSON is YAML, but for some characters
+    return _UNREADABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
 def load_yaml(text: str) -> Any:
@@ -45,20 +147,49 @@ def load_yaml(text: str) -> Any:
     Raises:
         YamlError: The text is not YAML, or has a tag, an alias or a repeated key.
     """
+    return _load(text, _Composer, SafeConstructor)
+
+
+def load_written(text: str) -> Any:
+    """Return the values of a YAML text of a person, which are `Unquoted` if they are no texts.
+
+    Raises:
+        YamlError: As by `load_yaml`; or a backslash and an n or t are outside double quotes.
+    """
+    return _load(text, _WrittenComposer, _WrittenConstructor)
+
+
+def _load(text: str, composer: type[Composer], constructor: type[SafeConstructor]) -> Any:
     # The parser in Python. The one in C, if it is installed, reads YAML 1.1.
     yaml = YAML(typ="safe", pure=True)
-    yaml.Composer = _Composer
+    yaml.Composer = composer
+    yaml.Constructor = constructor
     try:
         return yaml.load(text)
+    except YamlError:
+        raise
     except MarkedYAMLError as error:
-        raise YamlError(f"line {error.problem_mark.line + 1}: {error.problem}") from error
+        line = error.problem_mark.line + 1
+        raise YamlError(f"line {line}: {error.problem}") from error
     except Exception as error:  # many types, for a deep text, a bad date or number, or a character
         raise YamlError(f"{type(error).__name__}: {error}") from error
+
+
+class _Representer(SafeRepresenter):
+    r"""Writes a text that has \n or \t in double quotes, in which a recipe may have it."""
+
+    def represent_str(self, data: Any) -> Any:
+        style = '"' if escape_problem(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Representer.add_representer(str, _Representer.represent_str)
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
     """Return nested plain dicts as a YAML text, with their keys in the given order."""
     yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
     yaml.default_flow_style = False  # a line for each key
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     # ruamel.yaml 0.19 does not read back some long strings that it has folded, nor these line
@@ -71,7 +202,7 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the keys and sections in a YAML file.
+    """Return the keys and sections in a YAML file, as `load_written` does.
 
     Raises:
         UserError: The file cannot be read, is too long, is not YAML, or holds no keys.
@@ -84,11 +215,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if len(text) > _MAX_CHARACTERS:
         raise UserError(f"{path} has more than {_MAX_CHARACTERS} characters", fix="name a recipe")
     try:
-        values = load_yaml(text)
+        values = load_written(text)
     except YamlError as error:
-        raise UserError(
-            f"{path} is not valid YAML: {error}", fix="correct the line that is named"
-        ) from error
+        if error.fix:
+            raise UserError(f"{path}, {error}", fix=error.fix) from error
+        fix = "correct the line that is named; a text with {, [, # or : in it needs double quotes"
+        raise UserError(f"{path} is not valid YAML: {error}", fix=fix) from error
     if not isinstance(values, dict):
         raise UserError(
             f"{path} holds no keys", fix="write `key: value` lines, as in launch/recipes"

@@ -116,6 +116,29 @@ def test_a_file_of_one_rank_is_written_by_rank_0_alone(words, monkeypatch, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "run", "data", "keys"),
+    [
+        ("--run seed=0 new.csv --out o.csv", "seed=0", "new.csv", []),
+        (
+            "data.seed=1 --out seed=3 seed=4 new.csv --run a",
+            "a",
+            "new.csv",
+            ["data.seed=1", "seed=4"],
+        ),
+        ("seed=4.csv --run train.steps=9 --out o.csv", "train.steps=9", "seed=4.csv", []),
+    ],
+)
+def test_what_an_option_takes_is_no_key_and_keys_may_come_before_the_data(
+    words, run, data, keys, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(cli, "run_predict", seen.append)
+    in_process(monkeypatch, "predict", *words.split())
+    found = seen[0]
+    assert (str(found.run), str(found.data), found.overrides) == (run, data, keys)
+
+
 def test_shipped_files_are_found_by_their_path(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     in_process(monkeypatch, "--path", "launch/slurm/one_node.sbatch")

@@ -28,6 +28,7 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.config.paper import PAPER_SCORES
 from lezo_ds.config.paths import PATH_KEYS, resolve_paths
 from lezo_ds.config.schema import READER
+from lezo_ds.config.yaml_text import inline_yaml
 from lezo_ds.errors import UserError
 
 RECIPES = sorted((REPOSITORY / "launch" / "recipes").glob("*.yaml"))
@@ -123,9 +124,85 @@ def test_yaml_is_of_version_1_2(text, value):
     assert (found, type(found)) == (value, type(value))
 
 
-def test_labels_may_be_yes_and_no_without_quotes():
-    keys = ("data.train=t.csv", "data.prompt={text}", "data.label_field=c", "data.labels=[yes, no]")
-    assert config_with(*keys).data.labels == ["yes", "no"]
+OWN_TASK = """
+run_dir: 2024-11-26
+model: {{path: 7, dtype: fp32}}
+method: zero_shot
+data:
+  prompt: {prompt}
+  train: t.csv
+  label_field: 0123
+  {key}: {value}
+"""
+
+
+def own_task(folder, prompt="{text}", key="labels", value="[a, b]"):
+    path = folder / "recipe.yaml"
+    path.write_text(OWN_TASK.format(prompt=prompt, key=key, value=value))
+    return load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("labels", "[yes, no]", ["yes", "no"]),
+        ("labels", "[true, 1e3, 0123, 2024-01-01]", ["true", "1e3", "0123", "2024-01-01"]),
+        ("labels", "[null, ~, 1.50]", ["null", "~", "1.50"]),
+        ("labels", "{0: negative, 01: null}", {"0": "negative", "01": "null"}),
+        ("labels", "{True: yes, False: 1.0}", {"True": "yes", "False": "1.0"}),
+        ("choices", "[{a}, {b.c}]", ["{a}", "{b.c}"]),
+        ("choices", "{options}", ["{options}"]),
+    ],
+)
+def test_what_a_key_for_texts_takes_is_read_as_it_is_written(key, value, meant, tmp_path):
+    recipe = own_task(tmp_path, key=key, value=value)
+    keys = ("data.train=t.csv", "data.prompt={text}", "data.label_field=c", f"data.{key}={value}")
+    for config in (recipe, config_with(*keys)):
+        assert getattr(config.data, key) == meant
+    found = (recipe.run_dir, recipe.model.path, recipe.data.prompt, recipe.data.label_field)
+    assert found == ("2024-11-26", "7", "{text}", "0123")
+
+
+def test_an_option_that_takes_a_text_takes_a_number():
+    keys = ("zo.layer_policy=fixed", "zo.layer_policy_options.blocks=1")
+    assert config_with(*keys).zo.layer_policy_options == {"blocks": "1"}
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (r"'{text}\nLabel:'", r'line 6 has a backslash and an n, .*; fix: write "{text}\\nLabel:"'),
+        (r"Text {text}\tLabel", r'line 6 has a backslash and a t, .*; fix: write "Text {text}\\tL'),
+    ],
+)
+def test_an_escape_outside_double_quotes_is_refused_in_a_recipe_as_on_the_command_line(
+    written, message, tmp_path
+):
+    with pytest.raises(UserError, match=message):
+        own_task(tmp_path, prompt=written)
+    with pytest.raises(UserError, match="line 9 has a backslash and an n"):
+        own_task(tmp_path, value=r"['a\nb', c]")
+    refused = message_of(f"data.prompt={written}")
+    assert "has a backslash" in refused
+    assert "has a backslash" in message_of(r"data.labels=[a\nb, c]")
+
+
+@pytest.mark.parametrize(
+    "text", ["{text}\nLabel:", "{text}\t:", r"{text}\nabla", "\x7f {text}\u2028"]
+)
+def test_a_text_in_double_quotes_and_a_printed_one_are_read_as_they_are(text, tmp_path):
+    config = own_task(tmp_path, prompt=inline_yaml(text))
+    assert config.data.prompt == text
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(dump_yaml(config_to_dict(config)))
+    assert load_config(printed) == config
+
+
+@given(st.recursive(st.text(), lambda part: st.lists(part) | st.dictionaries(st.text(), part)))
+def test_a_line_of_yaml_has_every_text(value):
+    line = inline_yaml(value)
+    assert len(line.splitlines()) == 1
+    assert load_yaml(f"key: {line}  # comment") == {"key": value}
 
 
 # Refusals.
@@ -156,7 +233,6 @@ def test_labels_may_be_yes_and_no_without_quotes():
         ("train.steps=1e3", "fix: write 1000"),
         ("zo.sparsity=75.0", "train --help describes it"),
         ("train.report_to=csv,wandbb", "did you mean wandb?"),
-        ("data.labels=[true, no]", 'fix: write it in quotes: "true"'),
         ("zo.only_blocks=yes", 'only_blocks="yes" in recipe.yaml and the command line is not true'),
         ("zo.only_blocks=yes", "fix: write true or false"),
         ("seed=-1", "is not an integer from 0 to 18446744073709551615"),
@@ -175,8 +251,8 @@ def test_a_wrong_override_is_refused(override, expected):
     ("overrides", "expected"),
     [
         (
-            ["zo.layer_policy=fixed", "zo.layer_policy_options.blocks=3"],
-            "blocks=3 is no option of Fixed",
+            ["zo.layer_policy=fixed", "zo.layer_policy_options.block=3"],
+            "block=3 is no option of Fixed",
         ),
         (["zo.estimator=fzoo", "zo.directions=2"], "set zo.directions=8"),
         (["data.prompt={a}", "data.task=sst2"], "data.prompt cannot change data.task=sst2"),
