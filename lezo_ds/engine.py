@@ -30,12 +30,13 @@ from lezo_ds.checkpoints.snapshots import (
 from lezo_ds.config import (
     PeftConfig,
     ZoConfig,
+    checked_optimizer,
     make_estimator,
     make_law,
     make_layer_policy,
     make_schedule,
 )
-from lezo_ds.config.deepspeed import tensor_parallel_size
+from lezo_ds.config.deepspeed import offloads_weights, tensor_parallel_size
 from lezo_ds.data.generation import generate
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
@@ -318,7 +319,11 @@ class LezoEngine(ModelEngine):
         super().write_model(target, **options)
 
     def groups(self, batch: StepBatch) -> Groups:
-        """Return the groups of a step's examples that have directions of their own."""
+        """Return the groups of a step's examples that have directions of their own.
+
+        Raises:
+            UserError: the examples are not whole groups of `examples_per_direction`.
+        """
         size = self.config.examples_per_direction
         return Groups.of(len(batch), batch.num_examples, size)
 
@@ -348,7 +353,8 @@ class LezoEngine(ModelEngine):
             have not changed.
 
         Raises:
-            UserError: the passes cannot be shared evenly among the ranks.
+            UserError: the passes cannot be shared evenly among the ranks, or the examples are not
+                whole groups with enough directions.
             DivergenceError: `MAX_SKIPPED_STEPS` steps in a row were skipped.
             DesyncError: the ranks do not have the same settings, do not work on the same step or
                 batch, or had different results in the step before. All ranks raise. The step is
@@ -358,6 +364,7 @@ class LezoEngine(ModelEngine):
         """
         batch = StepBatch.of(batch)
         if not self._settings_agreed:
+            self.estimator.check_groups(self.groups(batch).number)
             self._agree_on_settings(len(batch))
         record = step.train_batch(self, batch, loss_function)
         self.global_steps += 1
@@ -546,9 +553,9 @@ def initialize(
             Only an adapter can be trained then. None stores them in `dtype`.
 
     Raises:
-        UserError: there is no such model, it has no transformer blocks, or its weights or the
-            adapter do not fit; or everything that is trainable is in blocks and all blocks are
-            dropped.
+        UserError: settings contradict each other; there is no such model, it has no transformer
+            blocks, or its weights or the adapter do not fit; or everything that is trainable is in
+            blocks and all blocks are dropped.
     """
     distributed.init_distributed()
     if dtype == "fp16" and not distributed.supports_fp16():
@@ -556,7 +563,11 @@ def initialize(
             f"{model} has model.dtype=fp16, in which this machine does not compute",
             fix="add model.dtype=bf16, or fp32, which keeps all bits",
         )
-    noise_backend(distributed.device(), make_law(config))  # refused before weights are loaded
+    config = checked_optimizer(config, peft, bits, num_steps)
+    # Refused before weights are loaded. Offloaded shards are updated on the CPU.
+    noise_backend(distributed.device(), make_law(config))
+    if offloads_weights(ds_config):
+        noise_backend(torch.device("cpu"), make_law(config))
     sharded = load_sharded_model(
         model,
         ds_config=ds_config,

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.forward.batch import LossFunction, StepBatch, to_device
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.noise import KeyedProbe
 from lezo_ds.zo.estimators import Estimate, Probe, mean_losses_of_groups
@@ -99,10 +100,22 @@ def forward(
         first_place = index * groups.per_micro_batch
         for probe, output in zip(forward_pass.probes, outputs, strict=True):
             of_examples = loss_function(output, inputs[index]).double()
+            if engine.config.examples_per_direction is not None:
+                check_losses(len(of_examples), inputs[index])
             for offset, of_group in enumerate(of_examples.chunk(groups.per_micro_batch)):
                 if forward_pass.counts:
                     losses[(first_place + offset) * num_probes + probe] = of_group.sum()
     return losses
+
+
+def check_losses(num_losses: int, micro_batch: MicroBatch) -> None:
+    """Refuse losses of which nobody can say to which group of examples each belongs."""
+    if num_losses != micro_batch.num_examples:
+        raise UserError(
+            f"zo.examples_per_direction needs a loss for each of {micro_batch.num_examples} "
+            f"examples of a micro-batch, and its loss function returned {num_losses}",
+            fix="return one loss per example, or name the examples in MicroBatch.examples",
+        )
 
 
 def perturbation(

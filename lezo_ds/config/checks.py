@@ -7,19 +7,28 @@ run has passed them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lezo_ds.config.components import DESCRIBING_KEYS, describe_task, num_directions, num_passes
-from lezo_ds.config.schema import TRAINED, ZEROTH_ORDER, RunConfig
+from lezo_ds.config.components import (
+    DESCRIBING_KEYS,
+    describe_task,
+    make_estimator,
+    num_groups,
+    num_passes,
+)
+from lezo_ds.config.schema import TRAINED, ZEROTH_ORDER, PeftConfig, RunConfig, ZoConfig
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code, options_of
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.template import field_text
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
-from lezo_ds.zo.grzo import Grzo
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
+from lezo_ds.zo.passes import can_group
+
+Rule = tuple[bool, str, str]
+"""Whether a rule is broken, the problem, and the fix."""
 
 
 def checked(config: RunConfig) -> RunConfig:
@@ -30,38 +39,74 @@ def checked(config: RunConfig) -> RunConfig:
     Raises:
         UserError: Two values contradict each other, or the method needs a value that is not set.
     """
-    for is_broken, problem, fix in _rules(config):
-        if is_broken:
-            raise UserError(problem, fix=fix)
+    _refuse_broken(_rules(config))
     if config.method not in TRAINED:
         return config
     needed: dict[str, object] = {"train.steps": config.train.steps}
     if config.method in ZEROTH_ORDER:
-        zo = config.zo
-        needed |= {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity}
-        estimator = ESTIMATORS.find(zo.estimator)
-        policy = LAYER_POLICIES.find(zo.layer_policy)
-        zo = replace(
-            zo,
-            estimator_options=_all_options(
-                "zo.estimator_options", zo.estimator_options, estimator, Estimator
-            ),
-            layer_policy_options=_all_options(
-                "zo.layer_policy_options", zo.layer_policy_options, policy, LayerPolicy
-            ),
-        )
+        _refuse_missing(config.method, needed | _needed(config.zo))
+        _refuse_broken(_rules_of_groups(config))
+        zo = checked_optimizer(config.zo, config.peft, config.model.bits, config.train.steps)
         config = replace(config, zo=zo)
-    missing = [key for key, value in needed.items() if value is None]
-    if missing:
-        raise UserError(
-            f"method={config.method} needs {', '.join(missing)}", fix=f"add {missing[0]}=..."
-        )
+        make_estimator(zo).check_groups(num_groups(config))
+    _refuse_missing(config.method, needed)
     check_world(replace(config, partition_size=None), world_size=1)
     return config
 
 
-def _rules(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
-    """Yield whether a rule is broken, the problem, and the fix."""
+def checked_optimizer(
+    zo: ZoConfig, peft: PeftConfig | None, bits: int | None, num_steps: int | None
+) -> ZoConfig:
+    """Return the settings of zeroth-order training with all options of its components.
+
+    A recipe and `lezo_ds.initialize` have the same rules, which are here.
+
+    Args:
+        zo: The settings.
+        peft: The adapter to train, if there is one.
+        bits: In which the matrices of the base are stored; None for a dtype.
+        num_steps: Number of steps of the run, if it is known.
+
+    Raises:
+        UserError: Two values contradict each other, or one that is needed is not set.
+    """
+    kind = "none" if peft is None else peft.kind
+    _refuse_broken(_rules_of_optimizer(zo, kind, bits, num_steps))
+    _refuse_missing("lezo", _needed(zo))
+    estimator = ESTIMATORS.find(zo.estimator)
+    policy = LAYER_POLICIES.find(zo.layer_policy)
+    zo = replace(
+        zo,
+        estimator_options=_all_options(
+            "zo.estimator_options", zo.estimator_options, estimator, Estimator
+        ),
+        layer_policy_options=_all_options(
+            "zo.layer_policy_options", zo.layer_policy_options, policy, LayerPolicy
+        ),
+    )
+    if zo.examples_per_direction is None:
+        make_estimator(zo).check_groups(num_groups=1)
+    return zo
+
+
+def _refuse_broken(rules: Iterable[Rule]) -> None:
+    for is_broken, problem, fix in rules:
+        if is_broken:
+            raise UserError(problem, fix=fix)
+
+
+def _refuse_missing(method: str, needed: Mapping[str, object]) -> None:
+    missing = [key for key, value in needed.items() if value is None]
+    if missing:
+        raise UserError(f"method={method} needs {', '.join(missing)}", fix=f"add {missing[0]}=...")
+
+
+def _needed(zo: ZoConfig) -> dict[str, object]:
+    return {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity}
+
+
+def _rules(config: RunConfig) -> Iterator[Rule]:
+    """Yield all rules but those of `_rules_of_optimizer` and `_rules_of_groups`."""
     data = config.data
     if data.task == CUSTOM:
         yield (
@@ -103,59 +148,61 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
     )
     if config.method not in TRAINED:
         return
-    bits = config.model.bits
-    yield (
-        bits is not None and (config.method not in ZEROTH_ORDER or config.peft.kind == "none"),
-        f"model.bits={bits} stores weights that cannot change, and method={config.method} with "
-        f"peft.kind={config.peft.kind} changes them or needs their gradients",
-        "set method=lezo peft.kind=lora, or model.bits=null",
-    )
+    if config.method not in ZEROTH_ORDER:
+        yield _rule_of_bits(config.method, config.peft.kind, config.model.bits)
     can_share = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
     yield (
         config.elastic.lighthouse is not None and not can_share,
         f"replicas cannot train with method={config.method} and peft.kind={config.peft.kind}",
         "set method=lezo and peft.kind=lora, or elastic.lighthouse=null",
     )
-    steps = config.train.steps
-    if config.method in ZEROTH_ORDER:
-        yield from _rules_of_groups(config)
-    if config.method in ZEROTH_ORDER and steps is not None:
-        yield (
-            config.zo.warmup_steps >= steps,
-            f"zo.warmup_steps={config.zo.warmup_steps} is not below train.steps={steps}",
-            "set zo.warmup_steps=0",
-        )
 
 
-def _rules_of_groups(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
-    """Yield the rules of directions of low rank and of groups of examples, as `_rules` does."""
-    size = config.zo.examples_per_direction
-    batch_size = config.train.batch_size
-    micro_batch_size = config.train.micro_batch_size
+def _rules_of_optimizer(
+    zo: ZoConfig, peft_kind: str, bits: int | None, num_steps: int | None
+) -> Iterator[Rule]:
+    """Yield the rules of zeroth-order training that need no batch."""
+    if zo.learning_rate != 0:  # an engine that only scores may have any base
+        yield _rule_of_bits("lezo", peft_kind, bits)
     yield (
-        config.zo.noise_rank > 0 and config.peft.kind == "prefix",
+        zo.noise_rank > 0 and peft_kind == "prefix",
         "zo.noise_rank perturbs matrices, and a prefix has none",
         "set zo.noise_rank=0, or peft.kind=lora",
     )
     yield (
-        ESTIMATORS.find(config.zo.estimator) is Grzo and num_directions(config) < 2,
-        "zo.estimator=grzo compares directions with each other, and this step has one",
-        "set zo.noise_rank=1 zo.examples_per_direction=1, or zo.directions=8",
-    )
-    if size is None:
-        return
-    yield (
-        config.zo.noise_rank == 0,
-        f"zo.examples_per_direction={size} needs directions of low rank",
+        zo.examples_per_direction is not None and zo.noise_rank == 0,
+        f"zo.examples_per_direction={zo.examples_per_direction} needs directions of low rank",
         "set zo.noise_rank=1, or zo.examples_per_direction=null",
     )
-    fits = micro_batch_size % size == 0 or size % micro_batch_size == 0
     yield (
-        batch_size % size != 0 or not fits,
-        f"zo.examples_per_direction={size} does not divide train.batch_size={batch_size} and "
-        f"train.micro_batch_size={micro_batch_size} into whole groups",
-        "set zo.examples_per_direction=1, or null",
+        num_steps is not None and zo.warmup_steps >= num_steps,
+        f"zo.warmup_steps={zo.warmup_steps} is not below train.steps={num_steps}",
+        "set zo.warmup_steps=0",
     )
+
+
+def _rule_of_bits(method: str, peft_kind: str, bits: int | None) -> Rule:
+    needs_weights = method not in ZEROTH_ORDER or peft_kind == "none"
+    return (
+        bits is not None and needs_weights,
+        f"model.bits={bits} stores weights that cannot change, and method={method} with "
+        f"peft.kind={peft_kind} changes them or needs their gradients",
+        "set method=lezo peft.kind=lora, or model.bits=null",
+    )
+
+
+def _rules_of_groups(config: RunConfig) -> Iterator[Rule]:
+    """Yield the rules of groups of examples and the batch of a recipe."""
+    size = config.zo.examples_per_direction
+    batch_size = config.train.batch_size
+    micro_batch_size = config.train.micro_batch_size
+    if size is not None and batch_size % micro_batch_size == 0:  # `check_world` refuses another
+        yield (
+            not can_group(size, batch_size, batch_size // micro_batch_size),
+            f"zo.examples_per_direction={size} does not divide train.batch_size={batch_size} and "
+            f"train.micro_batch_size={micro_batch_size} into whole groups",
+            "set zo.examples_per_direction=1, or null",
+        )
 
 
 def check_world(config: RunConfig, world_size: int) -> None:

@@ -136,12 +136,15 @@ def num_passes(config: RunConfig) -> int:
     return num_micro_batches * math.ceil(num_probes / config.zo.probes_per_pass)
 
 
+def num_groups(config: RunConfig) -> int:
+    """Return how many groups of examples, each with directions of its own, a step has."""
+    batch_size = config.train.batch_size
+    return batch_size // (config.zo.examples_per_direction or batch_size)
+
+
 def num_directions(config: RunConfig) -> int:
     """Return how many directions a zeroth-order step measures, those of all groups of examples."""
-    num_groups = config.train.batch_size // (
-        config.zo.examples_per_direction or config.train.batch_size
-    )
-    return config.zo.directions * num_groups
+    return config.zo.directions * num_groups(config)
 
 
 def copies_per_pass(config: RunConfig) -> int:

@@ -209,12 +209,11 @@ def _refusals(
 def _set_tensor_parallel(config: dict[str, Any], size: int, source: str) -> None:
     """Let `size` ranks split each weight. What the JSON says of sharding gives way to that."""
     config["tensor_parallel"] = {**config.get("tensor_parallel", {}), "autotp_size": size}
-    zero = config.get("zero_optimization", {})
     if size == 1:
+        zero = config.get("zero_optimization", {})
         config["zero_optimization"] = {**zero, "stage": zero.get("stage") or 3}
         return
-    offload = zero.get("offload_param") or {}
-    if offload.get("device", "none") != "none":
+    if offloads_weights(config):
         raise UserError(
             f"tensor_parallel={size} keeps the weights on the GPUs, and {source} offloads them",
             fix="set deepspeed=null, or tensor_parallel=null",
@@ -262,6 +261,12 @@ def tensor_parallel_of(config: RunConfig) -> int:
 def tensor_parallel_size(ds_config: Mapping[str, Any]) -> int:
     """Return the number of ranks that split each weight by DeepSpeed's AutoTP, or 1."""
     return ds_config.get("tensor_parallel", {}).get("autotp_size", 1)  # type: ignore[no-any-return]
+
+
+def offloads_weights(ds_config: Mapping[str, Any]) -> bool:
+    """Return whether the shards are in the memory of the host."""
+    offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
+    return bool(offload.get("device", "none") != "none")
 
 
 def _read_json(name: str) -> dict[str, Any]:

@@ -89,6 +89,15 @@ class MicroBatch:
     examples: tuple[Example, ...] = ()
     token_examples: Tensor | None = None
 
+    @property
+    def num_examples(self) -> int:
+        """Number of examples. Without `examples` and `token_examples`, each row is one."""
+        if self.examples:
+            return len(self.examples)
+        if self.token_examples is not None:
+            return int(self.token_examples.max()) + 1
+        return len(next(iter(self.inputs.values())))
+
     def with_logits(self) -> MicroBatch:
         """Return a batch that selects logits, where this one selects log-probabilities."""
         assert self.selection is not None
@@ -119,7 +128,7 @@ class StepBatch:
         weights: of each micro-batch, known without laying it out.
         build: (index) -> micro-batch.
         content: identifies the batch, by the indices of its examples. Ranks compare it.
-        num_examples: in all micro-batches.
+        num_examples: in all micro-batches; None if they have unequally many.
 
     Attributes:
         read: the indices of the micro-batches that have been read.
@@ -130,7 +139,7 @@ class StepBatch:
         weights: Sequence[float],
         build: Callable[[int], MicroBatch],
         content: bytes,
-        num_examples: int,
+        num_examples: int | None,
     ) -> None:
         self.weights = weights
         self.content = content
@@ -145,7 +154,8 @@ class StepBatch:
         if isinstance(batch, StepBatch):
             return batch
         weights = [micro_batch.weight for micro_batch in batch]
-        num_examples = sum(len(micro_batch.examples) for micro_batch in batch)
+        sizes = [micro_batch.num_examples for micro_batch in batch]
+        num_examples = sum(sizes) if len(set(sizes)) == 1 else None
         return cls(weights, batch.__getitem__, b"", num_examples)
 
     def __len__(self) -> int:

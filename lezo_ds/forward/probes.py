@@ -19,6 +19,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lezo_ds.noise import AnyNoise, KeyedProbe
+from lezo_ds.noise.low_rank import LowRankNoise
 from lezo_ds.sharding.parameters import NamedParameter
 
 PerturbedWeights = Mapping[str, Sequence[Tensor]]
@@ -41,6 +42,12 @@ class Perturbation:
     dropped_layers: frozenset[int]
     noise: AnyNoise
     keys_of_groups: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.noise, LowRankNoise):
+            return
+        if any(len(keys) > 1 for keys in self.keys):
+            raise ValueError("a perturbed copy of a weight serves all examples, not a group")
 
     @property
     def keys(self) -> tuple[tuple[int, ...], ...]:

@@ -246,11 +246,27 @@ def _triton_noise(device: torch.device, law: PerturbationLaw) -> AnyNoise:
         target = UpdateTarget(torch.zeros(1, device=device), ALL, parameter_id=0, shape=(1, 1))
         noise.update_([target], [Update(key=0, coefficient=1.0)], "stochastic")
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise UserError(
-            f"Triton needs a C compiler and Python's headers; {type(error).__name__}: {error}",
-            fix="pip install triton; apt-get install gcc python3-dev, or conda install gcc",
-        ) from error
+        raise _triton_refusal(error) from error
     return noise
+
+
+def _triton_refusal(error: Exception) -> UserError:
+    """Return what the user can do about an error of Triton's first launch."""
+    said = f"{type(error).__name__}: {error}"
+    # Triton asks for a compiler in words; one that CC names may be no program, or fail.
+    lacks_compiler = isinstance(error, ImportError | FileNotFoundError | subprocess.SubprocessError)
+    if lacks_compiler or "compiler" in str(error):
+        return UserError(
+            f"Triton needs a C compiler and Python's headers; {said}",
+            fix="pip install triton; apt-get install gcc python3-dev, or conda install gcc",
+        )
+    if isinstance(error, torch.OutOfMemoryError):
+        fix = "free memory of this GPU: nvidia-smi shows which programs use it"
+    elif isinstance(error, OSError) or "cache dir" in str(error):
+        fix = "set TRITON_CACHE_DIR to a folder that you may write to, on a disk with space"
+    else:
+        fix = "check with nvidia-smi that the GPU is there and that its driver fits PyTorch"
+    return UserError(f"the noise kernels cannot run on this GPU; {said}", fix=fix)
 
 
 _PACKED_UPDATE = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])

@@ -673,6 +673,7 @@ void lezo_subtract(const SubtractCall *call) {
     const std::vector<Strip> strips = strips_of(call->columns, num_terms, num_columns);
     const int64_t num_groups = (call->num_matrix_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     const int64_t num_pieces = (num_columns + PIECE - 1) / PIECE;
+    if (num_groups * num_pieces == 0) return;  // a rank may have no element of a matrix
     with_format(call->format, [&](auto storage_tag) {
         using Storage = decltype(storage_tag);
         const bool is_fp32 = std::is_same_v<Storage, Fp32>;

@@ -59,7 +59,7 @@ from lezo_ds.config import (
     eval_every,
     num_passes,
 )
-from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
+from lezo_ds.config.deepspeed import ds_config_of, offloads_weights, tensor_parallel_size
 from lezo_ds.forward.perturber import PROBES_AT_ONCE
 from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.tools.sizes import HIDDEN_STATES, InputSizes, ModelSizes
@@ -151,7 +151,7 @@ def rank_memory(
         num_shards = config.partition_size or world_size
     offload = ds_config["zero_optimization"].get("offload_param") or {}
     # A CPU has no other memory to offload to.
-    is_offloaded = on_gpu and offload.get("device", "none") != "none"
+    is_offloaded = on_gpu and offloads_weights(ds_config)
     weights = {"shards": _shards(own_model, num_shards, offload, is_offloaded=is_offloaded)}
     keeps_low_bits = config.zo.update_precision == "fp32_master" and model.itemsize < _FP32
     if config.method in ZEROTH_ORDER and keeps_low_bits:

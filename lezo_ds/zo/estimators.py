@@ -61,11 +61,13 @@ class Estimator(ABC):
         perturbation_scale: mu > 0; "eps" in the tables of MeZO and LeZO.
         num_directions: number of directions of a step, at least `min_directions`.
         min_directions: the smallest number of directions that the estimator works with.
+        min_directions_of_step: that of all groups of examples together.
     """
 
     perturbation_scale: float
     num_directions: int = 1
     min_directions: ClassVar[int] = 1
+    min_directions_of_step: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.num_directions < self.min_directions:
@@ -116,6 +118,15 @@ class Estimator(ABC):
             gradients += estimate.projected_grads
         loss = add_in_order([estimate.loss for estimate in estimates]) / len(estimates)
         return Estimate(loss, tuple(gradients))
+
+    def check_groups(self, num_groups: int) -> None:
+        """Refuse a number of groups of examples that have too few directions together."""
+        if num_groups * self.num_directions < self.min_directions_of_step:
+            raise UserError(
+                f"zo.estimator={type(self).__name__.lower()} compares directions with each other, "
+                "and this step has one",
+                fix="set zo.noise_rank=1 zo.examples_per_direction=1, or zo.directions=8",
+            )
 
     @property
     def num_probes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Probe, Spsa, add_in_order
 from lezo_ds.zo.one_sided import deviation, in_units_of
@@ -19,6 +20,8 @@ class Grzo(Spsa):
     Source: GRZO (arXiv 2606.02857), which gives each example a direction of its own
     (zo.examples_per_direction=1).
     """
+
+    min_directions_of_step: ClassVar[int] = 2
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
         return self.estimate_groups(probes, [losses])

@@ -35,7 +35,9 @@ class Fzoo(OneSided):
 
     s is the sample deviation of the losses l(theta + mu z_d). It is about mu times the norm of
     the gradient, so this is normalized descent, and mu cancels out. With fewer than 4 directions,
-    the square of 1 / s has no finite mean (for normal losses).
+    the square of 1 / s has no finite mean (for normal losses). Groups of examples share one s, the
+    deviation of the losses from the mean of their group: if each had its own, an example to which
+    no direction matters would weigh as much as the others.
 
     Source: FZOO (Dang et al., ICLR 2026, arXiv 2506.09034), which draws z from {-1, +1}.
     """
@@ -43,10 +45,21 @@ class Fzoo(OneSided):
     min_directions: ClassVar[int] = 4
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
-        base, *sides = losses
-        spread = deviation(sides, degrees_of_freedom=len(sides) - 1)
-        differences = [side - base for side in sides]
-        return Estimate(base, in_units_of(spread, differences))
+        return self.estimate_groups(probes, [losses])
+
+    def estimate_groups(
+        self, probes: Sequence[Probe], losses: Sequence[Sequence[float]]
+    ) -> Estimate:
+        bases: list[float] = []
+        differences: list[float] = []
+        from_means: list[float] = []
+        for base, *sides in losses:
+            bases.append(base)
+            differences += [side - base for side in sides]
+            from_means += centered(sides)
+        # Each group has lost a degree of freedom to its mean.
+        spread = root_mean_square(from_means, degrees_of_freedom=len(from_means) - len(losses))
+        return Estimate(add_in_order(bases) / len(bases), in_units_of(spread, differences))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lezo_ds.errors import UserError
+
 
 class Pass(NamedTuple):
     """One forward pass: one micro-batch, copied once for each of its consecutive probes.
@@ -41,13 +43,26 @@ class Groups(NamedTuple):
     num_places: int
 
     @classmethod
-    def of(cls, num_micro_batches: int, num_examples: int, size: int | None) -> Groups:
+    def of(cls, num_micro_batches: int, num_examples: int | None, size: int | None) -> Groups:
         """Return the groups of `size` examples each, or one group of all examples (None).
 
-        `size` divides `num_examples`, and it divides the examples of a micro-batch or they it.
+        Args:
+            num_micro_batches: of a step.
+            num_examples: of a step; None if its micro-batches have unequally many.
+            size: divides the examples of a step, and it divides those of a micro-batch or they it.
+
+        Raises:
+            UserError: `size` does not.
         """
         if size is None:
             return cls(1, 1, num_micro_batches)
+        if num_examples is None or not can_group(size, num_examples, num_micro_batches):
+            shown = "unequally many" if num_examples is None else num_examples
+            raise UserError(
+                f"zo.examples_per_direction={size} does not divide {num_micro_batches} "
+                f"micro-batches of {shown} examples together into whole groups",
+                fix="set examples_per_direction=1, and lay out micro-batches of equal size",
+            )
         number = num_examples // size
         per_micro_batch = max(1, number // num_micro_batches)
         return cls(number, per_micro_batch, per_micro_batch * num_micro_batches)
@@ -60,6 +75,23 @@ class Groups(NamedTuple):
         """Return the places of a group."""
         size = self.num_places // self.number
         return range(group * size, (group + 1) * size)
+
+
+def can_group(size: int, num_examples: int, num_micro_batches: int) -> bool:
+    """Return whether the examples of a step are whole groups of `size`.
+
+    A group is a part of one micro-batch, or it is several whole ones.
+
+    >>> can_group(4, 16, num_micro_batches=2), can_group(3, 12, num_micro_batches=2)
+    (True, True)
+    >>> can_group(3, 4, num_micro_batches=1), can_group(6, 12, num_micro_batches=3)
+    (False, False)
+    """
+    micro_batch_size, left_over = divmod(num_examples, num_micro_batches)
+    if micro_batch_size == 0 or left_over > 0:
+        return False
+    fits = micro_batch_size % size == 0 or size % micro_batch_size == 0
+    return fits and num_examples % size == 0
 
 
 def passes_of_step(num_micro_batches: int, num_probes: int, probes_per_pass: int) -> list[Pass]:

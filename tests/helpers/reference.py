@@ -194,6 +194,12 @@ def estimate_groups(estimator, scale, losses):
         ]
         spread = math.hypot(*gradients) / math.sqrt(len(gradients))
         return statistics.fmean(means), [gradient / spread for gradient in gradients]
+    if estimator == "fzoo":
+        differences = [side - base for base, *sides in losses for side in sides]
+        variances = [statistics.variance(sides) for _, *sides in losses]  # groups of one size
+        spread = math.sqrt(statistics.fmean(variances))
+        loss = statistics.fmean(base for base, *_ in losses)
+        return loss, [difference / spread for difference in differences]
     of_groups = [estimate("spsa" if estimator == "grzo" else estimator, scale, of) for of in losses]
     gradients = [gradient for _, of_group in of_groups for gradient in of_group]
     if estimator == "grzo":

@@ -48,8 +48,8 @@ def updated(noise, values, low, region, precision, device=CPU):
 
 
 # Rows and columns of the part that a rank has; of a flat part, its first element and its end.
-FLAT = [(0, 13 * 307), (5, 300), (300, 1000), (1228, 3991)]
-RECTANGLES = [((2, 9), (3, 240)), ((0, 13), (128, 133)), ((10, 11), (5, 6))]
+FLAT = [(0, 13 * 307), (5, 300), (300, 1000), (1228, 3991), (5, 5), (614, 614)]
+RECTANGLES = [((2, 9), (3, 240)), ((0, 13), (128, 133)), ((10, 11), (5, 6)), ((4, 4), (3, 9))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

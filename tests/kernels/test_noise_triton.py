@@ -251,13 +251,33 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
         launched.clear()
 
 
-def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("Failed to find C compiler"),
+            r"Triton needs .* RuntimeError: Failed to find C compiler; fix: .*install gcc",
+        ),
+        (ImportError("No module named 'triton'"), "Triton needs .*fix: pip install triton"),
+        (FileNotFoundError(2, "No such file", "cc1"), "Triton needs .*install gcc"),
+        (subprocess.CalledProcessError(1, "gcc"), "Triton needs .*install gcc"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"),
+            "cannot run on this GPU; OutOfMemoryError: CUDA out of memory.*fix: free memory",
+        ),
+        (RuntimeError("no kernel image is available"), "cannot run .*fix: check with nvidia-smi"),
+        (RuntimeError("Could not create or locate cache dir"), "fix: set TRITON_CACHE_DIR"),
+        (PermissionError(13, "Permission denied", "/root"), "fix: set TRITON_CACHE_DIR"),
+    ],
+)
+def test_a_gpu_on_which_triton_cannot_start_is_refused_with_the_cause(error, message, monkeypatch):
     def fails(*_, **__):
-        raise RuntimeError("Failed to find C compiler")
+        raise error
 
     monkeypatch.setattr(gpu, "TritonNoise", fails)
-    with pytest.raises(UserError, match=r"Triton needs .* RuntimeError: Failed to find C compiler"):
+    with pytest.raises(UserError, match=message) as refusal:
         noise_backend(torch.device("cuda"), DenseLaw())
+    assert ("compiler" in str(refusal.value)) == ("Triton needs" in message)
 
 
 def test_a_build_of_pytorch_for_amd_gpus_is_refused_by_its_name(monkeypatch):

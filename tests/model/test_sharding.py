@@ -32,7 +32,7 @@ from transformers import OPTConfig
 import lezo_ds
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, open_weights, parameter_names
-from lezo_ds.config import ZoConfig
+from lezo_ds.config import PeftConfig, ZoConfig
 from lezo_ds.errors import UserError
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import Bundle, GatherAhead
@@ -352,3 +352,46 @@ def test_fp16_is_refused_where_the_processor_does_not_compute_in_it(monkeypatch)
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)  # the refusal comes first
     with pytest.raises(UserError, match="in which this machine does not compute; fix: add"):
         lezo_ds.initialize("model", ZoConfig(learning_rate=1e-3), {}, dtype="fp16")
+
+
+TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("zo", "others", "message"),
+    [
+        ({"examples_per_direction": 1}, {}, "needs directions of low rank"),
+        ({"noise_rank": 1}, {"peft": PeftConfig(kind="prefix")}, "a prefix has none"),
+        ({"estimator": "grzo"}, {}, "compares directions with each other, and this step has one"),
+        ({"estimator": "fzoo", "directions": 3}, {}, "this estimator needs 4"),
+        ({}, {"bits": 4}, "model.bits=4 stores weights that cannot change"),
+        ({"warmup_steps": 5}, {"num_steps": 5}, "zo.warmup_steps=5 is not below"),
+        ({"estimator_options": {"ranks": True}}, {}, "ranks=True is no option of Spsa"),
+        ({"layer_policy_options": {"blocks": "0"}}, {}, "blocks='0' is no option of Uniform"),
+        ({"estimator": "newton"}, {}, 'zo.estimator="newton".*is not one of'),
+        ({"sparsity": None}, {}, "method=lezo needs zo.sparsity"),
+        ({"learning_rate": None, "sparsity": None}, {}, "needs zo.learning_rate, zo.sparsity"),
+    ],
+)
+def test_initialize_has_the_rules_of_a_recipe(zo, others, message, monkeypatch):
+    monkeypatch.setattr(distributed, "init_distributed", lambda: None)
+    with pytest.raises((UserError, ValueError), match=message):
+        lezo_ds.initialize("no model", ZoConfig(**(TRAINS | zo)), {}, **others)
+
+
+def test_a_missing_compiler_shows_before_offloaded_weights_are_loaded(monkeypatch):
+    """The GPU's kernels need none of g++, and the updates of offloaded shards do."""
+    asked = []
+
+    def backend(device, law):
+        asked.append(device.type)
+        if device.type == "cpu":
+            raise UserError("without g++")
+
+    monkeypatch.setattr(distributed, "init_distributed", lambda: None)
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("lezo_ds.engine.noise_backend", backend)
+    ds_config = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+    with pytest.raises(UserError, match="without g"):
+        lezo_ds.initialize("no model", ZoConfig(**TRAINS), ds_config)
+    assert asked == ["cuda", "cpu"]

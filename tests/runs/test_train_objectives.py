@@ -4,12 +4,18 @@ micro-batches."""
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import run_ranks
 from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 
 from lezo_ds.data.objectives import reward
 from lezo_ds.data.task_data import load_task_data
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import MicroBatch, to_device
+from lezo_ds.forward.probes import Perturbation
+from lezo_ds.noise import KeyedProbe
+from lezo_ds.zo.keys import direction_key
 
 SCALE = 1e-2
 
@@ -105,3 +111,39 @@ def test_examples_have_their_own_directions_whatever_shares_their_batch(assets):
             gradients = others[case][0].projected_grads
             scale = max(map(abs, records[0].projected_grads))
             assert gradients == pytest.approx(records[0].projected_grads, abs=1e-3 * scale), case
+
+
+def train_with_batches_of_ones_own(assets):
+    """The records of a step of a loop of one's own, and those of the same batch without groups."""
+    texts = torch.arange(5, 21).view(4, 4)
+    batches = [MicroBatch({"input_ids": part}, weight=2) for part in texts.chunk(2)]
+
+    def loss(logits, batch):
+        return logits[:, -1].log_softmax(dim=-1)[:, 7].neg()
+
+    settings = {"perturbation_scale": SCALE, "sparsity": 0.0, "noise_rank": 1}
+    engine = start_engine(assets / "writer", examples_per_direction=1, **settings)
+    with pytest.raises(UserError, match=r"a loss for each of 2 examples .* returned 1"):
+        engine.train_batch(batches, lambda logits, batch: loss(logits, batch)[:1])
+    of_groups = engine.train_batch(batches, loss)
+    engine.load_checkpoint("none", [of_groups], step=0)  # without its update
+    slopes = []
+    for place in range(4):
+        example = to_device(
+            MicroBatch({"input_ids": texts[place : place + 1]}, weight=1), engine.device
+        )
+        probes = tuple(
+            KeyedProbe(direction_key(of_groups.key, place), sign * SCALE) for sign in (1, -1)
+        )
+        plus, minus = engine.run(
+            example, Perturbation(probes, frozenset(of_groups.dropped_layers), engine.noise)
+        )
+        slopes.append(float(loss(plus, example) - loss(minus, example)) / (2 * SCALE))
+    return of_groups.projected_grads, slopes
+
+
+@pytest.mark.distributed
+def test_a_loop_of_ones_own_measures_each_example_along_its_own_direction(assets):
+    ((found, slopes),) = run_ranks(train_with_batches_of_ones_own, 1, assets)
+    assert len(found) == 4
+    assert found == pytest.approx(slopes, abs=1e-3 * max(map(abs, slopes)))

@@ -20,9 +20,14 @@ from lezo_ds.agreement import (
     disagreement,
     watched_rank,
 )
+from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
-from lezo_ds.step import PlanFormat, StepPlan
+from lezo_ds.forward.probes import Perturbation
+from lezo_ds.noise import KeyedProbe, noise_backend
+from lezo_ds.step import PlanFormat, StepPlan, check_losses
+from lezo_ds.tasks.base import Example
 from lezo_ds.zo.estimators import Probe
+from lezo_ds.zo.laws import DenseLaw, LowRankLaw
 
 FINITE = st.floats(allow_nan=False)
 PROBES = st.lists(st.builds(Probe, direction=st.integers(0, 2**32 - 1), scale=FINITE), max_size=9)
@@ -166,6 +171,35 @@ def test_another_token_in_the_share_of_a_rank_is_seen_by_the_one_that_watches_it
     assert all(sorted(ranks) == list(range(num_ranks)) for ranks in watched)
     for rank in range(num_ranks):  # any two ranks meet
         assert {ranks[rank] for ranks in watched} == set(range(num_ranks)) - {rank}
+
+
+def test_a_batch_of_ones_own_counts_its_examples():
+    rows = torch.zeros(6, 3, dtype=torch.int64)
+    bare = MicroBatch({"input_ids": rows}, 6)
+    assert bare.num_examples == 6
+    packed = replace(bare, token_examples=torch.tensor([[0, 0, 1]] * 6))
+    assert packed.num_examples == 2
+    named = replace(packed, examples=(Example("", (), None, 0),) * 3)
+    assert named.num_examples == 3
+    assert StepBatch.of([bare, bare]).num_examples == 12
+    assert StepBatch.of([bare, named]).num_examples is None
+
+
+def test_losses_that_are_not_one_for_each_example_have_no_groups():
+    batch = MicroBatch({"input_ids": torch.zeros(4, 3, dtype=torch.int64)}, 2)
+    check_losses(4, batch)
+    with pytest.raises(UserError, match=r"a loss for each of 4 examples .* returned 2; fix: "):
+        check_losses(2, batch)
+
+
+def test_dense_directions_of_groups_are_no_perturbation():
+    """A copy of a weight would be of the first group's direction alone."""
+    probe = KeyedProbe(1, 0.5)
+    device = torch.device("cpu")
+    with pytest.raises(ValueError, match="serves all examples"):
+        Perturbation((probe,), frozenset(), noise_backend(device, DenseLaw()), ((1, 2),))
+    groups = Perturbation((probe,), frozenset(), noise_backend(device, LowRankLaw()), ((1, 2),))
+    assert groups.keys == ((1, 2),)
 
 
 def test_what_a_rank_states_of_a_batch_needs_no_layout():

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.zo.estimators import ESTIMATORS, Spsa, mean_losses
+from lezo_ds.errors import UserError
+from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Spsa, mean_losses
 from lezo_ds.zo.grzo import Grzo
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
 from lezo_ds.zo.layers import Fixed, Uniform
@@ -105,6 +106,31 @@ def test_evolution_takes_the_mean_of_each_group_and_the_deviation_of_all():
     assert estimate.projected_grads == pytest.approx([d / spread for d in differences], rel=1e-15)
     assert estimate.projected_grads[2:4] == (0.0, 0.0)
     assert estimate.loss == pytest.approx((3.0 + 0.1 + 4.25) / 3, rel=1e-15)
+
+
+def test_groups_of_fzoo_share_one_deviation_so_that_a_flat_example_weighs_little():
+    estimator = ESTIMATORS["fzoo"](1e-3, num_directions=4)
+    steep = [1.0, 1.01, 0.99, 1.02, 0.98]
+    flat = [2.0, 2.0 + 1e-8, 2.0 - 1e-8, 2.0 + 2e-8, 2.0 - 2e-8]
+    estimate = estimator.estimate_groups(estimator.probes(()), [steep, flat])
+    # Each group has a mean of its own, so that 8 losses have 6 degrees of freedom.
+    squares = sum((side - 1.0) ** 2 for side in steep) + sum((side - 2.0) ** 2 for side in flat)
+    spread = (squares / 6) ** 0.5
+    expected = [(side - base) / spread for base, *sides in (steep, flat) for side in sides]
+    assert estimate.projected_grads == pytest.approx(expected, rel=1e-6)
+    assert max(map(abs, estimate.projected_grads[4:])) < 1e-5
+    assert estimate.loss == 1.5
+
+
+@pytest.mark.parametrize("losses", [[0.5, 0.3, 0.7, 0.1, 0.9], [0.0] * 5])
+def test_one_group_of_fzoo_has_the_bits_of_a_batch(losses):
+    estimator = ESTIMATORS["fzoo"](1e-3, num_directions=4)
+    base, *sides = losses
+    mean = (((0.0 + sides[0]) + sides[1]) + sides[2] + sides[3]) / 4
+    spread = math.sqrt(sum([(side - mean) ** 2 for side in sides[1:]], (sides[0] - mean) ** 2) / 3)
+    estimate = estimator.estimate(estimator.probes(()), losses)
+    expected = tuple((side - base) / spread if spread else 0.0 for side in sides)
+    assert estimate == Estimate(base, expected)
 
 
 def test_sums_are_rounded_term_by_term_in_order():
@@ -265,6 +291,23 @@ def test_groups_of_16_examples_lie_in_micro_batches(num_micro_batches, size, gro
     assert [found.of_place(place) for place in places] == of_places
     by_group = [list(found.places(group)) for group in range(found.number)]
     assert [place for group in by_group for place in group] == list(places)
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "num_micro_batches", "size"),
+    [(4, 1, 3), (0, 2, 1), (None, 2, 1), (12, 3, 6), (9, 2, 1), (4, 2, 8)],
+)
+def test_examples_that_are_not_whole_groups_are_refused(num_examples, num_micro_batches, size):
+    with pytest.raises(UserError, match=f"zo.examples_per_direction={size} does not divide"):
+        Groups.of(num_micro_batches, num_examples, size)
+
+
+def test_grzo_needs_two_directions_among_all_groups():
+    with pytest.raises(UserError, match=r"zo.estimator=grzo compares directions with each other"):
+        Grzo(1e-3, num_directions=1).check_groups(1)
+    Grzo(1e-3, num_directions=1).check_groups(2)
+    Grzo(1e-3, num_directions=2).check_groups(1)
+    Spsa(1e-3, num_directions=1).check_groups(1)
 
 
 def test_grzo_divides_the_slopes_of_all_groups_by_their_deviation():
