@@ -318,6 +318,16 @@ class LezoEngine(ModelEngine):
         self.finish_records()
         super().write_model(target, **options)
 
+    def own_learning_rate(self) -> float:
+        """Return the learning rate of the next step, as this machine computes it."""
+        return self.learning_rates.at(self.global_steps)
+
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next step, which all replicas take from one of them."""
+        if self.replicas is not None:
+            return float(self.replicas.place.learning_rate)
+        return self.own_learning_rate()
+
     def groups(self, batch: StepBatch) -> Groups:
         """Return the groups of a step's examples that have directions of their own.
 

@@ -67,7 +67,7 @@ def decide(engine: LezoEngine) -> StepPlan:
     return StepPlan(
         step=engine.global_steps,
         key=step_key(engine.seed, engine.global_steps),
-        learning_rate=engine.learning_rates.at(engine.global_steps),
+        learning_rate=engine.learning_rate(),
         perturbation_scale=engine.config.perturbation_scale,
         dropped_layers=layers.dropped,
         layer_weights=layers.weights,

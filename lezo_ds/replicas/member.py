@@ -32,6 +32,7 @@ class Member:
     Attributes:
         run: checksum of the journal's header, which tells runs apart.
         lines: number of records in the journal: how far the replica is.
+        learning_rate: of the step after these records, as this machine computes it.
         workers: number of its ranks that run passes; a group that splits the weights counts once.
         evaluations: what it has evaluated while it was away, for all journals.
         age: number of rounds that it has finished since it started.
@@ -47,6 +48,7 @@ class Member:
 
     run: str
     lines: NonNegativeInt
+    learning_rate: NonNegativeFloat
     workers: PositiveInt
     evaluations: tuple[EvaluationRecord, ...]
     age: NonNegativeInt

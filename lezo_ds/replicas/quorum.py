@@ -75,6 +75,8 @@ class Place(NamedTuple):
         position: index among the members. The first one evaluates and writes snapshots.
         first_worker: number of the workers of the members before this one.
         num_workers: number of the workers of all members.
+        learning_rate: of the round's step. It is the leader's: a cosine may have another last bit
+            on another processor.
         addresses: HOST:PORT of the members' journal transports.
         evaluations: that members bring along.
         lines: to take over before anything else, or None.
@@ -84,6 +86,7 @@ class Place(NamedTuple):
     position: int
     first_worker: int
     num_workers: int
+    learning_rate: float
     addresses: Sequence[str]
     evaluations: Sequence[EvaluationRecord]
     lines: Lines | None
@@ -98,6 +101,7 @@ class Replicas:
         journal: on rank 0, the run's journal. The run sets it before the first `meet`.
         evaluations: to bring along to the next round. The run fills and empties it.
         num_workers: workers of this replica. The run sets it.
+        learning_rate: of this replica's next step. The run sets it before each `meet`.
         stops_all: whether this replica votes that all replicas stop.
         digest: of the weights, in a step that checks them, else "".
         gives_up: on rank 0, whether to wait no longer for a quorum that does not come.
@@ -119,6 +123,7 @@ class Replicas:
         self.journal: Journal | None = None
         self.evaluations: list[EvaluationRecord] = []
         self.num_workers = 1
+        self.learning_rate = 0.0
         self.stops_all = False
         self.digest = ""
         self.gives_up: Callable[[], bool] = lambda: False
@@ -200,6 +205,7 @@ class Replicas:
         statement = Member(
             run=header_checksum(self.journal.header),
             lines=len(self.journal.records),
+            learning_rate=self.learning_rate,
             workers=self.num_workers,
             evaluations=tuple(self.evaluations),
             age=self._patience.num_rounds,
@@ -239,6 +245,7 @@ class Replicas:
             position=position,
             first_worker=sum(workers[:position]),
             num_workers=sum(workers),
+            learning_rate=leader.learning_rate,
             addresses=addresses,
             evaluations=[evaluation for member in members for evaluation in member.evaluations],
             lines=lines,

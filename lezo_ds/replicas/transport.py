@@ -1,11 +1,12 @@
 """The lines of a journal, from one replica to another.
 
-They are bytes with checksums: nothing is unpickled. A replica asks for all lines, which are a few
-megabytes at most, and compares them with its own:
+They are bytes with checksums: nothing is unpickled. A replica says which lines it has, by their
+length and their digest, and asks for those that follow. A long journal comes in several pieces:
 
-    GET /                              200
-    X-Nonce: NONCE                     X-Proof: HMAC of NONCE and lines
-    X-Proof: HMAC of NONCE and path    all whole lines
+    GET /LENGTH/DIGEST                 200
+    X-Nonce: NONCE                     X-Start: LENGTH, or 0 if the peer's journal begins otherwise
+    X-Proof: HMAC of NONCE and path    X-Proof: HMAC of NONCE, start and lines
+                                       lines from there on, PIECE_BYTES at most
 
 Both sides prove by an HMAC-SHA256 that they know the secret. The nonce is the asker's, so an old
 answer is not taken for a new one.
@@ -13,6 +14,7 @@ answer is not taken for a new one.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import http.client
 import secrets
@@ -26,10 +28,14 @@ from lezo_ds.errors import LezoError
 
 NO_ANSWER = (OSError, http.client.HTTPException, ValueError, OverflowError)
 """What asking an address may raise. The last two are of an address that none can have."""
+PIECE_BYTES = 32 << 20
+"""Most bytes of lines in an answer."""
 MAX_BYTES = 64 << 20
+"""Most bytes that are read of an answer. Whoever sends more is no peer."""
 _SILENCE_SECONDS = 3.0  # after which nobody is at the other end
 _PROOF = "X-Proof"
 _NONCE = "X-Nonce"
+_START = "X-Start"
 
 
 class Lines(NamedTuple):
@@ -61,7 +67,22 @@ class JournalTransport(ThreadingHTTPServer):
             OSError: nobody answers, or the answer breaks off.
             LezoError: who answers is no peer, or has another secret.
         """
-        path = "/"
+        own = whole_lines(self.journal)
+        found = own  # what this replica knows of the peer's lines
+        while True:
+            start, piece = self._ask(address, found)
+            if not piece:
+                break
+            found = found[:start] + piece
+        if own.startswith(found):  # the peer is not ahead
+            return Lines(len(own), b"")
+        if found.startswith(own):
+            return Lines(len(own), found[len(own) :])
+        return Lines(0, found)
+
+    def _ask(self, address: str, known: bytes) -> Lines:
+        """Return a piece of the peer's lines: what follows the known ones, or the first of all."""
+        path = f"/{len(known)}/{_digest(known)}"
         nonce = secrets.token_hex(16)
         proof = self.prove(nonce, path.encode())
         try:
@@ -73,17 +94,13 @@ class JournalTransport(ThreadingHTTPServer):
             raise OSError(f"{type(error).__name__}: {error}") from error
         if answer.length and len(data) <= MAX_BYTES:  # some of the announced bytes are missing
             raise ConnectionError(f"{address} has ended")
-        if not _equal(answer.headers[_PROOF], self.prove(nonce, data)):
+        start = answer.headers[_START] or ""
+        if not _equal(answer.headers[_PROOF], self.prove(nonce, _signed(start, data))):
             raise LezoError(
                 f"{address} does not send lines of a journal (status {answer.status}); "
                 "fix: set the same LEZO_SECRET for all replicas"
             )
-        own = whole_lines(self.journal)
-        if own.startswith(data):  # the peer is not ahead
-            return Lines(len(own), b"")
-        if data.startswith(own):
-            return Lines(len(own), data[len(own) :])
-        return Lines(0, data)
+        return Lines(int(start), data)
 
     def prove(self, nonce: str, content: bytes) -> str:
         """Return the proof that the sender of the content knows the secret."""
@@ -99,12 +116,18 @@ class _Handler(BaseHTTPRequestHandler):
         if not _equal(self.headers[_PROOF], self.server.prove(nonce, self.path.encode())):
             self.send_error(http.client.FORBIDDEN)
             return
+        _, length, digest = self.path.split("/")  # a peer wrote it
         data = whole_lines(self.server.journal)
+        start = int(length)
+        if _digest(data[:start]) != digest:  # the peer has other lines, or more of them
+            start = 0
+        piece = data[start : start + PIECE_BYTES]
         self.send_response(http.client.OK)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header(_PROOF, self.server.prove(nonce, data))
+        self.send_header("Content-Length", str(len(piece)))
+        self.send_header(_START, str(start))
+        self.send_header(_PROOF, self.server.prove(nonce, _signed(str(start), piece)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(piece)
 
     def log_message(self, *_: object) -> None:
         pass  # the log of the run is no log of requests
@@ -114,6 +137,15 @@ def whole_lines(path: Path) -> bytes:
     """Return the whole lines of a journal that may grow meanwhile; none if there is no file."""
     data = path.read_bytes() if path.is_file() else b""
     return data[: data.rfind(b"\n") + 1]
+
+
+def _digest(lines: bytes) -> str:
+    return hashlib.blake2b(lines, digest_size=16).hexdigest()
+
+
+def _signed(start: str, lines: bytes) -> bytes:
+    """Return the content of an answer that its proof is about."""
+    return f"{start}\n".encode() + lines
 
 
 def _equal(proof: str | None, expected: str) -> bool:

@@ -1,7 +1,8 @@
 """Learning rate schedules: functions of the step and of the number of steps only.
 
 Rank 0 computes the rate and broadcasts it with the plan, and the journal records it for replays.
-So a cosine that differs in its last bit between two machines does no harm.
+Replicas take the rate of one of them. So a cosine that differs in its last bit between two machines
+does no harm.
 """
 
 from __future__ import annotations

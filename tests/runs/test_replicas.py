@@ -83,6 +83,32 @@ def test_a_peer_sends_the_lines_that_are_missing_and_all_to_another_journal(tmp_
     assert connect(write_journal(tmp_path / "other", 3, key=6)).fetch(peer.address) == (0, whole)
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 100, 1000])
+def test_a_journal_of_any_length_comes_in_pieces(tmp_path, connect, monkeypatch, piece_bytes):
+    monkeypatch.setattr(transport_module, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(transport_module, "MAX_BYTES", 1000)  # less than the journal has
+    peer = connect(write_journal(tmp_path / "peer", 9))
+    whole = whole_lines(tmp_path / "peer")
+    assert len(whole) > 1000
+    own = write_journal(tmp_path / "own", 2)
+    length = len(whole_lines(own))
+    assert connect(own).fetch(peer.address) == (length, whole[length:])
+    assert connect(tmp_path / "none").fetch(peer.address) == (0, whole)
+    assert connect(write_journal(tmp_path / "other", 9, key=6)).fetch(peer.address) == (0, whole)
+    assert peer.fetch(connect(own).address) == (len(whole), b"")
+
+
+def test_only_what_is_missing_is_sent(tmp_path, connect, monkeypatch):
+    peer = connect(write_journal(tmp_path / "peer", 9))
+    asker = connect(write_journal(tmp_path / "own", 8))
+    asked = []
+    ask = asker._ask
+    monkeypatch.setattr(asker, "_ask", lambda *what: asked.append(ask(*what)) or asked[-1])
+    lines = asker.fetch(peer.address)
+    assert asked == [lines, (len(whole_lines(tmp_path / "peer")), b"")]
+    assert lines.data.count(b"\n") == 1
+
+
 def test_a_peer_without_the_secret_gets_nothing_and_is_not_believed(tmp_path, connect):
     journal = write_journal(tmp_path / "journal", 3)
     peer, stranger = connect(journal), connect(tmp_path / "none", b"another secret")
@@ -411,12 +437,15 @@ LezoEngine.run = overflow
 runpy.run_path({train!r}, run_name="__main__")
 """
 UNLIKE = """
-import runpy
+import math, runpy
 from lezo_ds import distributed
 from lezo_ds.engine import LezoEngine
+from lezo_ds.zo.schedules import LearningRates
 distributed.describe_arithmetic = lambda device: {{"processor": "another one"}}
 run = LezoEngine.run
 LezoEngine.run = lambda *arguments: tuple(output * (1 + 2e-7) for output in run(*arguments))
+at = LearningRates.at
+LearningRates.at = lambda *arguments: math.nextafter(at(*arguments), 1)
 runpy.run_path({train!r}, run_name="__main__")
 """
 FLIPPED = """

@@ -25,6 +25,7 @@ from lezo_ds.replicas.patience import Patience
 MEMBER = Member(
     run="0a1b2c3d",
     lines=7,
+    learning_rate=0.1 + 0.2,  # all of its bits
     workers=2,
     evaluations=(EvaluationRecord(4, "dev", 0.5, {"accuracy": 0.75}),),
     age=3,

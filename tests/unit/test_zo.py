@@ -10,13 +10,16 @@ import math
 import statistics
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Spsa, mean_losses
 from lezo_ds.zo.grzo import Grzo
@@ -221,6 +224,21 @@ def test_layer_weights_multiply_updates_and_weight_decay_shrinks_what_decays():
 def learning_rates(name, warmup_steps, num_steps=8):
     rates = LearningRates(SCHEDULES[name], peak=0.5, warmup_steps=warmup_steps, num_steps=num_steps)
     return [rates.at(step) for step in range(num_steps)]
+
+
+def test_replicas_take_the_learning_rate_of_one_of_them():
+    """Another processor may round a cosine to another last bit."""
+    engine = SimpleNamespace(
+        learning_rates=LearningRates(SCHEDULES["cosine"], peak=0.5, num_steps=7),
+        global_steps=3,
+        replicas=None,
+    )
+    engine.own_learning_rate = partial(LezoEngine.own_learning_rate, engine)
+    own = engine.own_learning_rate()
+    assert LezoEngine.learning_rate(engine) == own == engine.learning_rates.at(3)
+    others = math.nextafter(own, 1)
+    engine.replicas = SimpleNamespace(place=SimpleNamespace(learning_rate=others))
+    assert LezoEngine.learning_rate(engine) == others
 
 
 def test_the_learning_rates_of_each_schedule_are_these():
