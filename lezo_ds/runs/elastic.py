@@ -117,7 +117,7 @@ class ReplicaRun(Run):
         self.replicas.stops_all = self.has_stop_file
         self.replicas.digest = ""
         while True:
-            self.replicas.learning_rate = self.engine.own_learning_rate()
+            self.replicas.learning_rate = self.method.engine.own_learning_rate()
             try:
                 place = self.replicas.meet()
             except NoQuorumError:
