@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from lezo_ds.errors import HubError, UserError, did_you_mean
-from lezo_ds.forward.blocks import BlockLayout, find_blocks
-from lezo_ds.noise import ALL
+from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_other_inputs
+from lezo_ds.noise import ALL, Region
 from lezo_ds.sharding.files import WeightFiles, has_safetensors
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -30,6 +31,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _USE_A_DECODER = "set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2"
 _MOST_LAYERS = 2000
 """Most layers of a model. The largest ones have some hundred; building a million takes hours."""
+_COMPARED_AT_ONCE = 1 << 24
+"""Most elements of each of two weights that are in memory while they are compared."""
 _HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 """What transformers reads of a model and its tokenizer; a folder has further chat templates."""
 _NOT_READ = ["*/*.safetensors", "consolidated*.safetensors"]
@@ -201,6 +204,8 @@ def load_model_config(directory: Path) -> Any:
 def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     """Build a causal language model on the meta device, where only its buffers take memory.
 
+    Parameters that text cannot reach, such as those of a vision tower, do not require gradients.
+
     Raises:
         UserError: the config is damaged, or that of an encoder.
     """
@@ -222,16 +227,69 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
             fix=_USE_A_DECODER,
         )
     model.tie_weights()
+    freeze_other_inputs(model)
     model.config.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
+
+
+def build_model(directory: Path, dtype: torch.dtype) -> nn.Module:
+    """Build the model of a directory on the meta device, with the tied weights that it has.
+
+    As in transformers, weights that config.json ties stay apart if the checkpoint has both of them,
+    with unlike values.
+    """
+    config = load_model_config(directory)
+    model = build_on_meta(config, dtype)
+    if _ties_unlike_weights(model, directory, dtype):
+        config.tie_word_embeddings = False
+        config.get_text_config(decoder=True).tie_word_embeddings = False
+        model = build_on_meta(config, dtype)
+    return model
+
+
+def _ties_unlike_weights(model: Any, directory: Path, dtype: torch.dtype) -> bool:
+    """Return whether a checkpoint has two weights, unlike in a dtype, that its config ties."""
+    pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if not pairs:
+        return False
+    files = open_weights(model, directory)
+    for target, source in pairs.items():
+        one = files.stored_as(target)
+        other = files.stored_as(source)
+        if one is None or other is None or one == other:
+            continue
+        size = model.get_parameter(source).numel()
+        for start in range(0, size, _COMPARED_AT_ONCE):
+            count = min(_COMPARED_AT_ONCE, size - start)
+            parts = [files.read(tensors, Region(start), count) for tensors in (one, other)]
+            if not torch.equal(parts[0].to(dtype), parts[1].to(dtype)):
+                return True
+    return False
+
+
+def saved_config(model: Any, directory: Path) -> dict[str, Any]:
+    """Return the config.json of the weights of a model that was built from a directory.
+
+    It is the directory's own, unless transformers took the text model out of a larger one: then it
+    is the text model's. The class that it names is the model's.
+    """
+    config = load_model_config(directory)
+    values: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    if type(config) is not type(model.config):
+        config = config.get_text_config(decoder=True)
+        values = json.loads(config.to_json_string())
+    if config.tie_word_embeddings != model.config.tie_word_embeddings:
+        values["tie_word_embeddings"] = model.config.tie_word_embeddings
+    values.pop("torch_dtype", None)  # the older name of dtype
+    return values | {"architectures": [type(model).__name__]}
 
 
 def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
     """Build the model of a directory on the meta device and check its files.
 
-    The weights are not read. `dtype` is a key of `DTYPES`.
+    Only weights that may be tied are read. `dtype` is a key of `DTYPES`.
     """
-    model = build_on_meta(load_model_config(directory), DTYPES[dtype])
+    model = build_model(directory, DTYPES[dtype])
     layout = find_blocks(model)
     check_files(model, directory)
     return model, layout

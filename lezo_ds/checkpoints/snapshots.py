@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.checkpoint import open_weights
+from lezo_ds.checkpoints.checkpoint import open_weights, saved_config
 from lezo_ds.checkpoints.sharded_model import ShardedModel
 from lezo_ds.errors import LezoError
 from lezo_ds.files import (
@@ -114,9 +114,9 @@ def write_snapshot(
             shutil.rmtree(temporary, ignore_errors=True)
             make_directory(temporary)
             if adapter is None:
-                dtype = str(weights.shards[0].dtype).removeprefix("torch.")
-                _copy_companions(sharded.base.directory, temporary, dtype)
-                _write_tensors(temporary, tensors)
+                _copy_companions(sharded.base.directory, temporary)
+                written = _write_tensors(temporary, tensors)
+                _write_config(sharded, temporary, written)
             else:
                 adapter.write_config(temporary, sharded.base.name)
                 _write_tensors(temporary, tensors, adapter.weights_file)
@@ -137,8 +137,10 @@ def write_snapshot(
 
 def _write_tensors(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], single: str | None = None
-) -> None:
+) -> set[str]:
     """Write tensors to numbered safetensors files and an index, or to one file named `single`.
+
+    Return their names.
 
     This holds those of one file at a time; huggingface_hub.save_torch_state_dict needs all tensors
     at once.
@@ -171,6 +173,7 @@ def _write_tensors(
     if weight_map and single is None:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         write_atomically(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
+    return set(weight_map)
 
 
 def load_snapshot(sharded: ShardedModel, directory: Path) -> None:
@@ -197,7 +200,8 @@ def load_weights(sharded: ShardedModel, directory: Path) -> None:
     sharded.weights.load(sharded.weights.snapshot_shards, files)
 
 
-def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
+def _copy_companions(source: Path, temporary: Path) -> None:
+    """Copy the texts of the base model. `_write_config` writes its config.json anew."""
     templates = source.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")
     for file in sorted([*source.iterdir(), *templates]):
         is_companion = file.suffix in _COMPANION_SUFFIXES or file.name in ("LICENSE", "NOTICE")
@@ -206,11 +210,17 @@ def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
             copy = temporary / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
+
+
+def _write_config(sharded: ShardedModel, directory: Path, written: set[str]) -> None:
+    """Write the config.json of weights that were written under these names."""
+    config = saved_config(sharded.module, sharded.base.directory)
     # from_pretrained casts the weights to the dtype in the config, so it must be that of the
     # weights.
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)  # the older name of dtype
-    (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+    config["dtype"] = str(sharded.weights.shards[0].dtype).removeprefix("torch.")
+    if any(len(written.intersection(names)) > 1 for names in sharded.weights.aliases.values()):
+        config["tie_word_embeddings"] = False  # an adapter of the head alone was merged
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _publish(temporary: Path, target: Path, facts: Mapping[str, Any], card: Card | None) -> None:

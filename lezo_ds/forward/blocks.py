@@ -1,10 +1,11 @@
-"""The transformer blocks of a model, found by its structure, and the sizes of what is gathered."""
+"""What text runs through in a model: its modules, its transformer blocks, and what is gathered."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -12,6 +13,40 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.module_calls import PRODUCTS
 from lezo_ds.sharding.quantization import GROUP
 from lezo_ds.zo.laws import TrainedPart
+
+_OTHER_INPUTS = re.compile("vision|visual|image|img|video|audio|speech")
+"""In the names of modules that read other inputs than text, and of their sections of a config."""
+
+
+def modules_of_text(model: Any) -> dict[str, nn.Module]:
+    """Return the modules that text can reach, by name: all but those for images, video and sound.
+
+    A published model may have a text model as one part. transformers says which part that is. A few
+    models, such as Phi-4-multimodal, keep encoders of images and sound within it.
+    """
+    modules = dict(model.named_modules())
+    config = getattr(model, "config", None)
+    sections = getattr(config, "sub_configs", {})
+    is_wrapper = "text_config" in sections or any(map(_OTHER_INPUTS.search, sections))
+    if not is_wrapper:
+        return modules
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    reached = {module for part in parts if part is not None for module in part.modules()}
+    return {
+        name: module
+        for name, module in modules.items()
+        if module in reached and not _OTHER_INPUTS.search(name)
+    }
+
+
+def freeze_other_inputs(model: nn.Module) -> None:
+    """Set the parameters that text cannot reach to not trained: no loss would depend on them."""
+    reached: set[nn.Parameter] = set()
+    for module in modules_of_text(model).values():
+        reached.update(module.parameters(recurse=False))
+    for parameter in model.parameters():
+        if parameter not in reached:
+            parameter.requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -47,21 +82,21 @@ class BlockLayout:
 def find_blocks(model: nn.Module) -> BlockLayout:
     """Find the transformer blocks of a decoder.
 
-    They are the modules of the outermost ModuleList of one class that has the most parameters. A
-    list inside a block (for example, of experts) is not outermost.
+    They are the modules of the outermost ModuleList of one class that has the most parameters,
+    among those that text can reach. A list inside a block (for example, of experts) is not
+    outermost.
 
     Raises:
         UserError: no such list has parameters.
     """
-    lists = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-    }
+    modules = modules_of_text(model)
+    lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList)}
     largest_path = ""
     largest_size = 0
-    for path, modules in lists.items():
+    for path, blocks in lists.items():
         is_outermost = not any(path.startswith(other + ".") for other in lists)
-        has_one_class = len({type(module) for module in modules}) == 1
-        size = sum(_numel(parameter) for parameter in modules.parameters())
+        has_one_class = len({type(block) for block in blocks}) == 1
+        size = sum(_numel(parameter) for parameter in blocks.parameters())
         if is_outermost and has_one_class and size > largest_size:
             largest_path = path
             largest_size = size
@@ -151,7 +186,7 @@ def gather_sizes(model: nn.Module, layout: BlockLayout) -> GatherSizes:
     blocks = model.get_submodule(layout.path)
     inside = set(blocks.modules())
     gathered = [set(block.parameters()) for block in blocks.children()]
-    for module in model.modules():
+    for module in modules_of_text(model).values():
         if module not in inside:
             gathered.append(set(module.parameters(recurse=False)))
     num_users = Counter(parameter for parameters in gathered for parameter in parameters)

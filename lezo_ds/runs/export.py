@@ -124,7 +124,8 @@ def export_run(
         comparison = "the same as in the run"
         if expected is None:
             comparison = "no digest in the run to compare with"
-        logger.info("digest of the weights: %s (%s)", digest, comparison)
+        weights = "weights before the merge" if merge else "weights"
+        logger.info("digest of the %s: %s (%s)", weights, digest, comparison)
         if is_worse_than_base(evaluations_of(run.records)):
             logger.warning("%s", WORSE)
     engine.write_model(

@@ -79,6 +79,15 @@ class WeightFiles:
                     self.tensors[name] = _StoredTensor(file, shape)
         self._stored = stored_parameters(self.tensors, conversions)
 
+    def stored_as(self, name: str) -> tuple[str, ...] | None:
+        """Return the tensors that a parameter of this name consists of, or None if it is absent."""
+        # The name as it is, with the prefix of the base model, and without it.
+        bare = name.removeprefix(f"{self._prefix}.")
+        for spelling in (name, f"{self._prefix}.{name}", bare):
+            if spelling in self._stored:
+                return self._stored[spelling]
+        return None
+
     def find(
         self, names: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[str, ...]]:
@@ -94,11 +103,9 @@ class WeightFiles:
         found: dict[str, tuple[str, ...]] = {}
         for name, aliases in names.items():
             for alias in aliases:
-                # The name as it is, with the prefix of the base model, and without it.
-                bare = alias.removeprefix(f"{self._prefix}.")
-                for spelling in (alias, f"{self._prefix}.{alias}", bare):
-                    if spelling in self._stored:
-                        found.setdefault(name, self._stored[spelling])
+                stored_as = self.stored_as(alias)
+                if stored_as is not None:
+                    found.setdefault(name, stored_as)
         missing = sorted(names.keys() - found.keys())
         if missing:
             examples = ", ".join(sorted(self.tensors)[:3])

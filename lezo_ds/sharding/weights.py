@@ -39,6 +39,7 @@ class ShardedWeights:
         base_shards: of all others, which checkpoints of the model have.
         snapshot_shards: of the parameters that a snapshot stores: the adapter's, or all.
         low_bits: int16 [count] of each shard that has low bits, by name.
+        aliases: all names of each parameter, by its first name. Tied weights have several.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ShardedWeights:
         self.snapshot_shards = self.adapter_shards or shards
         self.low_bits: dict[str, Tensor] = {}
         self._initial: list[tuple[Shard, Tensor, Tensor | None]] = []
-        self._aliases = aliases
+        self.aliases = aliases
         self._precision = precision
         # By block, and by whether weight decay applies: all of a list have the same updates.
         self._trained: dict[tuple[int, bool], list[Shard]] = {}
@@ -82,7 +83,7 @@ class ShardedWeights:
             shards: some of `self.shards`.
             files: the weights of a checkpoint.
         """
-        aliases = {shard.name: self._aliases[shard.name] for shard in shards}
+        aliases = {shard.name: self.aliases[shard.name] for shard in shards}
         shapes = {shard.name: shard.shape for shard in shards}
         tensors = files.find(aliases, shapes)
         low_directory = files.directory / LOW_BITS_DIRECTORY

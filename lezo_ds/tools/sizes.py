@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import OPTConfig
 
-from lezo_ds.checkpoints.checkpoint import DTYPES, build_on_meta, load_model_config
+from lezo_ds.checkpoints.checkpoint import DTYPES, build_model, build_on_meta
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, make_layer_policy
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
@@ -157,8 +157,11 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         source: The folder of a model, or the name of an OPT shape.
     """
     dtype = DTYPES[config.model.dtype]
-    model_config = opt_config(source) if isinstance(source, str) else load_model_config(source)
-    model: Any = build_on_meta(model_config, dtype)
+    model: Any
+    if isinstance(source, str):
+        model = build_on_meta(opt_config(source), dtype)
+    else:
+        model = build_model(source, dtype)
     layout = find_blocks(model)
     blocks = model.get_submodule(layout.path)
     matrices = quantized_matrices(model, layout)

@@ -124,6 +124,39 @@ def test_targets_that_match_nothing_or_no_linear_module_are_refused_with_those_t
         adapter.attach(model, find_blocks(model))
 
 
+def _merge(directory, peft, root):
+    """Return the logits of a model with a trained adapter, and write both as a user does."""
+    engine = start_engine(directory, peft, learning_rate=1.0)
+    train(engine, 2)
+    engine.write_model(root / "adapter", card=lambda _: "")
+    engine.write_model(root / "merged", card=lambda _: "", merge=True)
+    return engine.forward(whole_batch())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "targets"), [("gpt2", "lm_head,c_attn"), ("qwen2", "lm_head"), ("opt", "q_proj")]
+)
+def test_a_merged_adapter_of_a_tied_head_is_that_of_the_head_alone(family, targets, tmp_path):
+    directory = write_families([family], tmp_path)[family]
+    peft = PeftConfig(kind="lora", lora_rank=2, lora_targets=targets)
+    (logits,) = run_ranks(_merge, 1, directory, peft, tmp_path)
+    adapted = PeftModel.from_pretrained(load(directory), tmp_path / "adapter").eval()
+    merged, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
+    assert not any(report.values())
+    embedding = load(directory).get_input_embeddings().weight
+    assert torch.equal(merged.get_input_embeddings().weight, embedding)
+    is_tied = merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
+    assert is_tied is merged.config.tie_word_embeddings is ("lm_head" not in targets)
+    with torch.no_grad():
+        for model in (adapted, merged.eval()):
+            torch.testing.assert_close(
+                model(**whole_batch().inputs).logits, logits, rtol=1e-4, atol=1e-4
+            )
+
+
 # Prefix tuning.
 
 

@@ -25,6 +25,7 @@ from lezo_ds.checkpoints.checkpoint import (
     open_weights,
     parameter_names,
     resolve_model,
+    saved_config,
 )
 from lezo_ds.data.tables import read_hub
 from lezo_ds.errors import HubError, UserError
@@ -119,6 +120,40 @@ def test_a_tied_parameter_is_read_under_whichever_of_its_names_it_is_stored(mode
     embedding, head = "model.decoder.embed_tokens.weight", "lm_head.weight"
     assert parameter_names(model)[embedding] == (embedding, head)
     assert_reads(changed(lambda _, tensors: tensors.update({head: tensors.pop(embedding)})), model)
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_a_head_that_the_config_ties_is_its_own_if_the_checkpoint_has_another_as_in_transformers(
+    changed, are_alike
+):
+    embedding, head = "model.decoder.embed_tokens.weight", "lm_head.weight"
+
+    def add_head(_, tensors):
+        values = tensors[embedding]
+        tensors[head] = values.clone() if are_alike else values.flip(0)
+
+    directory = changed(add_head)
+    opened = AutoModelForCausalLM.from_pretrained(directory)
+    built, _ = build_checked(directory, "bf16")
+    assert parameter_names(built) == parameter_names(opened)
+    assert (head in parameter_names(built)) is not are_alike
+    assert_reads(directory, opened)
+    config = saved_config(built, directory)
+    assert config["tie_word_embeddings"] is are_alike
+
+
+def test_a_saved_config_names_the_class_of_the_weights_and_one_dtype(changed, model):
+    older = {"torch_dtype": "float16", "architectures": ["OPTModel"]}
+    directory = changed(lambda config, _: config.update(older))
+    config = saved_config(model, directory)
+    assert config["architectures"] == ["OPTForCausalLM"]
+    assert "torch_dtype" not in config
+
+
+def test_a_model_without_a_head_is_refused_if_its_config_does_not_tie_one(changed):
+    directory = changed(lambda config, _: config.update(tie_word_embeddings=False))
+    with pytest.raises(UserError, match=r"lacks 1 of .* parameters, such as lm_head\.weight"):
+        build_checked(directory, "fp32")
 
 
 @pytest.mark.parametrize(

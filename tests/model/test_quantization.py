@@ -117,6 +117,26 @@ def test_the_stored_bytes_are_as_documented(bits):
     assert torch.equal(quantization.matrix(part), expected.view(3, WIDTH))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_values_are_those_of_the_page_and_are_not_rounded_before(bits):
+    """docs/file-formats.md: float32 values of a checkpoint, and a run in bf16."""
+    values = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
+
+    def by_page(x):
+        x = x.reshape(-1, GROUP)
+        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+        step = ((high - low) / (2**bits - 1)).bfloat16().float()
+        minimum = low.bfloat16().float()
+        code = ((x - minimum) / step).round().clamp(0, 2**bits - 1)
+        return (code * step + minimum).bfloat16().view(3, WIDTH)
+
+    quantization = Quantization(bits, torch.bfloat16, (3, WIDTH), 1)
+    part = torch.empty(quantization.size_of_part, dtype=torch.bfloat16)
+    quantization.quantize_(part, values)
+    assert torch.equal(quantization.matrix(part), by_page(values))
+    assert not torch.equal(by_page(values), by_page(values.bfloat16().float()))
+
+
 # Runs.
 
 

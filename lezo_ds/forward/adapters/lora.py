@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.blocks import BlockLayout
+from lezo_ds.forward.blocks import BlockLayout, modules_of_text
 from lezo_ds.noise.philox import NORMAL_STREAM, words_at
 from lezo_ds.sharding.tensor_parallel import split_pair
 from lezo_ds.sharding.weights import ShardedWeights
@@ -40,12 +40,20 @@ class LoraAdapter:
         self._lora = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=self._targets, task_type="CAUSAL_LM"
         )
+        self._transposed: set[str] = set()  # names of modules that store their weight transposed
 
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
         """Freeze a model that is not sharded yet, and add the parameters, which have no values."""
         matched = matching_modules(model, self._targets)
         # GPT-2's linear module is Conv1D, which stores its weight transposed.
-        self._lora.fan_in_fan_out = any(isinstance(module, Conv1D) for module in matched)
+        self._transposed = {name for name, each in matched.items() if isinstance(each, Conv1D)}
+        self._lora.fan_in_fan_out = bool(self._transposed)
+        # Without this, peft would also adapt modules of these names that no text runs through.
+        self._lora.exclude_modules = [
+            name
+            for name, _ in model.named_modules()
+            if _is_one_of(name, self._targets) and name not in matched
+        ] or None
         before = set(model.parameters())
         dtype = next(model.parameters()).dtype
         inject_adapter_in_model(self._lora, model, low_cpu_mem_usage=True)
@@ -99,22 +107,33 @@ class LoraAdapter:
     def merged(self, weights: ShardedWeights) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value [*shape] of each weight of the model with the adapter added to it.
 
-        That is W + (alpha / r) B A, computed in float32 and rounded once to the dtype of W. Each
-        value is gathered when it is asked for: all ranks must take all of them.
+        That is W + (alpha / r) B A, computed in float32 and rounded once to the dtype of W. A tied
+        weight whose module is adapted under one of its names gets a value for each name. Values are
+        gathered when they are asked for: all ranks must take all of them.
         """
         factors = {shard.name: shard for shard in weights.adapter_shards}
-        scale = self._lora.lora_alpha / self._lora.r
+        num_merged = 0
         for shard in weights.base_shards:
-            value = shard.gather()
-            module = shard.name.removesuffix("weight")
-            if f"{module}lora_A.weight" in factors:
-                first = factors[f"{module}lora_A.weight"].gather()  # [r, inputs]
-                second = factors[f"{module}lora_B.weight"].gather()  # [outputs, r]
-                product = scale * (second.float() @ first.float())
-                if self._lora.fan_in_fan_out:
-                    product = product.t()
-                value = (value.float() + product).to(value.dtype)
-            yield shard.name, value
+            names = weights.aliases[shard.name]
+            if all(_factor_names(name)[0] not in factors for name in names):
+                yield shard.name, shard.gather()
+                continue
+            for name in names:
+                value = shard.gather()
+                first, second = _factor_names(name)
+                if first in factors:
+                    num_merged += 2
+                    product = self._product(factors[first].gather(), factors[second].gather())
+                    if name.removesuffix(".weight") in self._transposed:
+                        product = product.t()
+                    value = (value.float() + product).to(value.dtype)
+                yield name, value
+        assert num_merged == len(factors), "each factor belongs to one weight"
+
+    def _product(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return (alpha / r) B A, float32 [outputs, inputs], of A [r, inputs], B [outputs, r]."""
+        scale: float = self._lora.lora_alpha / self._lora.r
+        return scale * (second.float() @ first.float())
 
     def write_config(self, directory: Path, base_model: str) -> None:
         """Write adapter_config.json, with which peft loads the adapter."""
@@ -132,28 +151,41 @@ class LoraAdapter:
         }
 
 
-def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module]:
-    """Return the linear modules whose whole name, or the end of it, is one of `targets`.
+def matching_modules(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the linear modules whose whole name, or the end of it, is one of `targets`, by name.
+
+    Modules that text cannot reach are left out.
 
     Raises:
         UserError: a target names no module, or one that is not linear.
     """
-    modules = dict(model.named_modules())
-    matched: list[nn.Module] = []
+    modules = modules_of_text(model)
+    matched: dict[str, nn.Module] = {}
     for target in targets or [""]:
-        of_target = [
-            module
+        of_target = {
+            name: module
             for name, module in modules.items()
-            if target and (name == target or name.endswith("." + target))
-        ]
-        if not of_target or not all(map(_is_linear, of_target)):
+            if target and _is_one_of(name, [target])
+        }
+        if not of_target or not all(map(_is_linear, of_target.values())):
             linear = {name.rpartition(".")[2] for name, m in modules.items() if _is_linear(m)}
             raise UserError(
                 f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}",
                 fix=f"use some of {', '.join(sorted(linear))}, with commas between them",
             )
-        matched += of_target
+        matched |= of_target
     return matched
+
+
+def _is_one_of(name: str, targets: Sequence[str]) -> bool:
+    """Return whether a module's name, or the end of it, is one of `targets`, as in peft."""
+    return any(name == target or name.endswith("." + target) for target in targets)
+
+
+def _factor_names(weight_name: str) -> tuple[str, str]:
+    """Return the own names of the factors A and B of a weight."""
+    module = weight_name.removesuffix("weight")
+    return f"{module}lora_A.weight", f"{module}lora_B.weight"
 
 
 def _is_linear(module: nn.Module) -> bool:
