@@ -37,7 +37,15 @@ from lezo_ds.files import failures_named, make_directory, read_regular, write_at
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.runs.signals import on_stop_signals
-from lezo_ds.tools.tables import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs, recorded_config
+from lezo_ds.tools.tables import (
+    DAMAGE,
+    MEASURED,
+    SEEDS,
+    kept_apart,
+    over_seeds,
+    read_runs,
+    recorded_config,
+)
 
 # Columns of the printed table, after the keys of the grid.
 _SHOWN = [
@@ -232,7 +240,10 @@ def run_sweep(
 
 
 def results_frame(runs: Sequence[SweepRun]) -> pd.DataFrame:
-    """Return one row for each run: its name, its settings, and its results if it is done."""
+    """Return one row for each run: its name, its settings, and its results if it is done.
+
+    The column `data` tells runs apart that have equal settings and other data (`kept_apart`).
+    """
     frame = read_runs([run.directory for run in runs])
     keys = list(runs[0].settings)
     for key in keys:
@@ -241,7 +252,8 @@ def results_frame(runs: Sequence[SweepRun]) -> pd.DataFrame:
     # A run that was finished with other settings counts as not finished.
     frame["finished"] = [run.is_done() for run in runs]
     frame.loc[~frame["finished"], ["metric", *MEASURED]] = None
-    return frame[["run", *keys, "finished", "metric", *MEASURED]]
+    frame["data"] = kept_apart(frame, [key for key in keys if key not in SEEDS])
+    return frame[["run", *keys, "data", "finished", "metric", *MEASURED]]
 
 
 def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
@@ -254,8 +266,11 @@ def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
     results = results_frame(runs)
     with failures_named(directory):
         make_directory(directory)
-        write_atomically(directory / "results.csv", results.to_csv(index=False))
+        content = results.drop(columns="data").to_csv(index=False)
+        write_atomically(directory / "results.csv", content)
     keys = [key for key in runs[0].settings if key not in SEEDS]
+    if results["data"].any():
+        keys.append("data")
     summary = over_seeds(results, keys)
     losses = summary.loc[summary["finished"] == summary["runs"], "trained_dev_loss"].dropna()
     marks = pd.Series("", index=summary.index)

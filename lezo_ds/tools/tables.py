@@ -4,12 +4,15 @@
                     --name_experiments--> the column `experiment`
                     --score_table--> a row for each experiment, as texts
 
-An experiment is a group of runs that differ in their seeds only. Runs may be unfinished or damaged,
-and may come from anyone: their values are read, and nothing that they name is imported.
+An experiment is a group of runs that differ in their seeds only: their settings, base model and
+test data are the same. Runs may be unfinished or damaged, and may come from anyone: their values
+are read, and nothing that they name is imported.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,9 +53,11 @@ _RESULTS = [
 ]
 # The same, and the standard error of `test`.
 MEASURED = [*_RESULTS, "standard_error"]
+# These may change when a run resumes, and yet decide its score.
+_OF_SCORES = {"train.steps", "train.eval_every", "train.patience"}
+_OF_SCORES |= {key for key in READER.may_differ if key.startswith("data.")}
 # Runs that differ in these settings only belong to the same experiment.
-_NO_DIFFERENCE = {*SEEDS, "train.micro_batch_size"}
-_NO_DIFFERENCE |= READER.may_differ - {"train.steps", "data.train", "data.path"}
+_NO_DIFFERENCE = {*SEEDS, "train.micro_batch_size", *(READER.may_differ - _OF_SCORES)}
 
 _METHOD_NAMES = {
     "zero_shot": "zero-shot",
@@ -61,6 +66,8 @@ _METHOD_NAMES = {
     "mezo": "MeZO",
     "lezo": "LeZO",
 }
+
+logger = logging.getLogger(__name__)
 
 NOTE = """\
 Scores and errors are in percent, rewards as they are. A score is a mean over seeds
@@ -130,7 +137,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
 
     The method "mezo" is LeZO that drops no block. `problem` says why the run is not finished.
     """
-    missing = dict.fromkeys(["model", "task", "method", "metric", *MEASURED])
+    columns = ["model", "task", "method", "metric", "model_fingerprint", "test_data", "num_test"]
+    missing = dict.fromkeys([*columns, *MEASURED])
     row = {"directory": str(directory), "finished": False, "peft.kind": "none", **missing}
     try:
         row |= _settings(recorded_config(directory))
@@ -142,17 +150,25 @@ def _read_run(directory: Path) -> dict[str, Any]:
     results = RunResults.read(path)
     if results is None:
         return {**row, "problem": "damaged results.json"}
-    row |= {name: getattr(results, name) for name in ("metric", *_RESULTS)}
+    row |= {name: getattr(results, name) for name in ("metric", "model_fingerprint", *_RESULTS)}
     if not results.finished:
         return {**row, "test": None, "problem": f"unfinished, at step {results.steps}"}
     predictions = directory / "predictions" / f"step-{results.best_step or 0:08}.jsonl"
     answers = _read_lines(predictions, _ANSWERS)
+    if answers:
+        row |= {"test_data": _digest_of_test(answers), "num_test": len(answers)}
     judge = JUDGES.get(results.metric)
     if judge is not None:
         scores = pd.Series([judge(answer) for answer in answers], dtype=float)
         row["standard_error"] = scores.sem()
     labels = label_table(results.by_label or {})
     return {**row, "answers": answers, "labels": labels, "finished": True, "problem": ""}
+
+
+def _digest_of_test(answers: Iterable[Answer]) -> str:
+    """Return a hash of the test examples in any order, since data.seed shuffles them."""
+    examples = sorted(f"{answer.prompt!r} {answer.right!r}" for answer in answers)
+    return hashlib.sha256("\n".join(examples).encode()).hexdigest()
 
 
 def recorded_config(directory: Path) -> RunConfig:
@@ -223,7 +239,8 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
     """Return runs with the column `experiment`, such as "LeZO lora, learning_rate=1e-06".
 
     That is the method, the adapter, and the settings that differ between the runs of both on the
-    same model and task.
+    same model and task. Runs that are not finished, or on other data, have experiments of their
+    own. A warning names the latter.
     """
     settings = [name for name in runs if "." in name and name not in _NO_DIFFERENCE]
     experiments = pd.Series(None, runs.index, dtype=object)
@@ -237,8 +254,65 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
             for key in varying:
                 if pd.notna(run[key]):
                     words.append(f"{key.rpartition('.')[2]}={short(run[key])}")
+            if not run["finished"]:
+                words.append("unfinished")
             experiments[index] = ", ".join(words)
-    return runs.assign(experiment=experiments)
+    named = runs.assign(experiment=experiments)
+    suffixes = kept_apart(named, ["model", "task", "experiment"])
+    is_apart = suffixes != ""
+    named.loc[is_apart, "experiment"] += suffixes[is_apart]
+    return named
+
+
+def kept_apart(runs: pd.DataFrame, keys: Sequence[str]) -> pd.Series:
+    """Return what to add to the name of each run, among those with equal values of the keys.
+
+    That is "", or such as ", other test data" for a run that is not to be averaged with the first
+    one. A warning says so.
+    """
+    names = pd.Series("", runs.index)
+    for _, group in runs.groupby(list(keys) or (lambda _: 0), sort=False, dropna=False):
+        parts: list[list[Mapping[str, Any]]] = []
+        for index, run in zip(group.index, group.to_dict("records"), strict=True):
+            problems = [_problem_with(run, part) for part in parts]
+            number = problems.index("") if "" in problems else len(parts)
+            if number == len(parts):
+                parts.append([])
+            parts[number].append(run)
+            if number > 0:
+                suffix = f" ({number})" if number > 1 else ""
+                names[index] = f", {problems[0]}{suffix}"
+                message = "warning: %s is not averaged with %s: it has %s"
+                logger.warning(message, run["directory"], parts[0][0]["directory"], problems[0])
+    return names
+
+
+def _problem_with(run: Mapping[str, Any], part: Iterable[Mapping[str, Any]]) -> str:
+    """Return why a run does not belong to others that belong together, or ""."""
+    problems = (_other_data(run, other) for other in part)
+    return next(filter(None, problems), "")
+
+
+def _other_data(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return why two runs with the same settings but their seeds do not belong together, or ""."""
+    if _differ(run, other, "model_fingerprint"):
+        return "another base model"
+    if not _differ(run, other, "test_data"):
+        return ""
+    has_own_file = pd.notna(run["data.test"])
+    takes_all = has_own_file and pd.isna(run["data.num_test"]) and run["method"] != "icl"
+    # Another data.seed draws other records. Some of those that repeat training texts are left out.
+    is_drawn = pd.notna(run["data.train"]) and not has_own_file
+    is_same_source = is_drawn or not _differ(run, other, "num_test")
+    if run["data.seed"] != other["data.seed"] and not takes_all and is_same_source:
+        return ""
+    return "other test data"
+
+
+def _differ(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    """Return whether both runs have a value, and not the same. An older or unfinished has none."""
+    values = {each[name] for each in (run, other) if pd.notna(each[name])}
+    return len(values) > 1
 
 
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
