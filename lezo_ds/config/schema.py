@@ -141,6 +141,11 @@ class DataConfig:
     """With method icl, this number of solved examples comes before each question: the first
     training examples or, with data.protocol=mezo, others for each question."""
 
+    @property
+    def in_chat(self) -> bool:
+        """Whether the tokenizer's chat template writes the examples."""
+        return self.messages is not None or self.chat_template
+
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class PeftConfig:

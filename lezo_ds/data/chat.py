@@ -23,10 +23,10 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from lezo_ds.data.control_tokens import has_marks
 from lezo_ds.data.encoding import (
     EncodedExample,
     PromptTokenizer,
@@ -43,16 +43,39 @@ Span = tuple[int, int]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers (5.23) looks for it
 
+_QUESTION = Message(USER, "A question")
+_ANSWER = "31415926535897932"  # digits, which no filter of a template changes
+"""Turns by which the words around an answer are found."""
+
 
 def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str | None) -> Example:
-    """Return an example with candidates whose prompt is the turn of a user in a conversation."""
+    """Return an example whose candidates are answers in a conversation.
+
+    The prompt is the text that the template writes before an answer to the user. It may have more
+    than the words that open the turn, such as an empty thought.
+    """
     turns = with_system((Message(USER, example.prompt),), system_prompt)
-    prompt = _Template(tokenizer.backend, example).write(turns, opened=True)
-    begin = tokenizer.backend.convert_ids_to_tokens(list(tokenizer.begin_ids))
-    prompt = prompt.removeprefix("".join(begin))  # every sequence begins with it anyway
-    space = "" if prompt[-1:].isspace() else " "
-    candidates = tuple(space + candidate.strip() for candidate in example.candidates)
-    return replace(example, prompt=prompt, candidates=candidates)
+    before, _ = _Template(tokenizer, example).around_answer(turns)
+    candidates = tuple(_as_written(tokenizer, text.strip()) for text in example.candidates)
+    return replace(example, prompt=before, candidates=candidates, is_written=True)
+
+
+@lru_cache(maxsize=10_000)  # a template writes a label alike after all questions
+def _as_written(tokenizer: PromptTokenizer, answer: str) -> str:
+    """Return an answer as the chat template writes it.
+
+    Raises:
+        UserError: the template changes what is around it.
+    """
+    template = _Template(tokenizer, Example("", (), None, 0))
+    before, after = template.around_answer((_QUESTION,))
+    written = template.write((_QUESTION, Message(ASSISTANT, answer)))
+    if not (written.startswith(before) and written.endswith(after)):
+        raise UserError(
+            f"the chat template of {tokenizer.backend.name_or_path} changes the answer {answer!r}",
+            fix="give the label another text, or remove data.chat_template",
+        )
+    return written[len(before) : len(written) - len(after)]
 
 
 def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
@@ -63,8 +86,9 @@ def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
     asked = example.messages
     if asked[-1].role == ASSISTANT:
         asked = asked[:-1]
-    question = _Template(tokenizer.backend, example).write(asked, opened=True)
-    return tuple(tokenizer.backend.encode(question, add_special_tokens=False, verbose=False))
+    question = _Template(tokenizer, example).write(asked, opened=True)
+    (ids,) = tokenizer.encode_written([question])
+    return ids
 
 
 def end_of_turn(tokenizer: PromptTokenizer) -> TokenIds:
@@ -72,11 +96,8 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TokenIds:
 
     It may be another one than the EOS of the tokenizer, as in models of the Llama 3 family.
     """
-    answer = "An answer"
-    turns = (Message(USER, "A question"), Message(ASSISTANT, answer))
-    written = _Template(tokenizer.backend, Example("", (), None, 0)).write(turns)
-    after = written.rpartition(answer)[2].lstrip()
-    ids = tokenizer.backend.encode(after, add_special_tokens=False)[:1]
+    _, after = _Template(tokenizer, Example("", (), None, 0)).around_answer((_QUESTION,))
+    ids = tokenizer.backend.encode(after.lstrip(), add_special_tokens=False)[:1]
     known = tokenizer.backend.added_tokens_decoder
     return tuple(token for token in ids if token in known and known[token].special)
 
@@ -100,8 +121,10 @@ def encode_conversation(
         UserError: the template cannot write the conversation, or leaves out a turn; or no turn of
             the assistant is within `max_length` tokens.
     """
-    template = _Template(tokenizer.backend, example)
-    if _MARKED.search(str(tokenizer.backend.chat_template)):
+    template = _Template(tokenizer, example)
+    marks_turns = _MARKED.search(str(tokenizer.backend.chat_template))
+    # Transformers has no mask for a text with marked control tokens.
+    if marks_turns and not has_marks(template.write(example.messages)):
         ids, spans = template.marked_turns()
     else:
         ids, spans = template.measured_turns()
@@ -139,12 +162,23 @@ def encode_conversation(
 class _Template:
     """The chat template of a tokenizer, as it writes the turns of one example."""
 
-    backend: PreTrainedTokenizerBase
+    tokenizer: PromptTokenizer
     example: Example
 
     def write(self, turns: Sequence[Message], *, opened: bool = False) -> str:
         """Return the text of turns; if `opened`, with the words that begin the assistant's turn."""
         return str(self._apply(turns, tokenize=False, add_generation_prompt=opened))
+
+    def around_answer(self, turns: Sequence[Message]) -> tuple[str, str]:
+        """Return the texts that the template writes before and after an answer to `turns`."""
+        written = self.write((*turns, Message(ASSISTANT, _ANSWER)))
+        before, answer, after = written.rpartition(_ANSWER)
+        if not answer:
+            raise UserError(
+                f"the chat template omits the answer to {self.example.where}",
+                fix="correct the template, or use a model that was trained for conversations",
+            )
+        return before, after
 
     def marked_turns(self) -> tuple[list[int], list[Span]]:
         """Return the token ids, and the spans (in tokens) of the trained turns that are marked."""
@@ -170,10 +204,8 @@ class _Template:
     def measured_turns(self) -> tuple[list[int], list[Span]]:
         """Return the token ids, and the spans of the trained turns by their prefixes, in tokens."""
         conversation = self.write(self.example.messages)
-        encoded = self.backend(
-            conversation, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        spans = []
+        ids, bounds = self._tokens(conversation)
+        spans: list[Span] = []
         for number, turn in enumerate(self.example.messages):
             if not turn.is_trained:
                 continue
@@ -185,11 +217,15 @@ class _Template:
             content = turn.content.rstrip()
             if not content or not written.rstrip().endswith(content):
                 stop = start + len(written.rstrip())
-            inside = [
-                token
-                for token, (begin, end) in enumerate(encoded["offset_mapping"])
-                if begin < stop and start < end
-            ]
+            if has_marks(conversation):  # then there are no bounds
+                first, last = (len(self._tokens(conversation[:end])[0]) for end in (start, stop))
+                inside: Sequence[int] = range(first, last)
+            else:
+                inside = [
+                    token
+                    for token, (begin, end) in enumerate(bounds)
+                    if begin < stop and start < end
+                ]
             if not inside:
                 raise UserError(
                     f"the chat template omits turn {number + 1} of {self.example.where}",
@@ -197,7 +233,17 @@ class _Template:
                     "<think> and </think>",
                 )
             spans.append((inside[0], inside[-1] + 1))
-        return encoded["input_ids"], spans
+        return ids, spans
+
+    def _tokens(self, text: str) -> tuple[list[int], list[Span]]:
+        """Return the token ids of a text, and the characters of each token if it has no marks."""
+        if has_marks(text):
+            (ids,) = self.tokenizer.encode_written([text])
+            return list(ids), []
+        encoded = self.tokenizer.backend(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return encoded["input_ids"], encoded["offset_mapping"]
 
     def check_all_written(self) -> None:
         """Refuse a turn that is left out without an error, as many templates do with unknown roles.
@@ -243,7 +289,7 @@ class _Template:
 
     def _apply(self, turns: Sequence[Message], **options: bool) -> Any:
         """Return what apply_chat_template of the tokenizer returns for turns."""
-        backend = self.backend
+        backend = self.tokenizer.backend
         if not backend.chat_template:
             raise UserError(
                 f"the tokenizer of {backend.name_or_path} has no chat template",

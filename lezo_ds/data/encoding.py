@@ -25,6 +25,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, is_sentencepiece_available
 
+from lezo_ds.data.control_tokens import has_marks
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
 
@@ -62,10 +63,20 @@ class PromptTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, after `begin_ids`."""
+        return [(*self.begin_ids, *ids) for ids in self.encode_written(texts)]
+
+    def encode_written(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Return the token ids of texts that have all tokens, as those of a chat template.
+
+        Marked control tokens become text (lezo_ds/data/control_tokens.py).
+        """
+        options = {}
+        if any(map(has_marks, texts)):
+            options["sanitize_control_tokens"] = True
         # verbose=False silences a warning about long texts: they are cut, with a warning of our
         # own.
-        encoded = self.backend(list(texts), add_special_tokens=False, verbose=False)
-        return [(*self.begin_ids, *ids) for ids in encoded["input_ids"]]
+        encoded = self.backend(list(texts), add_special_tokens=False, verbose=False, **options)
+        return list(map(tuple, encoded["input_ids"]))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids as the model generated it, without special tokens."""
@@ -198,7 +209,8 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
         UserError: a candidate adds no token to the prompt, or leaves none before it.
     """
     inputs = [(example.prompt + candidate).strip(" ") for candidate in example.candidates]
-    prompt_ids, *full = tokenizer.encode([example.prompt.strip(" "), *inputs])
+    encode = tokenizer.encode_written if example.is_written else tokenizer.encode
+    prompt_ids, *full = encode([example.prompt.strip(" "), *inputs])
     # MeZO counts by difference, too, and without demonstrations. Tokens may merge across the
     # boundary, so the tokens of the candidate alone would be another number.
     option_lengths = tuple(len(ids) - len(prompt_ids) for ids in full)
@@ -223,7 +235,8 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
 
 def encode_prompt(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
     """Return the token ids of an example's prompt for the model to continue."""
-    (ids,) = tokenizer.encode([example.demonstrations + example.prompt.strip(" ")])
+    encode = tokenizer.encode_written if example.is_written else tokenizer.encode
+    (ids,) = encode([example.demonstrations + example.prompt.strip(" ")])
     return ids
 
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question, end_of_turn
+from lezo_ds.data.control_tokens import ControlTokens
 from lezo_ds.data.encoding import (
     NEWLINE,
     EncodedExample,
@@ -67,6 +69,8 @@ from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
+
+logger = logging.getLogger(__name__)
 
 FEWEST_COMMON = 8
 """Tokens with which all prompts begin run on their own if they are at least this many."""
@@ -286,8 +290,7 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     generation = None
     if task.kind == "generation" or objective.reads_answers:
         # A run of 0.4 in a chat, whose answers ended at a newline, goes on as it was.
-        in_chat = config.data.messages is not None or config.data.chat_template
-        ends_turn = in_chat and config.generation.stop is not None
+        ends_turn = config.data.in_chat and config.generation.stop is not None
         generation = generation_settings(
             tokenizer, config.generation, end_of_turn(tokenizer) if ends_turn else ()
         )
@@ -321,6 +324,18 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     return data
 
 
+class _Texts(NamedTuple):
+    """An example in the words that the recipe asks for.
+
+    Attributes:
+        shown: as it is shown to the user.
+        read: as the model reads it, with marks at the text of control tokens.
+    """
+
+    shown: Example
+    read: Example
+
+
 @dataclass(frozen=True)
 class _Encoder:
     """Turns the examples of a run into token ids."""
@@ -344,30 +359,57 @@ class _Encoder:
             max_length = prompt_room(max_length, max_new_tokens)
         is_chat = self.task.kind == "chat"
 
-        def encode_candidates(example: Example) -> EncodedExample:
+        def encode_candidates(texts: _Texts) -> EncodedExample:
+            example = texts.read
             if example.messages and self.task.has_answers:
                 return encode_conversation(
                     self.tokenizer, example, max_length, keep_end=not is_chat
                 )
             return encode_example(self.tokenizer, example, max_length)
 
-        worded = [self._worded(example) for example in examples]
-        pairs = usable(worded, encode_candidates, skip=data.skip_unusable)
+        pairs = usable(self._texts(examples), encode_candidates, skip=data.skip_unusable)
         where = "at their end" if is_chat else "on the left"
         warn_of_cuts([encoded.truncated for _, encoded in pairs], max_length, where)
         prompts: tuple[TokenIds, ...] = ()
         if has_prompts:
             encode = encode_question if examples[0].messages else encode_prompt
-            asked = [encode(self.tokenizer, example) for example, _ in pairs]
+            asked = [encode(self.tokenizer, texts.read) for texts, _ in pairs]
             prompts = cut_prompts(self.tokenizer, asked, data.max_length, max_new_tokens)
         split = EncodedSplit(
-            tuple(example for example, _ in pairs),
+            tuple(texts.shown for texts, _ in pairs),
             tuple(encoded for _, encoded in pairs),
             prompts,
             reads_records=self.objective.is_reward,
         )
         self._check_model(split)
         return split
+
+    def _texts(self, examples: tuple[Example, ...]) -> list[_Texts]:
+        """Return the texts of examples, and log which control tokens are in their records."""
+        control_tokens = ControlTokens(self.tokenizer.backend, self.config.data.in_chat)
+        texts = []
+        found = []
+        for example in examples:
+            marked, tokens = control_tokens.mark_example(self.task, example)
+            read = self._worded(marked)
+            texts.append(_Texts(read if marked is example else self._worded(example), read))
+            if tokens:
+                found.append(tokens)
+        if found:
+            names = set().union(*found)
+            are_tokens = control_tokens.become_tokens(names)
+            how = "the model reads it as text"
+            if are_tokens:
+                how = "this tokenizer cannot read it as text, so the model reads the token"
+            listed = ", ".join(are_tokens or sorted(names))
+            logger.warning(
+                "%d of %d records have the text of a control token (%s); %s",
+                len(found),
+                len(examples),
+                listed,
+                how,
+            )
+        return texts
 
     def _worded(self, example: Example) -> Example:
         """Return an example in the words that the recipe asks for: in a chat, or as MeZO's code."""

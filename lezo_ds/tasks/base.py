@@ -73,6 +73,8 @@ class Example:
             blank line.
         messages: the conversation, if the tokenizer's chat template writes the example. Its last
             turn is the gold text of the assistant, if there is one.
+        is_written: whether a chat template has written the prompt, with all tokens that a text
+            begins with.
         record: all fields of the record, including those that the task does not read.
         place: what messages call the record, such as "record 3 of the train split of custom
             (train.jsonl line 3)"; "" numbers it by its index.
@@ -85,6 +87,7 @@ class Example:
     references: tuple[str, ...] = ()
     demonstrations: str = ""
     messages: tuple[Message, ...] = ()
+    is_written: bool = False
     record: Record = field(default_factory=dict, compare=False, repr=False)
     place: str = field(default="", compare=False)
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lezo_ds.data.batches import teacher_forcing_batch
 from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question, end_of_turn
-from lezo_ds.data.encoding import cut_prompts, load_tokenizer
+from lezo_ds.data.encoding import cut_prompts, encode_example, load_tokenizer
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
 from lezo_ds.errors import UserError
@@ -46,6 +46,12 @@ TEMPLATES = {
         "turn['content'] + '</s>\n'", "turn['content'].split('</think>')[-1]"
     ),
     "endless": PLAIN.replace("</s>", ""),
+    "at once": PLAIN.replace("'\n' }}", "':' }}").replace("assistant\n", "assistant:"),
+    "after a space": PLAIN.replace("'\n' }}", "': ' }}").replace("assistant\n", "assistant:"),
+    "trimming": PLAIN.replace("turn['content']", "turn['content'] | trim | upper"),
+    "opening a thought": PLAIN.replace("<s>assistant\n'", "<s>assistant\n<think>\n'"),
+    "without BOS": PLAIN.replace("<s>", "["),
+    "omitting": PLAIN.replace("{% for turn in messages %}", "{% for turn in messages[:1] %}"),
 }
 
 
@@ -137,11 +143,32 @@ def test_a_turn_of_weight_0_is_context_and_calls_and_other_roles_are_written(nam
 def test_candidates_follow_a_question_in_the_template(tokenizers):
     asked = Example("Où?", (" là", " ici"), 0, 0)
     written = ask_in_chat(tokenizers["plain"], asked, "Be brief.")
-    assert (
-        written.prompt.removeprefix("<s>")
-        == "system\nBe brief.</s>\n<s>user\nOù?</s>\n<s>assistant\n"
-    )
+    assert written.prompt == "<s>system\nBe brief.</s>\n<s>user\nOù?</s>\n<s>assistant\n"
     assert written.candidates == ("là", "ici")
+
+
+@pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"none", "strict", "omitting"}))
+def test_the_tokens_of_a_label_are_those_that_the_template_writes(name, tokenizers):
+    tokenizer = tokenizers[name]
+    labels = (" là", "ici ")
+    encoded = encode_example(
+        tokenizer, ask_in_chat(tokenizer, Example("Où?", labels, 0, 0), None), 256
+    )
+    for label, ids, length in zip(labels, encoded.sequences, encoded.option_lengths, strict=True):
+        turns = [
+            {"role": "user", "content": "Où?"},
+            {"role": "assistant", "content": label.strip()},
+        ]
+        written = tokenizer.backend.apply_chat_template(turns, return_dict=False)
+        assert list(ids) == written[: len(ids)]
+        answer = tokenizer.backend.decode(ids[len(ids) - length :])
+        expected = label.strip().upper() if name == "trimming" else label.strip()
+        assert answer == (f" {expected}" if name == "after a space" else expected)
+
+
+def test_a_template_without_the_answer_is_refused(tokenizers):
+    with pytest.raises(UserError, match="omits the answer to record 3"):
+        ask_in_chat(tokenizers["omitting"], Example("Où?", ("là", "ici"), 0, 2), None)
 
 
 def test_a_long_conversation_is_cut_at_its_end(tokenizers):
