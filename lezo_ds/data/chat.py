@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -36,7 +36,16 @@ from lezo_ds.data.encoding import (
 )
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message
-from lezo_ds.tasks.custom import ASSISTANT, SYSTEM, USER, with_system
+from lezo_ds.tasks.conversations import (
+    ASSISTANT,
+    OTHER_FIELDS,
+    SYSTEM,
+    SYSTEM_FIELDS,
+    TOOL_FIELDS,
+    USER,
+    find_tools,
+    with_system,
+)
 
 Span = tuple[int, int]
 """(start, stop) of a turn of the assistant, in characters or tokens."""
@@ -89,6 +98,49 @@ def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
     question = _Template(tokenizer, example).write(asked, opened=True)
     (ids,) = tokenizer.encode_written([question])
     return ids
+
+
+def not_written(tokenizer: PromptTokenizer, example: Example, read: Collection[str]) -> set[str]:
+    """Return what the record of an example in a chat has, and the model does not read.
+
+    Args:
+        tokenizer: the model's tokenizer, with a chat template.
+        example: an example with a record.
+        read: the fields that the task reads.
+    """
+    record = example.record
+    fields = (*SYSTEM_FIELDS, *TOOL_FIELDS, *OTHER_FIELDS)
+    turns = example.messages
+    systems = [turn.content for turn in turns if turn.role == SYSTEM]
+    unread = {
+        name
+        for name in fields
+        if record.get(name) and name not in read and record[name] not in systems
+    }
+    # What is changed or left out is not written if the text stays the same.
+    template = _Template(tokenizer, example)
+    variants = []
+    if systems:
+        changed = [
+            turn._replace(content=f"{turn.content}~") if turn.role == SYSTEM else turn
+            for turn in turns
+        ]
+        variants.append((SYSTEM, template, changed))
+    if turns and find_tools(record):
+        unread -= set(TOOL_FIELDS)
+        without_tools = _Template(tokenizer, replace(example, record={}))
+        variants.append(("tools", without_tools, list(turns)))
+    for key in {key for turn in turns for key in turn.others} - {"tool_calls"}:
+        without_key = []
+        for turn in turns:
+            others = {name: value for name, value in turn.others.items() if name != key}
+            without_key.append(turn._replace(others=others))
+        variants.append((key, template, without_key))
+    for name, other, other_turns in variants:
+        with suppress(UserError):  # the template needs it
+            if other.write(other_turns) == template.write(turns):
+                unread.add(name)
+    return unread
 
 
 def end_of_turn(tokenizer: PromptTokenizer) -> TokenIds:
@@ -297,11 +349,8 @@ class _Template:
                 "or add its template as chat_template.jinja",
             )
         messages = [_as_dict(turn) for turn in turns]
-        tools = self.example.record.get("tools")
-        if not isinstance(tools, list):
-            tools = None
         try:
-            return backend.apply_chat_template(messages, tools, **options)
+            return backend.apply_chat_template(messages, find_tools(self.example.record), **options)
         except Exception as error:  # a template raises errors of its own and of Jinja
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(

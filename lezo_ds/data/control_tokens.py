@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import mark_control_tokens
 
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Message
-from lezo_ds.tasks.custom import ASSISTANT
+from lezo_ds.tasks.base import Example, Message, with_fields
+from lezo_ds.tasks.conversations import ASSISTANT
 
 _BEGIN_MARK, _END_MARK = mark_control_tokens("|", re.compile(r"\|")).split("|")
 
@@ -68,11 +68,11 @@ class ControlTokens:
 
     def _built(self, task: Task, example: Example, tokens: Collection[str]) -> Example:
         """Return the example of the record in which `tokens` are marked."""
-        record = _marked(example.record, tokens)
+        fields = dict(_marked(dict(example.record), tokens))
         if task.labels:  # the right answer is one of these
-            answers = set(task.answer_fields) & set(example.record)
-            record |= {name: example.record[name] for name in answers}
-        built = task.build_example(record, example.index)
+            for name in task.answer_fields:
+                fields.pop(name, None)
+        built = task.build_example(with_fields(example.record, fields), example.index)
         return replace(
             built,
             label=example.label,

@@ -368,9 +368,14 @@ def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> 
         example for _, example in built if example.label is not None or not task.has_answers
     ]
     if not answerable:
-        raise UserError(
-            f"none of the {len(rows)} records {of_split} has an answer", fix="correct the file"
-        )
+        fix = "correct the file"
+        if task.kind == "chat":
+            (field,) = task.fields
+            fix = (
+                f"{fix}; if a reward judges the answers, set data.prompt={{{field}}} and "
+                "data.chat_template=true instead of data.messages"
+            )
+        raise UserError(f"none of the {len(rows)} records {of_split} has an answer", fix=fix)
     num_left_out = len(built) - len(answerable)
     if num_left_out:
         message = "%d of %d records %s have no right answer and are left out"

@@ -29,6 +29,7 @@ from pyarrow.parquet import ParquetFile
 
 from lezo_ds.checkpoints.checkpoint import hub_problem
 from lezo_ds.errors import HubError, UserError
+from lezo_ds.tasks.base import ArrowRecord
 
 Row = tuple[str, Any]
 """(place, record): the place is such as " (train.jsonl line 3)", or "" if it is unknown. The record
@@ -148,7 +149,7 @@ def read_hub(
         name = f"{hub_id} ({config or 'default'})"
         message = f"cannot load {name} from the Hugging Face hub: {reason}"
         raise HubError(message, fix=fix) from error
-    return [[("", record) for record in split.to_list()] for split in loaded]
+    return [[("", ArrowRecord(record)) for record in split.to_list()] for split in loaded]
 
 
 _Records = Iterator[tuple[str, int, object]]
@@ -238,7 +239,7 @@ def _read_parquet(path: Path, _: str) -> _Records:
     batches = ParquetFile(path).iter_batches(_PARQUET_ROWS)
     records = chain.from_iterable(batch.to_pylist() for batch in batches)
     for row, record in enumerate(records, start=1):
-        yield "row", row, record
+        yield "row", row, ArrowRecord(record)
 
 
 READERS: Mapping[str, Callable[[Path, str], _Records]] = {

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -31,7 +32,13 @@ from torch import Tensor
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.batches import batch_indices, num_earlier
-from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question, end_of_turn
+from lezo_ds.data.chat import (
+    ask_in_chat,
+    encode_conversation,
+    encode_question,
+    end_of_turn,
+    not_written,
+)
 from lezo_ds.data.control_tokens import ControlTokens
 from lezo_ds.data.encoding import (
     NEWLINE,
@@ -370,6 +377,8 @@ class _Encoder:
         pairs = usable(self._texts(examples), encode_candidates, skip=data.skip_unusable)
         where = "at their end" if is_chat else "on the left"
         warn_of_cuts([encoded.truncated for _, encoded in pairs], max_length, where)
+        if data.in_chat:
+            self._warn_of_unread([texts.read for texts, _ in pairs])
         prompts: tuple[TokenIds, ...] = ()
         if has_prompts:
             encode = encode_question if examples[0].messages else encode_prompt
@@ -383,6 +392,15 @@ class _Encoder:
         )
         self._check_model(split)
         return split
+
+    def _warn_of_unread(self, examples: Sequence[Example]) -> None:
+        """Log what records have that belongs to a conversation, and the model does not read."""
+        counts: Counter[str] = Counter()
+        for example in examples:
+            counts.update(not_written(self.tokenizer, example, self.task.fields))
+        for name, count in sorted(counts.items()):
+            message = "the model does not read %s, which %d of %d records have"
+            logger.warning(message, name, count, len(examples))
 
     def _texts(self, examples: tuple[Example, ...]) -> list[_Texts]:
         """Return the texts of examples, and log which control tokens are in their records."""

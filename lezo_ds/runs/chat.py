@@ -23,7 +23,7 @@ from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_bat
 from lezo_ds.runs.predict import for_prediction
 from lezo_ds.runs.scoring import Opened
 from lezo_ds.tasks.base import Example, Message
-from lezo_ds.tasks.custom import ASSISTANT, USER, with_system
+from lezo_ds.tasks.conversations import ASSISTANT, USER, with_system
 from lezo_ds.zo.keys import sample_key
 
 logger = logging.getLogger(__name__)

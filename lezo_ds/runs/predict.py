@@ -52,8 +52,8 @@ from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.scoring import Opened, recipe_of
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Record
-from lezo_ds.tasks.custom import ASSISTANT, read_messages
+from lezo_ds.tasks.base import Example, Record, with_fields
+from lezo_ds.tasks.conversations import ASSISTANT, read_messages
 from lezo_ds.tasks.template import field_value
 
 _BATCHES_A_CHUNK = 32  # a kill costs at most one chunk
@@ -191,7 +191,7 @@ def _records(
     """
     for number, (place, record) in enumerate(read_file(source, encoding), start=1):
         where = f"record {number}{place}"
-        example = replace(checked_example(task, where, record), place=where)
+        example = replace(checked_example(task, where, record), record=record, place=where)
         for name in record:
             if name in taken or (OF_LABEL in taken and name.startswith(OF_LABEL)):
                 raise UserError(f"{where} has a field {name} already", fix="rename it")
@@ -209,15 +209,15 @@ def unlabelled(task: Task) -> Task:
     has_choices = task.kind in ("classification", "multiple_choice")
 
     def build(record: Record, index: int) -> Example:
-        record = {**record, **blanks}
+        fields = dict(blanks)
         if task.kind == "chat":
             # The last turn is an answer that the model does not read.
             (field,) = task.fields
             turns = field_value(record, field)
-            if read_messages(field, turns)[-1].role == ASSISTANT:
+            if read_messages(record, field)[-1].role == ASSISTANT:
                 turns = turns[:-1]
-            record[field] = [*turns, {"role": ASSISTANT, "content": "?"}]
-        example = task.build_example(record, index)
+            fields[field] = [*turns, {"role": ASSISTANT, "content": "?"}]
+        example = task.build_example(with_fields(record, fields), index)
         candidates = example.candidates if has_choices else ()
         return replace(example, candidates=candidates, label=None, references=())
 

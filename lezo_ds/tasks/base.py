@@ -17,6 +17,17 @@ from typing import Any, Literal, NamedTuple
 Record = Mapping[str, Any]
 """One row of a data set."""
 
+
+class ArrowRecord(dict[str, Any]):
+    """A row of Arrow. Its structs have the keys of all rows, with null where this row has none."""
+
+
+def with_fields(record: Record, fields: Record) -> Record:
+    """Return a record with other values of some fields. It stays a row of Arrow if it is one."""
+    kind = ArrowRecord if isinstance(record, ArrowRecord) else dict
+    return kind({**record, **fields})
+
+
 TaskKind = Literal["classification", "multiple_choice", "generation", "chat"]
 """How a task is trained and scored (MeZO: Malladi et al. 2023).
 

@@ -26,6 +26,15 @@ from typing import NamedTuple, TypeVar
 
 from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import BuildExample, Example, Message, Record, Survey, Task, TaskKind
+from lezo_ds.tasks.conversations import (
+    ASSISTANT,
+    USER,
+    check_tools,
+    is_conversation,
+    read_messages,
+    read_system,
+    with_system,
+)
 from lezo_ds.tasks.labels import (
     Choice,
     Labels,
@@ -43,20 +52,6 @@ T = TypeVar("T")
 CUSTOM = "custom"
 """The name of a task that a recipe describes."""
 
-SYSTEM = "system"
-USER = "user"
-ASSISTANT = "assistant"
-TOOL = "tool"
-
-_ROLES = {
-    "human": USER,
-    "gpt": ASSISTANT,
-    "function_call": ASSISTANT,
-    "observation": TOOL,
-    "function": TOOL,
-}
-"""Roles by their names in ShareGPT's files and in OpenAI's earlier ones."""
-
 _METRICS: Mapping[TaskKind, str] = {
     "classification": "accuracy",
     "multiple_choice": "accuracy",
@@ -64,9 +59,6 @@ _METRICS: Mapping[TaskKind, str] = {
     "chat": "token_accuracy",
 }
 """The metric of a task with right answers, unless data.metric names one."""
-
-_OTHER_KEYS = ("name", "tool_call_id", "reasoning_content")
-"""Keys of a turn that go to the chat template as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +289,14 @@ def _generation(described: Description, prompt: Template, completion: Template |
     """Return how a task reads records with right answers, or with none if a reward judges them."""
 
     def build_example(record: Record, index: int) -> Example:
+        templates = [template for template in (prompt, completion) if template is not None]
+        if any(_turns(template, record) for template in templates):
+            if not described.chat_template:
+                raise UserError(
+                    f"field {', '.join(prompt.fields)} or its answer is a list of turns",
+                    fix="set data.chat_template=true",
+                )
+            return _conversation(prompt, completion, record, index, described.system_prompt)
         filled = _filled(prompt, record)
         texts = [] if completion is None else completion.texts(record)
         answers = tuple(text.strip() for text in texts if text.strip())
@@ -313,6 +313,46 @@ def _generation(described: Description, prompt: Template, completion: Template |
     return _Reading("generation", prompt.fields, answer_fields, build_example)
 
 
+def _turns(template: Template | None, record: Record) -> tuple[Message, ...]:
+    """Return the turns in the only field of a template, or nothing if it gives text."""
+    if template is None or template.pieces != (("", template.fields[0]),):
+        return ()
+    (field,) = template.fields
+    if not is_conversation(field_value(record, field)):
+        return ()
+    return read_messages(record, field)
+
+
+def _conversation(
+    prompt: Template,
+    completion: Template | None,
+    record: Record,
+    index: int,
+    system_prompt: str | None,
+) -> Example:
+    """Return the example of a prompt or an answer that is a list of turns, as in TRL's layout.
+
+    Only the turns of the answer are learned.
+    """
+    asked = _turns(prompt, record) or (Message(USER, _filled(prompt, record)),)
+    answered = _turns(completion, record)
+    if not answered and completion is not None:
+        texts = [text.strip() for text in completion.texts(record)]
+        answered = tuple(Message(ASSISTANT, text) for text in texts[:1] if text)
+    trained = [row for row, turn in enumerate(answered) if turn.is_trained]
+    answered = answered[: max(trained, default=-1) + 1]  # what follows the last has no use
+    gold = tuple(turn.content for turn in answered[-1:])
+    context = tuple(turn._replace(weight=0) for turn in asked)
+    return Example(
+        asked[-1].content,
+        gold,
+        0 if gold else None,
+        index,
+        references=gold,
+        messages=with_system((*context, *answered), system_prompt),
+    )
+
+
 def _chat(described: Description, field: str) -> _Reading:
     """Return how a task reads conversations, each a list of turns in a field."""
     _refuse_others(
@@ -320,83 +360,19 @@ def _chat(described: Description, field: str) -> _Reading:
     )
 
     def build_example(record: Record, index: int) -> Example:
-        messages = read_messages(field, field_value(record, field))
+        messages = read_messages(record, field)
+        check_tools(record)
         trained = [row for row, message in enumerate(messages) if message.is_trained]
         if not trained:
             return Example(messages[-1].content, (), None, index)
         last = trained[-1]  # what follows it has no use
         asked = "" if last == 0 else messages[last - 1].content
         gold = (messages[last].content,)
-        turns = with_system(messages[: last + 1], described.system_prompt)
+        system_prompt = read_system(record) or described.system_prompt
+        turns = with_system(messages[: last + 1], system_prompt)
         return Example(asked, gold, 0, index, references=gold, messages=turns)
 
     return _Reading("chat", (field,), (), build_example)
-
-
-def read_messages(field: str, value: object) -> tuple[Message, ...]:
-    """Return the turns of a conversation, of which there is at least one.
-
-    Args:
-        field: the name of the field, for messages.
-        value: what the record holds in it.
-
-    Raises:
-        UserError: it is not a list of turns.
-    """
-    if not isinstance(value, list) or not value:
-        raise UserError(
-            f"field {field} is {shown(value)}, "
-            'not a list such as [{"role": "user", "content": "Hello"}]',
-            fix="use a .jsonl, .json or .parquet file, "
-            "and name the field with the list in data.messages",
-        )
-    return tuple(
-        _read_turn(f"turn {number} of field {field}", turn)
-        for number, turn in enumerate(value, start=1)
-    )
-
-
-def _read_turn(where: str, turn: object) -> Message:
-    """Return a turn {role, content}, as in OpenAI's files, or {from, value}, as in ShareGPT's."""
-    keys = turn if isinstance(turn, Mapping) else {}
-    role = keys.get("role") or keys.get("from")
-    calls = keys.get("tool_calls")
-    if not isinstance(role, str):
-        raise UserError(
-            f"{where} is {shown(turn)}, without a role",
-            fix="rename its keys to role and content, or to from and value",
-        )
-    role = _ROLES.get(role, role)
-    content = keys.get("content", keys.get("value"))
-    if content is None and (calls or role == TOOL):
-        content = ""  # a call needs no text, and a tool may return nothing
-    if not isinstance(content, str):
-        raise UserError(
-            f"the content of {where} is {shown(content)}, not text",
-            fix="correct or remove the record",
-        )
-    weight = keys.get("weight")
-    if weight not in (None, 0, 1):
-        raise UserError(
-            f"the weight of {where} is {shown(weight)}, not 0 or 1", fix="correct the record"
-        )
-    others = {name: keys[name] for name in _OTHER_KEYS if keys.get(name)}
-    if calls:
-        others["tool_calls"] = calls
-    message = Message(role, content, 0 if weight == 0 else 1, others)
-    if message.is_trained and not content.strip() and not calls:
-        raise UserError(
-            f"{where} is the assistant's and is empty",
-            fix="fill it in, give it weight 0, or remove the record",
-        )
-    return message
-
-
-def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
-    """Return a conversation with a system prompt before it, unless it begins with its own."""
-    if system_prompt is None or messages[0].role in (SYSTEM, "developer"):
-        return messages
-    return (Message(SYSTEM, system_prompt), *messages)
 
 
 def _filled(prompt: Template, record: Record) -> str:

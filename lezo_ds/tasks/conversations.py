@@ -1,0 +1,180 @@
+"""Conversations in records: turns, as OpenAI, ShareGPT and TRL write them, and what goes with them.
+
+{"messages": [{"role": "user", "content": "Hello"}, ...], "tools": [...]}
+{"conversations": [{"from": "human", "value": "Hello"}, ...], "system": "Be brief."}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from lezo_ds.errors import UserError
+from lezo_ds.tasks.base import ArrowRecord, Message, Record
+from lezo_ds.tasks.template import field_value, shown
+
+SYSTEM = "system"
+USER = "user"
+ASSISTANT = "assistant"
+TOOL = "tool"
+
+_ROLES = {
+    "human": USER,
+    "gpt": ASSISTANT,
+    "function_call": ASSISTANT,
+    "observation": TOOL,
+    "function": TOOL,
+}
+"""Roles by their names in ShareGPT's files and in OpenAI's earlier ones."""
+
+_OTHER_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+"""Keys of a turn that go to the chat template as they are."""
+
+SYSTEM_FIELDS = ("system", "system_prompt")
+"""Fields next to a conversation with the text of its system turn."""
+TOOL_FIELDS = ("tools", "functions")
+"""Fields next to a conversation with the definitions of tools."""
+OTHER_FIELDS = ("history", "instruction", "input")
+"""Fields of other layouts that belong to a conversation."""
+
+
+def is_conversation(value: object) -> bool:
+    """Return whether a field holds turns, and not texts."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
+def read_messages(record: Record, field: str) -> tuple[Message, ...]:
+    """Return the turns of a conversation, of which there is at least one.
+
+    Args:
+        record: the record.
+        field: the name of the field with the turns.
+
+    Raises:
+        UserError: it is not a list of turns.
+    """
+    value = _as_stored(record, field_value(record, field))
+    if not isinstance(value, list) or not value:
+        raise UserError(
+            f"field {field} is {shown(value)}, "
+            'not a list such as [{"role": "user", "content": "Hello"}]',
+            fix="use a .jsonl, .json or .parquet file, "
+            "and name the field with the list in data.messages",
+        )
+    return tuple(
+        _read_turn(f"turn {number} of field {field}", turn)
+        for number, turn in enumerate(value, start=1)
+    )
+
+
+def read_system(record: Record) -> str | None:
+    """Return the system prompt in a field next to a conversation, if there is one."""
+    for name in SYSTEM_FIELDS:
+        value = record.get(name)
+        if isinstance(value, str) and value.strip():
+            return value
+    return None
+
+
+def find_tools(record: Record) -> list[Any] | None:
+    """Return the definitions of tools in a field of a record: a list of objects, or JSON of one.
+
+    Those of OpenAI's earlier key `functions` lack what is around a function in `tools`.
+    """
+    for name in TOOL_FIELDS:
+        value = _as_stored(record, record.get(name))
+        with suppress(TypeError, ValueError):
+            value = json.loads(value)  # Arrow cannot store objects of many kinds
+        if not is_conversation(value):
+            continue
+        if name == "tools":
+            return list(value)
+        return [{"type": "function", "function": function} for function in value]
+    return None
+
+
+def check_tools(record: Record) -> None:
+    """Refuse what stands in a field of tools and is no list of their definitions."""
+    filled = [name for name in TOOL_FIELDS if record.get(name) not in (None, "", [], "[]")]
+    if filled and find_tools(record) is None:
+        raise UserError(
+            f"field {filled[0]} is {shown(record[filled[0]])}, not a list of definitions of tools",
+            fix="write a list of objects, or JSON of one, or rename the field",
+        )
+
+
+def _as_stored(record: Record, value: Any) -> Any:
+    """Return the value of a field without the nulls that Arrow has filled in."""
+    return _without_nulls(value) if isinstance(record, ArrowRecord) else value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _read_turn(where: str, turn: object) -> Message:
+    """Return a turn {role, content}, as in OpenAI's files, or {from, value}, as in ShareGPT's."""
+    keys = turn if isinstance(turn, Mapping) else {}
+    role = keys.get("role") or keys.get("from")
+    calls = keys.get("tool_calls")
+    if not calls and isinstance(keys.get("function_call"), Mapping):  # OpenAI's earlier key
+        calls = [{"type": "function", "function": keys["function_call"]}]
+    if not isinstance(role, str):
+        raise UserError(
+            f"{where} is {shown(turn)}, without a role",
+            fix="rename its keys to role and content, or to from and value",
+        )
+    role = _ROLES.get(role, role)
+    content = _text(where, keys.get("content", keys.get("value")))
+    if content is None and (calls or role == TOOL):
+        content = ""  # a call needs no text, and a tool may return nothing
+    if not isinstance(content, str):
+        raise UserError(
+            f"the content of {where} is {shown(content)}, not text",
+            fix="correct or remove the record",
+        )
+    weight = keys.get("weight")
+    if weight not in (None, 0, 1):
+        raise UserError(
+            f"the weight of {where} is {shown(weight)}, not 0 or 1", fix="correct the record"
+        )
+    others = {name: keys[name] for name in _OTHER_KEYS if keys.get(name)}
+    if calls:
+        others["tool_calls"] = calls
+    message = Message(role, content, 0 if weight == 0 else 1, others)
+    if message.is_trained and not content.strip() and not calls:
+        raise UserError(
+            f"{where} is the assistant's and is empty",
+            fix="fill it in, give it weight 0, or remove the record",
+        )
+    return message
+
+
+def _text(where: str, content: Any) -> Any:
+    """Return the text of a content that is a list of parts. Another content stays as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            raise UserError(
+                f"{where} has a part that is not text: {shown(kind or part)}",
+                fix="use a model and records of text alone: this trainer reads no images or sounds",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
+    """Return a conversation with a system prompt before it, unless it begins with its own."""
+    if system_prompt is None or messages[0].role in (SYSTEM, "developer"):
+        return messages
+    return (Message(SYSTEM, system_prompt), *messages)
