@@ -23,6 +23,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 
 from lezo_ds.errors import HubError, UserError, did_you_mean
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_other_inputs
+from lezo_ds.forward.rope import rotate_each_row
 from lezo_ds.noise import ALL, Region
 from lezo_ds.sharding.files import WeightFiles, has_safetensors
 
@@ -228,6 +229,7 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
         )
     model.tie_weights()
     freeze_other_inputs(model)
+    rotate_each_row(model)
     model.config.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
 

@@ -38,6 +38,7 @@ from lezo_ds.data.encoding import NEWLINE, PromptTokenizer, TokenIds
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
 from lezo_ds.forward.answer_cache import answer_cache
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch
+from lezo_ds.forward.rope import may_outgrow
 
 SAMPLE_KEYS = "sample_keys"
 """Input of a batch: the key of each row's random numbers, int64 [rows], if answers are drawn."""
@@ -130,6 +131,7 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
     sample_keys = inputs.pop(SAMPLE_KEYS, None)
     common_ids = inputs.pop(COMMON_IDS, None)
     width = inputs["input_ids"].shape[1]
+    has_cache = not may_outgrow(model, inputs["attention_mask"], settings.max_new_tokens)
     # The model's generation_config is replaced, because transformers (5.23) fills every option that
     # an argument of generate() leaves open (penalties, sampling) from the model's own.
     model.generation_config = transformers.GenerationConfig(
@@ -138,12 +140,13 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
         pad_token_id=settings.pad_id,
         do_sample=False,
         num_beams=1,
-        use_cache=True,
+        use_cache=has_cache,
     )
-    cache = answer_cache(model, settings.max_new_tokens)
-    if common_ids is not None and can_read_apart(model, width):
-        inputs = read_prompts(model, common_ids, cache=cache, **inputs)
-    inputs["past_key_values"] = cache
+    if has_cache:
+        cache = answer_cache(model, settings.max_new_tokens)
+        if common_ids is not None and can_read_apart(model, width):
+            inputs = read_prompts(model, common_ids, cache=cache, **inputs)
+        inputs["past_key_values"] = cache
     criteria = StoppingCriteriaList()
     has_ended = settings.has_ended
     if has_ended is not None:

@@ -39,6 +39,7 @@ from transformers.cache_utils import (
 )
 
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.rope import rope_limit
 
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 """Keys of a model's config that limit how far attention looks back, in tokens."""
@@ -74,6 +75,10 @@ def can_pack(config: Any, max_length: int) -> bool:
         if key in _WINDOWS and value is not None and value < max_length:
             return False
     if not _attends_everywhere(decoder):
+        return False
+    # A row has the rotary frequencies of its longest sequence.
+    limit = rope_limit(config)
+    if limit is not None and limit < max_length:
         return False
     # Only SDPA accepts an arbitrary 4-D mask. transformers (5.23) has no public name for these two.
     return bool(model._supports_sdpa and config._attn_implementation in (None, "sdpa"))

@@ -21,6 +21,7 @@ from lezo_ds.forward.dense import DensePerturber
 from lezo_ds.forward.low_rank import LowRankPerturber
 from lezo_ds.forward.perturber import PassState, Perturber
 from lezo_ds.forward.probes import Perturbation, ProbePass
+from lezo_ds.forward.rope import own_positions, rope_limit
 from lezo_ds.forward.wrappers import (
     SelectingHead,
     Trainable,
@@ -58,6 +59,8 @@ class PerturbedForward:
         self._shares_start = shares_start
         self._num_unperturbed = 0  # blocks before the first perturbed one
         self._state = PassState()
+        config: Any = getattr(model, "config", None)
+        self._has_rope_limit = config is not None and rope_limit(config) is not None
         for module in model.modules():
             if any(parameter is not None for parameter in module._parameters.values()):
                 wrap_module(module, self._state, trainable)
@@ -102,7 +105,8 @@ class PerturbedForward:
                 writes_answers=batch.generation is not None,
             )
             self._num_unperturbed = self._num_equal_blocks(perturbation)
-        inputs = {name: torch.cat([value] * num_copies) for name, value in batch.inputs.items()}
+        own_inputs = own_positions(batch) if self._has_rope_limit else batch.inputs
+        inputs = {name: torch.cat([value] * num_copies) for name, value in own_inputs.items()}
         targets = None if batch.selection is None else batch.selection.targets
         state.selection = batch.selection
         if batch.selection is not None and not self._ends_with_head:
@@ -140,7 +144,8 @@ class PerturbedForward:
         if state.current.writes_answers:
             # What all prompts begin with is read as one row of each copy, or of each group.
             state.current = state.current._replace(rows=len(ids) // len(state.current.probes))
-            if ids.shape[1] == 1:  # the tokens that the probes have written differ
+            # The tokens that the probes have written differ. Without a cache, all are read again.
+            if ids.shape[1] == 1 or kwargs.get("past_key_values") is None:
                 state.num_equal_blocks = 0
 
 
