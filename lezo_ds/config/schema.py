@@ -223,9 +223,8 @@ class ZoConfig:
     linear modules in the transformer blocks are perturbed and updated. 0 draws each element by
     itself, as in the papers."""
     examples_per_direction: Size | None = None
-    """This number of examples of a batch shares random directions, and each group of so many has
-    directions of its own. It divides train.batch_size and needs zo.noise_rank. Null gives the whole
-    batch the same directions, as in the papers."""
+    """Group size: examples in a group share directions. It divides train.batch_size and needs
+    zo.noise_rank. Null makes the whole batch one group, as in the papers."""
     directions: Annotated[int, Field(ge=1, le=2**12)] = 1
     """Each step tries this number of random directions on the whole batch, and averages their
     gradient estimates. N directions on N ranks take the time of one direction on one rank."""

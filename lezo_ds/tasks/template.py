@@ -7,7 +7,7 @@ A template becomes pieces, each a text and the field after it:
 
 from __future__ import annotations
 
-import string
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -16,6 +16,9 @@ from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Record
 
 _SHOWN_CHARACTERS = 80
+_BRACES = re.compile(r"""\{\{|\}\}|\{(?P<field>[^{}]*|[^{}"]*\{[^{}"]*\}[^{}"]*)\}|[{}]""")
+_NO_NAME = re.compile(r"""[^!:]*(![rsa](:.*)?|:[^\w ]*\d*\W?\d*\w?)|".*:.*""", re.DOTALL)
+"""What is in braces as in {text!r:>9} or {score:.2f}, and in {"key": 1}."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,40 @@ class Template:
 def parse_template(key: str, text: str) -> Template:
     """Return the template in the value of a recipe key.
 
+    A name may have braces in pairs, and any other characters, unless Python would read it as a
+    conversion or a format, or JSON as an object.
+
     Raises:
-        UserError: braces hold more than the plain name of a field.
+        UserError: braces hold more than the plain name of a field, or one of a pair is missing.
     """
-    pieces = []
-    try:
-        for literal, field, options, conversion in string.Formatter().parse(text):
-            if field is not None and (not field or field != field.strip() or options or conversion):
-                raise ValueError("braces without the plain name of a field")
+    pieces: list[tuple[str, str | None]] = []
+    literal = ""
+    end = 0
+    for found in _BRACES.finditer(text):
+        literal += text[end : found.start()]
+        end = found.end()
+        field = found["field"]
+        if found[0] in ("{{", "}}"):
+            literal += found[0][0]
+        elif field is None:
+            raise _not_a_template(key, text, "a brace without its pair")
+        elif not field or field != field.strip() or _NO_NAME.fullmatch(field):
+            raise _not_a_template(key, text, "braces without the plain name of a field")
+        else:
             pieces.append((literal, field))
-    except ValueError as error:
-        raise UserError(
-            f"{key}={text!r} is not a template: {error}",
-            fix="write a field as {text}, and braces as {{ and }}; "
-            "rename one with : or ! or outer spaces",
-        ) from error
+            literal = ""
+    literal += text[end:]
+    if literal:
+        pieces.append((literal, None))
     return Template(tuple(pieces))
+
+
+def _not_a_template(key: str, text: str, problem: str) -> UserError:
+    return UserError(
+        f"{key}={text!r} is not a template: {problem}",
+        fix="write a field as {text}, and braces as {{ and }}; "
+        "rename one with : or ! or outer spaces",
+    )
 
 
 def field_value(record: Record, field: str) -> Any:

@@ -238,19 +238,33 @@ class Plan:
         Without the memory of a GPU, everything fits.
         """
         gpu_bytes = math.inf if gpu_memory is None else memory_of_card(gpu_memory)
-        plans = [plan._largest_fitting(gpu_bytes) for plan in self._ways()]
-        plans = [plan for plan in plans if plan.splits_evenly()]
-        if all(plan.memory().total > gpu_bytes for plan in plans):
-            offloaded = self.changed(
-                tensor_parallel=None, partition_size=self.num_ranks, deepspeed=_OFFLOAD
-            )
-            plans.append(offloaded._largest_fitting(gpu_bytes))
-        plans.sort(key=lambda plan: (plan.memory().total > gpu_bytes, plan.step_seconds()))
+        plans = self.ordered(gpu_bytes)
+        if not any(plan.fits(gpu_bytes) for plan in plans):
+            plans.append(self.offloaded(gpu_bytes))
+            plans.sort(key=lambda plan: not plan.fits(gpu_bytes))
         lines = [("a way", self._description(plan, gpu_bytes)) for plan in plans]
         if gpu_memory is not None:
             has = f"of {gpu_memory:g} GB has {gpu_bytes / GIB:.1f} GiB"
             lines.insert(0, ("a GPU", f"{has}; ways that fit come first, and the fastest first"))
         return lines
+
+    def ordered(self, gpu_bytes: float) -> list[Plan]:
+        """Return the ways to share the weights: those that fit first, and the fastest first."""
+        plans = [plan._largest_fitting(gpu_bytes) for plan in self._ways()]
+        plans = [plan for plan in plans if plan.splits_evenly()]
+        plans.sort(key=lambda plan: (not plan.fits(gpu_bytes), plan.step_seconds()))
+        return plans
+
+    def offloaded(self, gpu_bytes: float) -> Plan:
+        """Return the plan whose weights are in the memory of the hosts."""
+        offloaded = self.changed(
+            tensor_parallel=None, partition_size=self.num_ranks, deepspeed=_OFFLOAD
+        )
+        return offloaded._largest_fitting(gpu_bytes)
+
+    def fits(self, gpu_bytes: float) -> bool:
+        """Return whether a GPU of so many bytes can hold what a rank needs."""
+        return self.memory().total <= gpu_bytes
 
     def _ways(self) -> list[Plan]:
         """Return the plans with each way to share the weights among the ranks."""
@@ -288,7 +302,7 @@ class Plan:
             needs += f", {memory.host / GIB:.2f} of the host's memory"
         needs += f", receives {plan.received() / 1e9:.3g} GB a step"
         if gpu_bytes < math.inf:
-            needs += ", fits" if memory.total <= gpu_bytes else ", does not fit"
+            needs += ", fits" if plan.fits(gpu_bytes) else ", does not fit"
         return f"{' '.join(keys)}: {needs}"
 
     def splits_evenly(self) -> bool:
@@ -326,7 +340,7 @@ class Plan:
             for eval_size in (train.eval_batch_size, min(size, train.eval_batch_size)):
                 sizes = replace(train, micro_batch_size=size, eval_batch_size=eval_size)
                 plan = self.changed(train=sizes)
-                if plan.splits_evenly() and plan.memory().total <= gpu_bytes:
+                if plan.splits_evenly() and plan.fits(gpu_bytes):
                     return plan
         return plan
 

@@ -1,15 +1,15 @@
 """lezo-ds init: writes a commented recipe for a model and a table of records.
 
 The task follows from the columns of the table (`describe_task`), the sizes of a step from the
-number of records and GPUs, and the learning rate from the width of the model. On a CPU, a step that
-would take long is made smaller. A dry run of the recipe then checks it, and a recipe that is
-refused is removed.
+number of records and GPUs, and the learning rate from the width of the model. On GPUs, the memory
+plan chooses how they share the weights. On a CPU, a step that would take long is made smaller. A
+dry run of the recipe then checks it, and a recipe that is refused is removed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import shlex
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,19 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
-from lezo_ds.config import RunConfig, load_config
+from lezo_ds.config import Dtype, RunConfig, load_config
 from lezo_ds.config.run_config import tokens_of_turn
+from lezo_ds.config.yaml_text import inline_yaml
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import READERS, TABLES, UTF_8, kind_of, read_source
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.errors import UserError, did_you_mean
+from lezo_ds.errors import UserError, cut, did_you_mean, printable
 from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.labels import label_text
-from lezo_ds.tools.dry_run import LONG_STEP, dry_run
-from lezo_ds.tools.memory_plan import rank_memory
+from lezo_ds.tasks.template import parse_template
+from lezo_ds.tools.dry_run import LONG_STEP, Plan, dry_run
+from lezo_ds.tools.memory_plan import GIB
 from lezo_ds.tools.sizes import measured_inputs, model_sizes
 from lezo_ds.tools.time_plan import plan_time
 
@@ -57,6 +59,15 @@ _QUESTIONS = {"completion": "prompt", "response": "prompt", "output": "instructi
 _WIDTH = 576
 # A plan is accurate to 20 %, so it may use this part of a GPU's memory.
 _USABLE_PART = 0.8
+_MOST_GPUS = 64  # of which it is said whether they would hold a model
+
+# bf16 rounds losses eight times as coarsely as fp16: with a perturbation scale of 1e-3, the error
+# of the projected gradient is 41 % instead of 4.6 % (docs/opt-30b.md). So bf16 is for models whose
+# activations leave the range of fp16. These are those that vLLM refuses in fp16 (vllm/config).
+_BEYOND_FP16 = {"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"}
+# By the dtype, LeZO's scale. In bf16, the differences of losses must exceed its rounding.
+_SCALES: Mapping[Dtype, float] = {"fp32": 1e-3, "fp16": 1e-3, "bf16": 5e-3}
+_SHORTEST_TOKEN = 3  # letters of a token that stands for a label, unless it is a whole word of it
 
 _TEMPLATE = """\
 run_dir: {run_dir}
@@ -74,20 +85,21 @@ zo:
 train:
 {objective}  steps: {steps}
   batch_size: {batch_size}  # examples in a step, over all ranks
-  micro_batch_size: {micro_batch}
-  eval_every: {eval_every}
+{micro_batches}  eval_every: {eval_every}
 
-deepspeed: {deepspeed}
-"""
+{sharing}"""
 _TOKENS_NOTE = "# Labels are scored by a token of each; a list scores whole labels.\n"
 _GENERATION = """
 generation:  # answers end at one of the texts in stop
   stop: {stop}  # [] is the end of the model's turn or of the sequence, and null the first newline
   max_new_tokens: {max_new_tokens}
 """
-_PARTITION = (
-    "partition_size: 1  # each GPU holds the whole model, and ranks exchange only scalars\n"
-)
+_SHARING_NOTES: Mapping[str, Mapping[object, str]] = {
+    "partition_size": {1: "each GPU holds the whole model, and ranks exchange only scalars"},
+    "deepspeed": {"zero3_cpu_offload": "no GPU can hold its share: the host's memory does"},
+    "zo.update_precision": {"stochastic": "updates are rounded at random: low bits do not fit"},
+}
+"""What a recipe says of values of keys that follow from the memory of GPUs."""
 _FZOO = """\
   estimator: fzoo
   directions: {directions}  # with the weights as they are, {num_probes} probes a step
@@ -113,7 +125,7 @@ _MEMBERS = """\
 """
 _LEZO = """\
   learning_rate: {rate:.1g}  # the demonstration's, at this width; if the loss grows, divide it by 3
-  perturbation_scale: 1.0e-3
+  perturbation_scale: {scale:.1e}
   sparsity: {sparsity}  # the share of the transformer blocks that each step leaves out; 0 is MeZO
 """
 
@@ -139,14 +151,92 @@ class _Machine:
     """What the ranks of a run would compute with here.
 
     Attributes:
-        dtype: Type of the weights: the shortest one that the processors multiply by themselves.
         num_ranks: One rank for each GPU, as far as ranks can share a step evenly; else 1.
         gpu_bytes: Memory of the smallest GPU; None if the ranks compute on CPUs.
+        has_bf16: Whether the GPUs multiply bf16 by themselves.
     """
 
-    dtype: str
     num_ranks: int
     gpu_bytes: int | None
+    has_bf16: bool
+
+    def dtype_for(self, model_type: str) -> Dtype:
+        """Return the type of the weights: the finest of 16 bits that holds the activations."""
+        if self.gpu_bytes is None:
+            return "fp32"
+        return "bf16" if self.has_bf16 and model_type in _BEYOND_FP16 else "fp16"
+
+
+@dataclass
+class _Draft:
+    """A recipe that is written again and again while its settings are found.
+
+    Attributes:
+        arguments: Those of the command.
+        machine: What the run will compute with.
+        directory: The model's folder.
+        task: Keys of the section `data` that describe the task.
+        num_records: Number of the records.
+        heading: The first lines, which are comments.
+    """
+
+    arguments: Namespace
+    machine: _Machine
+    directory: Path
+    task: dict[str, Any]
+    num_records: int
+    heading: str
+
+    def write(self, size: _StepSize, sharing: Mapping[str, object] | None = None) -> RunConfig:
+        """Write the recipe, and return its configuration. See `_recipe` for the arguments."""
+        target = self.arguments.out
+        recipe = _recipe(self, size, sharing or {})
+        with failures_named(target):
+            make_directory(target.parent)
+            write_atomically(target, self.heading + recipe)
+        return load_config(target)
+
+    def with_short_labels(self, config: RunConfig, data: TaskData) -> tuple[RunConfig, TaskData]:
+        """Let tokens stand for labels where that works. Return the configuration and its data."""
+        whole = self.task.get("labels")
+        heading = self.heading
+        # Alone, a token after a space may be several tokens, of which one is taken again.
+        while _shorten_labels(self.task, data):
+            self.heading = heading + _TOKENS_NOTE
+            config = self.write(_STEP_SIZES[0])
+            data = load_task_data(config)
+        if self.heading != heading and max(data.train.encoded[0].option_lengths) > 1:
+            self.heading = heading
+            self.task["labels"] = whole
+            config = self.write(_STEP_SIZES[0])
+            data = load_task_data(config)
+        return config, data
+
+    def finish_for_gpus(self, config: RunConfig, data: TaskData) -> tuple[str, str]:
+        """Choose how GPUs share the weights. Return the dry run, and the problem or ""."""
+        assert self.machine.gpu_bytes is not None
+        plan = _plan(config, self.directory, data, self.machine.num_ranks)
+        best = best_plan(plan, self.machine.gpu_bytes)
+        problem = ""
+        if best is None:
+            best = _rounding_at_random(plan).offloaded(self.machine.gpu_bytes)
+            problem = _does_not_fit(best, self.directory, data, self.machine.gpu_bytes)
+            self.heading += f"# {problem}\n"
+        config = self.write(_STEP_SIZES[0], _sharing(best))
+        return dry_run(config, num_gpus=plan.num_ranks), problem
+
+    def finish_for_cpus(self, config: RunConfig, data: TaskData) -> str:
+        """Make a step smaller that would take long, and return the dry run."""
+        num_blocks = model_sizes(config, self.directory).num_blocks
+        full_step, example = plan_time(config, self.directory, data, num_blocks)
+        size, step = _affordable(config, full_step)
+        if full_step > LONG_STEP:
+            self.heading += (
+                f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
+                f"directions, it would take {full_step:.0f} s.\n"
+            )
+            config = self.write(size)
+        return dry_run(config, seconds=(step, example))
 
 
 def main(arguments: Namespace) -> None:
@@ -177,48 +267,93 @@ def main(arguments: Namespace) -> None:
     launcher = "lezo-ds"
     if machine.num_ranks > 1:
         launcher = f"deepspeed --num_gpus {machine.num_ranks} --module lezo_ds"
-    command = f"{launcher} train --config {target}"
-    heading = f"# {' '.join(title.split())}. Check the prompt and the labels.\n# {command}\n"
-
-    def written(size: _StepSize, end: str = "") -> RunConfig:
-        recipe = _recipe(arguments, machine, directory, task, len(records), size)
-        with failures_named(target):
-            make_directory(target.parent)
-            write_atomically(target, heading + recipe + end)
-        return load_config(target)
-
-    size = _STEP_SIZES[0]
+    command = f"{launcher} train --config {shlex.quote(str(target))}"
+    title = " ".join(title.split())
+    heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
+    draft = _Draft(arguments, machine, directory, task, len(records), heading)
+    problem = ""
     try:
-        config = written(size)
+        config = draft.write(_STEP_SIZES[0])
         data = load_task_data(config)
-        # Alone, a token after a space may be several tokens, of which one is taken again.
-        while _shorten_labels(task, data):
-            heading = heading.removesuffix(_TOKENS_NOTE) + _TOKENS_NOTE
-            config = written(size)
-            data = load_task_data(config)
-        if machine.gpu_bytes is not None:
-            if _fits_one_gpu(config, directory, machine):
-                config = written(size, _PARTITION)
-            plan = dry_run(config, num_gpus=machine.num_ranks)
+        config, data = draft.with_short_labels(config, data)
+        if machine.gpu_bytes is None:
+            plan = draft.finish_for_cpus(config, data)
         else:
-            num_blocks = model_sizes(config, directory).num_blocks
-            full_step, example = plan_time(config, directory, data, num_blocks)
-            size, step = _affordable(config, full_step)
-            if full_step > LONG_STEP:
-                heading += (
-                    f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
-                    f"directions, it would take {full_step:.0f} s.\n"
-                )
-                config = written(size)
-            plan = dry_run(config, seconds=(step, example))
+            plan, problem = draft.finish_for_gpus(config, data)
     except BaseException:  # Ctrl-C, too: the same command then works again
         target.unlink(missing_ok=True)
         raise
-    print(f"{plan}\n\n{target} is written; next: {command}")
+    ending = f"is written. {problem}." if problem else f"is written; next: {command}"
+    print(f"{plan}\n\n{target} {ending}")
+
+
+def _plan(config: RunConfig, directory: Path, data: TaskData, num_ranks: int) -> Plan:
+    return Plan(config, model_sizes(config, directory), measured_inputs(config, data), num_ranks)
+
+
+def best_plan(plan: Plan, gpu_bytes: float) -> Plan | None:
+    """Return the fastest way of a run to share the weights among GPUs of so many bytes.
+
+    Where updates in two numbers do not fit, they are rounded at random, which needs no low bits.
+
+    Returns:
+        The plan of the run with this way; None if the GPUs cannot hold the weights.
+    """
+    usable = _USABLE_PART * gpu_bytes
+    stochastic = _rounding_at_random(plan)
+    for ways, size in ((plan, usable), (stochastic, usable), (stochastic, gpu_bytes)):
+        best = ways.ordered(size)[0]
+        if best.fits(size):
+            return best
+    return None
+
+
+def _rounding_at_random(plan: Plan) -> Plan:
+    return plan.changed(zo=replace(plan.config.zo, update_precision="stochastic"))
+
+
+def _sharing(plan: Plan) -> dict[str, object]:
+    """Return the keys, with their values, that make a plan of the recipe for GPUs."""
+    config = plan.config
+    keys = {
+        "zo.update_precision": config.zo.update_precision,
+        "train.micro_batch_size": config.train.micro_batch_size,
+        "train.eval_batch_size": config.train.eval_batch_size,
+        "tensor_parallel": config.tensor_parallel,
+        "deepspeed": config.deepspeed,
+    }
+    if config.partition_size != plan.num_ranks:
+        keys["partition_size"] = config.partition_size
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _does_not_fit(offloaded: Plan, directory: Path, data: TaskData, gpu_bytes: int) -> str:
+    """Return that GPUs of so many bytes cannot hold a run's weights, and what could."""
+    config = replace(offloaded.config, deepspeed=None)
+    num_ranks = offloaded.num_ranks
+    ways = {}
+    while num_ranks * 2 <= max(_MOST_GPUS, 2 * offloaded.num_ranks):
+        num_ranks *= 2
+        ways[f"{num_ranks} such GPUs"] = replace(offloaded, config=config, num_ranks=num_ranks)
+    peft = replace(config.peft, kind="lora")
+    lora = replace(config, model=replace(config.model, bits=4), peft=peft)
+    ways["model.bits=4 peft.kind=lora"] = _plan(lora, directory, data, offloaded.num_ranks)
+    fitting = [name for name, way in ways.items() if way.ordered(gpu_bytes)[0].fits(gpu_bytes)]
+    fewest = [name for name in fitting if name.endswith("GPUs")][:1]
+    others = [name for name in fitting if not name.endswith("GPUs")]
+    outcome = "so each step moves all weights from the host's memory, which is slow"
+    if not offloaded.fits(gpu_bytes):
+        outcome = f"and with all weights in the host's memory {offloaded.memory().total / GIB:.1f}"
+    best = replace(offloaded, config=config).ordered(gpu_bytes)[0]
+    return (
+        f"It does not fit: a rank needs {best.memory().total / GIB:.1f} GiB of a GPU's "
+        f"{gpu_bytes / GIB:.1f}, {outcome}; what would fit: "
+        f"{' or '.join(fewest + others) or 'a smaller model, or a smaller data.max_length'}"
+    )
 
 
 def _shorten_labels(task: dict[str, Any], data: TaskData) -> bool:
-    """Let the first token that no other label has be a label's text, if it begins a word.
+    """Let a token of each label be its text, where all labels have one that means something.
 
     The model then scores all labels after one row of tokens, instead of a row for each label.
 
@@ -239,13 +374,34 @@ def _shorten_labels(task: dict[str, Any], data: TaskData) -> bool:
     shorter = {}  # by the text of a label, which several values may have
     for label, option in zip(dict.fromkeys(labels.values()), options, strict=True):
         own = [data.tokenizer.decode([token]).strip() for token in option if counts[token] == 1]
-        shorter[label] = next((text for text in own if text and f" {text}" in f" {label}"), "")
+        shorter[label] = shortened_label(label, own)
     different = {text.casefold() for text in shorter.values() if text}
     texts = {value: shorter[label] for value, label in labels.items()}
     if len(different) < len(shorter) or texts == labels:
         return False
     task["labels"] = texts
     return True
+
+
+def shortened_label(label: str, tokens: Sequence[str]) -> str:
+    """Return the token that stands for a label, or "" if none does and all labels stay whole.
+
+    It is the first one that is a whole word of the label, or begins one with enough letters to
+    recall it. A single letter, as in b for billing, says nothing to a model.
+
+    Args:
+        label: The text of the label.
+        tokens: The texts of its tokens that no other label has, in their order.
+
+    >>> shortened_label("Rechnung offen", ["Rech", "nung", "offen"]), shortened_label("bug", ["b"])
+    ('Rech', '')
+    """
+    for token in tokens:
+        is_word = f" {token} " in f" {label} "
+        begins_word = f" {token}" in f" {label}" and len(token) >= _SHORTEST_TOKEN
+        if token and (is_word or begins_word):
+            return token
+    return ""
 
 
 def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float]:
@@ -266,14 +422,26 @@ def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float]:
 
 
 def _read_records(source: str, encoding: str) -> list[Record]:
-    """Return the records. Rows that are none are left to the dry run, which names their line.
+    """Return the records. A few rows that are none are left to the dry run, which names their line.
 
     Raises:
-        UserError: The first row of a table is probably a record, since a later one has its value.
+        UserError: Most rows are no records, or the first row of a table is probably a record, since
+            a later one has its value.
     """
     rows = read_source("DATA", source, encoding)
     records = [record for _, record in rows if isinstance(record, Mapping)]
+    problems = [(place, row) for place, row in rows if not isinstance(row, Mapping)]
     is_table = kind_of(Path(source)) in TABLES
+    if len(problems) > len(records):
+        place, problem = problems[0]
+        fix = "write one JSON object a line, or one list of objects"
+        if is_table:
+            fix = "let line 1 name the columns, and each row have a value for each of them"
+        raise UserError(
+            f"{len(problems)} of {len(rows)} rows of {source} are no records; the first{place} "
+            f"{problem}",
+            fix=fix,
+        )
     for column in records[0] if is_table and records else ():
         if any(record[column] == column for record in records):
             raise UserError(
@@ -286,7 +454,7 @@ def _read_records(source: str, encoding: str) -> list[Record]:
 
 def _this_machine() -> _Machine:
     if distributed.device().type == "cpu":
-        return _Machine(dtype="fp32", num_ranks=1, gpu_bytes=None)
+        return _Machine(num_ranks=1, gpu_bytes=None, has_bf16=False)
     gpus = range(torch.cuda.device_count())
     # torch.cuda.is_bf16_supported() is also true where bf16 is emulated: on V100 (7.0), T4 (7.5).
     has_bf16 = all(torch.cuda.get_device_capability(gpu) >= (8, 0) for gpu in gpus)
@@ -294,46 +462,27 @@ def _this_machine() -> _Machine:
     while 2 * num_ranks <= min(len(gpus), _MAX_RANKS):
         num_ranks *= 2
     return _Machine(
-        dtype="bf16" if has_bf16 else "fp16",
         num_ranks=num_ranks,
         gpu_bytes=min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus),
+        has_bf16=has_bf16,
     )
 
 
-def _fits_one_gpu(config: RunConfig, directory: Path, machine: _Machine) -> bool:
-    """Return whether each of several GPUs can hold the whole model and all that a step needs."""
-    if machine.gpu_bytes is None or machine.num_ranks == 1:
-        return False
-    whole = replace(config, partition_size=1)
-    inputs = measured_inputs(whole, load_task_data(whole))
-    model = model_sizes(whole, directory)
-    memory = rank_memory(whole, model, inputs, world_size=machine.num_ranks)
-    return memory.total <= _USABLE_PART * machine.gpu_bytes
-
-
-def _recipe(
-    arguments: Namespace,
-    machine: _Machine,
-    directory: Path,
-    task: Mapping[str, Any],
-    num_records: int,
-    size: _StepSize,
-) -> str:
+def _recipe(draft: _Draft, size: _StepSize, sharing: Mapping[str, object]) -> str:
     """Return the recipe as YAML with comments, without its first lines.
 
     Args:
-        arguments: Those of the command.
-        machine: What the run will compute with.
-        directory: The model's folder.
-        task: Keys of the section `data` that describe the task.
-        num_records: Number of the records, from which some are taken to validate and to test.
+        draft: What it is for.
         size: Of a step.
+        sharing: Keys that follow from the memory of the GPUs (see `_sharing`).
     """
-    decoder = load_model_config(directory).get_text_config()
+    arguments, machine, task = draft.arguments, draft.machine, draft.task
+    decoder = load_model_config(draft.directory).get_text_config()
+    dtype = machine.dtype_for(decoder.model_type)
     max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
     shrinking = min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5)
     if arguments.method == "fzoo":
-        steps = num_steps(num_records, size.examples)
+        steps = num_steps(draft.num_records, size.examples)
         micro_batch = size.examples  # the ranks share the probes
         num_probes = size.directions + 1
         if arguments.reward is None:
@@ -355,11 +504,20 @@ def _recipe(
         steps = _MAX_STEPS
         micro_batch = size.examples // machine.num_ranks
         sparsity = 0.75 if arguments.method == "lezo" else 0.0
-        zo = _LEZO.format(rate=3e-5 * shrinking**3, sparsity=sparsity)
-    # JSON is YAML on one line.
-    task_lines = [
-        f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in task.items()
-    ]
+        rate = 3e-5 * shrinking**3
+        zo = _LEZO.format(rate=rate, scale=_SCALES[dtype], sparsity=sparsity)
+    of_machine: dict[str, object] = {
+        "train.micro_batch_size": micro_batch,
+        "deepspeed": "zero3_cpu" if machine.gpu_bytes is None else f"zero3_{dtype}",
+        **sharing,
+    }
+    lines: dict[str, str] = {"": "", "zo": "", "train": ""}
+    for key, value in of_machine.items():
+        section, _, name = key.rpartition(".")
+        note = _SHARING_NOTES.get(key, {}).get(value)
+        comment = f"  # {note}" if note else ""
+        lines[section] += f"{'  ' if section else ''}{name}: {value}{comment}\n"
+    task_lines = [f"  {key}: {inline_yaml(value)}\n" for key, value in task.items()]
     objective = ""
     if arguments.reward is not None:
         objective = f"  objective: {arguments.reward}  # judges answers\n"
@@ -370,20 +528,20 @@ def _recipe(
         if "messages" in task or "chat_template" in task:
             generation = _GENERATION.format(stop="[]", max_new_tokens=tokens_of_turn(max_length))
     return _TEMPLATE.format(
-        run_dir=json.dumps(f"runs/{Path(arguments.data).stem}"),
-        model=json.dumps(arguments.model),
-        dtype=machine.dtype,
-        train=json.dumps(arguments.data),
+        run_dir=inline_yaml(f"runs/{Path(arguments.data).stem}"),
+        model=inline_yaml(arguments.model),
+        dtype=dtype,
+        train=inline_yaml(arguments.data),
         task="".join(task_lines),
         max_length=max_length,
         generation=generation,
-        zo=zo,
+        zo=zo + lines["zo"],
         objective=objective,
         steps=steps,
         eval_every=steps // 5,
         batch_size=size.examples,
-        micro_batch=micro_batch,
-        deepspeed="zero3_cpu" if machine.gpu_bytes is None else f"zero3_{machine.dtype}",
+        micro_batches=lines["train"],
+        sharing=lines[""],
     )
 
 
@@ -433,42 +591,86 @@ def describe_task(
     Raises:
         UserError: The task is not clear, or the records are too few for it.
     """
-    if len(records) < _FEWEST_RECORDS:
-        fix = f"add records: {_FEWEST_RECORDS} at least, and better 30 of each kind"
-        raise UserError(f"{len(records)} records are too few to train on and to score", fix=fix)
-    names = dict.fromkeys(name for record in records for name in record)
-    columns = {name: [record.get(name) for record in records] for name in names}
-    for option, name in (("--text", text), ("--label", label), ("--answer", answer)):
-        if name is not None and name not in columns:
-            fix = f"use one of {', '.join(columns)}"
-            raise UserError(f"{option} {name} is not a column", fix=fix)
-
+    named = {"--text": text, "--label": label, "--answer": answer}
+    columns = _columns(records, named, needs_target=reward is None)
     if text is None and label is None and answer is None:
-        conversations = [name for name, values in columns.items() if any(map(_are_turns, values))]
-        if len(conversations) == 1:
-            return f"Chat: the messages in {conversations[0]}", {"messages": conversations[0]}
+        are_turns = _with_turns(columns)
+        if len(are_turns) == 1:
+            return f"Chat: the messages in {are_turns[0]}", {"messages": are_turns[0]}
         text, answer = _usual_columns(columns, reward)
     if answer is None and label is None and reward is None:
-        label = _only("label", "few different values", _few_valued(columns, without=text))
+        label = _only("label", "few different values", _few_valued(columns, without=text), columns)
     target = str(answer or label)
     if text is None:
         candidates = [name for name in columns if name != target and _are_texts(columns[name])]
-        text = _only("text", "texts", candidates)
+        text = _only("text", "texts", candidates, columns)
     template = {"chat_template": True} if in_chat else {}
-    prompt = f"{{{text}}}"
+    prompt = _field(text)
     if text == "instruction" and any(columns.get("input", ())):
         prompt += "\n\n{input}"
     if reward is not None:
         return f"Answers to {text}, judged by {reward}", {"prompt": prompt, **template}
     if text != "prompt" or answer is None:
-        question = target.replace("_", " ").capitalize()
-        prompt += f"\n{question}:"  # such as "{body}\nTopic:"
+        question = target.replace("_", " ").replace("{", "{{").replace("}", "}}")
+        prompt += f"\n{question.capitalize()}:"  # such as "{body}\nTopic:"
     if answer is not None:
-        task = {"prompt": prompt, "completion": f"{{{answer}}}", **template}
+        task = {"prompt": prompt, "completion": _field(answer), **template}
         return f"Generation of {answer} from {text}", task
     labels = _labels(target, columns[target], label_map or {})
     task = {"prompt": prompt, "label_field": label, "labels": labels, **template}
     return f"Classification of {text} by {label}", task
+
+
+def _columns(
+    records: Sequence[Record], named: Mapping[str, str | None], *, needs_target: bool
+) -> dict[str, list[object]]:
+    """Return the values of each column, None where a record lacks it.
+
+    Args:
+        records: The rows of the table.
+        named: By option, the column that it names.
+        needs_target: Whether a column of texts alone is too little.
+
+    Raises:
+        UserError: The columns are not those of a table with a task, or the records are too few.
+            What the columns show comes first: misread, a file has few records as well.
+    """
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {name: [record.get(name) for record in records] for name in names}
+    for option, name in named.items():
+        if name is not None and name not in columns:
+            fix = f"use one of {', '.join(columns)}"
+            raise UserError(f"{option} {name} is not a column", fix=fix)
+    if len(columns) == 1 and needs_target and not _with_turns(columns):
+        raise UserError(
+            f"there is one column only, {cut(next(iter(columns)), 80)!r}",
+            fix="add one with labels or answers, or give --reward; if it holds several, separate "
+            "them by commas, or by tabs in a .tsv file",
+        )
+    if len(records) < _FEWEST_RECORDS:
+        fix = f"add records: {_FEWEST_RECORDS} at least, and better 30 of each kind"
+        raise UserError(f"{len(records)} records are too few to train on and to score", fix=fix)
+    return columns
+
+
+def _with_turns(columns: Mapping[str, Sequence[object]]) -> list[str]:
+    """Return the columns that hold conversations."""
+    return [name for name, values in columns.items() if any(map(_are_turns, values))]
+
+
+def _field(column: str) -> str:
+    """Return the template of a column's value. UserError: no template can name the column."""
+    template = f"{{{column}}}"
+    try:
+        fields = parse_template("data.prompt", template).fields
+    except UserError:
+        fields = ()
+    if fields != (column,):
+        raise UserError(
+            f"no template can name the column {column!r}",
+            fix="rename it in the data, without braces, colons and spaces at its ends",
+        )
+    return template
 
 
 def _usual_columns(
@@ -513,6 +715,9 @@ def _labels(
         classes[texts[label]] += number
         if texts[label] != label:
             logger.warning("%d records with the label %s count as %s", number, label, texts[label])
+    if not counts:
+        problem = f"all {len(values)} records lack a label: the column {name} is empty"
+        raise UserError(problem, fix="fill it in, or give --label with another column")
     if len(classes) > len(values) / 2:
         problem = f"the column {name} has {len(classes)} different labels in {len(values)} records"
         fix = f"add records of each class or, if the model shall write them, give --answer {name}"
@@ -544,9 +749,7 @@ def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) ->
     for name, values in columns.items():
         labels = set()
         for value in values:
-            # A gap makes a column of integers one of floats.
-            is_whole = isinstance(value, float) and value.is_integer()
-            if is_whole or isinstance(value, str | int):
+            if isinstance(value, str | int | float):
                 labels.add(label_text(name, value) or "")
         labels.discard("")
         is_few = 1 < len(labels) <= min(_MAX_LABELS, len(values) / 2)
@@ -570,14 +773,26 @@ def _are_turns(value: object) -> bool:
     return isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
 
 
-def _only(option: str, meaning: str, names: Sequence[str]) -> str:
+def _only(
+    option: str,
+    meaning: str,
+    names: Sequence[str],
+    columns: Mapping[str, Sequence[object]],
+) -> str:
     """Return the only column that may be meant, or ask for the option that names it."""
     if len(names) == 1:
         return names[0]
     problem = f"no column holds {meaning}"
+    empty = [name for name, values in columns.items() if all(map(_is_missing, values))]
     if names:
         problem = f"several columns hold {meaning}: {', '.join(names)}"
+    elif empty:
+        problem += f", and all records have nothing in {', '.join(empty)}"
     fix = f"give --{option} COLUMN"
     if option == "label":
         fix += ", or --answer COLUMN for texts to write"
     raise UserError(problem, fix=fix)
+
+
+def _is_missing(value: object) -> bool:
+    return value is None or value == "" or value != value  # only NaN differs from itself

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,8 @@ from benchmark import answer_speeds
 from own_data import write_chat_model, write_tickets
 
 from lezo_ds.cli import run_command
-from lezo_ds.config import load_config
+from lezo_ds.config import find_task, load_config
+from lezo_ds.config.yaml_text import inline_yaml
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.tools import init
@@ -111,11 +114,74 @@ TURNS = [[{"role": "user", "content": "hi"}]] * 40
             "40 different labels in 40 records; fix: .* --answer b",
         ),
         ({"a": TEXTS[:3], "b": CLASSES[:3]}, {}, "3 records are too few .*; fix: add records"),
+        (
+            {"a|b": TEXTS[:3]},
+            {},
+            "one column only, 'a|b'; fix: add one with labels .* separate them by commas",
+        ),
+        (
+            {"a": TEXTS, "b": [None, ""] * 20},
+            {"label": "b"},
+            "all 40 records lack a label: the column b is empty; fix: fill it in",
+        ),
+        (
+            {"a": TEXTS, "b}": CLASSES, "{c": TEXTS},
+            {"text": "{c", "label": "b}"},
+            "no template can name the column '{c'; fix: rename it",
+        ),
     ],
 )
 def test_init_asks_for_the_columns_that_are_not_clear(columns, options, message):
     with pytest.raises(UserError, match=message):
         describe_task(records(**columns), **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a{b}", "q: part", "a.b", "two words", "ü-ß", "1st", "class", 'say "x"', "it's", "a\\nb"],
+)
+def test_a_column_of_any_name_becomes_a_recipe_that_reads_it(name, tmp_path):
+    for text, label in ((name, "topic"), ("text", name)):
+        _, task = describe_task(records(**{text: TEXTS, label: CLASSES}))
+        task |= {"train": "t.csv", "max_length": 64}
+        lines = "".join(f"  {key}: {inline_yaml(value)}\n" for key, value in task.items())
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(
+            "run_dir: r\nmodel: {path: m, dtype: fp32}\nmethod: zero_shot\ndata:\n" + lines
+        )
+        example = find_task(load_config(recipe).data).build_example({text: "T", label: "bug"}, 0)
+        assert example.prompt.startswith("T\n") and example.label == 1
+
+
+def test_labels_that_are_numbers_with_a_point_are_found():
+    _, task = describe_task(records(body=TEXTS, stars=[1.0, 0.0] * 20, n=list(range(40))))
+    assert (task["label_field"], task["labels"]) == ("stars", ["0", "1"])
+    gaps = [0.5, float("nan"), None, 1.5] * 10
+    assert describe_task(records(body=TEXTS, stars=gaps))[1]["labels"] == ["0.5", "1.5"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a b", "label": "x"}] * 3 + [["a b"]] * 9, "9 of 12 rows of .* are no records"),
+        ([{"a;b": text} for text in TEXTS], "one column only, 'a;b'"),
+        ([{"text": text, "label": ""} for text in TEXTS], "and all records have nothing in label"),
+    ],
+)
+def test_init_names_what_is_wrong_with_a_file_before_it_counts(
+    rows, message, tmp_path, monkeypatch
+):
+    (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(UserError, match=message):
+        describe_task(init._read_records(str(tmp_path / "t.jsonl"), "utf-8"))
+
+
+def test_init_writes_labels_with_characters_that_yaml_escapes(tmp_path, monkeypatch):
+    classes = ("a\x7f b", "c\x85d \u2028e 😀")
+    init_tickets(monkeypatch, tmp_path, classes)
+    config = load_config(tmp_path / "recipe.yaml")
+    assert set(config.data.labels) == set(classes)
+    assert len(load_task_data(config).train.examples) == 24
 
 
 def described_labels(labels, **options):
@@ -223,14 +289,25 @@ def init_tickets(monkeypatch, directory, classes, *words):
     return (directory / "recipe.yaml").read_text()
 
 
-def test_init_scores_labels_by_the_first_token_that_no_other_has_if_it_begins_a_word(
-    tmp_path, monkeypatch
-):
-    """The tokens of this model are bytes."""
+def add_tokens(directory, *tokens):
+    """Let a model whose tokens are bytes have these tokens as well, instead of rare bytes."""
+    file = write_chat_model(directory) / "tokenizer.json"
+    changed = json.loads(file.read_text())
+    vocabulary = changed["model"]["vocab"]
+    for rare, token in zip("\u00ff\u00fe\u00fd", tokens, strict=False):
+        vocabulary[token] = vocabulary.pop(rare)
+    pattern = "|".join([*tokens, "."])
+    changed["pre_tokenizer"]["pretokenizers"][1]["pattern"] = {"Regex": pattern}
+    file.write_text(json.dumps(changed))
+
+
+def test_init_scores_labels_by_a_token_that_means_something(tmp_path, monkeypatch):
+    add_tokens(tmp_path / "model", "def", "rech")
     for classes, labels in (
-        (("defekt", "lob"), {"defekt": "d", "lob": "l"}),
-        (("Abt. defekt", "Abt. lob"), {"Abt. defekt": "d", "Abt. lob": "l"}),
+        (("defekt", "rechnung"), {"defekt": "def", "rechnung": "rech"}),
+        (("Abt. defekt", "Abt. rechnung"), {"Abt. defekt": "def", "Abt. rechnung": "rech"}),
         (("bug", "billing"), ["billing", "bug"]),
+        (("defekt", "lob"), ["defekt", "lob"]),
         (("a", "b"), ["a", "b"]),
         (("ärger", "lob"), ["lob", "ärger"]),
     ):
@@ -244,18 +321,26 @@ def test_init_scores_labels_by_the_first_token_that_no_other_has_if_it_begins_a_
             assert lengths == (1, 1)
 
 
-def test_init_scores_no_text_that_is_one_token_after_a_space_only(tmp_path, monkeypatch):
-    """ " lo" is one token. The prompt ends with a line break, after which "lo" is two of them."""
-    file = write_chat_model(tmp_path / "model") / "tokenizer.json"
-    changed = json.loads(file.read_text())
-    vocabulary = changed["model"]["vocab"]
-    vocabulary["\u0120lo"] = vocabulary.pop("\u00ff")
-    changed["pre_tokenizer"]["pretokenizers"][1]["pattern"] = {"Regex": "\u0120lo|."}
-    file.write_text(json.dumps(changed))
-    init_tickets(monkeypatch, tmp_path, ("Abt. lob", "Abt. defekt"))
+@pytest.mark.parametrize(
+    ("label", "tokens", "text"),
+    [
+        ("billing", ["b", "ill", "ing"], ""),
+        ("billing", ["bill", "ing"], "bill"),
+        ("IT support", ["IT", "sup"], "IT"),
+        ("feature request", ["re", "request"], "request"),
+        ("unpaid", ["paid"], ""),
+    ],
+)
+def test_a_label_is_shortened_to_a_word_or_to_three_letters_that_begin_one(label, tokens, text):
+    assert init.shortened_label(label, tokens) == text
+
+
+def test_init_keeps_whole_labels_if_a_token_is_one_after_a_space_only(tmp_path, monkeypatch):
+    """ " lob" is one token. The prompt ends with a line break, after which "lob" is three."""
+    add_tokens(tmp_path / "model", "\u0120lob", "def")
+    text = init_tickets(monkeypatch, tmp_path, ("Abt. lob", "Abt. defekt"))
     config = load_config(tmp_path / "recipe.yaml")
-    assert config.data.labels == {"Abt. defekt": "d", "Abt. lob": "l"}
-    assert load_task_data(config).train.encoded[0].option_lengths == (1, 1)
+    assert config.data.labels == ["Abt. defekt", "Abt. lob"] and "by a token" not in text
 
 
 def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_faster(
@@ -289,26 +374,81 @@ def test_init_that_is_stopped_leaves_no_recipe(tmp_path, monkeypatch):
     assert init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
 
 
-@pytest.mark.parametrize(
-    ("capability", "gigabytes", "dtype", "partition_size"),
-    [((7, 5), 16, "fp16", 1), ((9, 0), 2, "bf16", None)],
-    ids=["T4", "small GPUs that multiply bf16"],
-)
-def test_init_knows_what_eight_gpus_multiply_and_whether_one_holds_the_model(
-    capability, gigabytes, dtype, partition_size, tmp_path, monkeypatch
-):
+@pytest.fixture
+def init_on_gpus(tmp_path, monkeypatch, capsys):
+    """A function that writes a recipe where there are GPUs, and returns it with what is printed."""
     monkeypatch.chdir(tmp_path)
     write_chat_model(tmp_path / "model")
     write_tickets(tmp_path / "tickets.csv")
     monkeypatch.setattr(init.distributed, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(init, "dry_run", lambda config, num_gpus: f"a plan for {num_gpus} GPUs")
-    memory = SimpleNamespace(total_memory=gigabytes << 30)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # it counts emulation
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    monkeypatch.setattr(sys, "argv", ["init", "model", "tickets.csv"])
-    run_command("init")
-    config = load_config(tmp_path / "recipe.yaml")
-    assert (config.model.dtype, config.deepspeed) == (dtype, f"zero3_{dtype}")
-    assert config.partition_size == partition_size
+
+    def write(number, gigabytes, *words, capability=(9, 0), **changes):
+        memory = SimpleNamespace(total_memory=int(gigabytes * 2**30))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+        monkeypatch.setattr(sys, "argv", ["init", "model", "tickets.csv", *words])
+        file = tmp_path / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        run_command("init")
+        return load_config(tmp_path / "recipe.yaml"), capsys.readouterr().out
+
+    return write
+
+
+OPT_30B = {
+    "hidden_size": 7168,
+    "word_embed_proj_dim": 7168,
+    "ffn_dim": 4 * 7168,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 56,
+    "vocab_size": 50272,
+    "max_position_embeddings": 256,
+}
+
+
+def test_init_knows_what_eight_gpus_multiply_and_that_each_can_hold_a_small_model(init_on_gpus):
+    config, printed = init_on_gpus(8, 16, capability=(7, 5))
+    assert (config.model.dtype, config.deepspeed) == ("fp16", "zero3_fp16")
+    assert (config.partition_size, config.tensor_parallel) == (1, None)
+    assert "is written; next: deepspeed --num_gpus 8" in printed
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gigabytes", "method", "keys"),
+    [
+        (4, 39.4, "lezo", (4, "fp32_master")),
+        (4, 22.5, "lezo", (4, "stochastic")),
+        (4, 39.4, "fzoo", (4, "fp32_master")),
+        (2, 79.1, "mezo", (2, "fp32_master")),
+    ],
+)
+def test_init_splits_opt_30b_as_its_page_says(gpus, gigabytes, method, keys, init_on_gpus):
+    config, _ = init_on_gpus(gpus, gigabytes, "--method", method, **OPT_30B)
+    assert (config.tensor_parallel, config.zo.update_precision) == keys
+    assert (config.model.dtype, config.partition_size) == ("fp16", None)
+    if method != "fzoo":
+        assert config.zo.perturbation_scale == 1e-3
+
+
+def test_init_says_that_a_model_does_not_fit_and_what_would(init_on_gpus, tmp_path):
+    config, printed = init_on_gpus(1, 22.5, "--method", "lezo", **OPT_30B)
+    assert config.deepspeed == "zero3_cpu_offload"
+    expected = (
+        "It does not fit: a rank needs .* GiB of a GPU's 22.5, .*; what would fit: 4 such GPUs"
+    )
+    assert re.search(f"recipe.yaml is written. {expected} or model.bits=4 peft.kind=lora", printed)
+    assert re.search(f"# {expected}", (tmp_path / "recipe.yaml").read_text())
+
+
+def test_init_takes_bf16_with_a_larger_scale_only_where_fp16_is_too_narrow(
+    init_on_gpus, monkeypatch
+):
+    monkeypatch.setattr(init, "_BEYOND_FP16", {"opt"})
+    config, _ = init_on_gpus(1, 80, "--method", "lezo")
+    assert (config.model.dtype, config.zo.perturbation_scale) == ("bf16", 5e-3)
+    Path("recipe.yaml").unlink()
+    config, _ = init_on_gpus(1, 80, "--method", "lezo", capability=(7, 5))
+    assert config.model.dtype == "fp16"
