@@ -525,13 +525,15 @@ def end_process_after(work: Callable[[], None]) -> NoReturn:
         work()
     except LezoError as error:
         end_with(error)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         # A command that did not need torch has not imported this module.
         distributed = sys.modules.get("lezo_ds.distributed")
-        lost = distributed.lost_rank(error) if distributed else None
-        if lost is None:
+        known = None
+        if distributed is not None:
+            known = distributed.lost_rank(error) or distributed.out_of_memory(error)
+        if known is None:
             raise
-        end_with(lost)
+        end_with(known)
     except OSError as error:
         if error.errno not in _UNUSABLE:
             raise

@@ -302,15 +302,30 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     manifest = read_facts(directory)
     if manifest is None:
         return None
+    problem = damage_of(directory, manifest)
+    if problem:
+        logger.warning("snapshot %s is ignored, because it is damaged: %s", directory, problem)
+        return None
+    return manifest
+
+
+def damage_of(
+    directory: Path, manifest: Mapping[str, Any], suffixes: tuple[str, ...] = ("",)
+) -> str:
+    """Return which file of a snapshot is not as its manifest has it, or "".
+
+    Only files whose names end in one of the suffixes are read.
+    """
     try:
         for name, facts in manifest["files"].items():
             path = directory / name
+            if not name.endswith(suffixes):
+                continue
             if not path.is_file() or facts != _file_facts(path):
-                raise ValueError(f"{name} has changed")
+                return f"{name} has changed"
     except DAMAGE as error:
-        logger.warning("snapshot %s is ignored, because it is damaged: %s", directory, error)
-        return None
-    return manifest
+        return str(error)
+    return ""
 
 
 def read_facts(directory: Path) -> dict[str, Any] | None:

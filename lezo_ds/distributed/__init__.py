@@ -13,6 +13,7 @@ from lezo_ds.distributed.accelerator import (
     describe_arithmetic,
     device,
     local_rank,
+    out_of_memory,
     supports_fp16,
 )
 from lezo_ds.distributed.collectives import (

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 from torch import Tensor
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import LezoError, UserError, cut
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -126,6 +126,21 @@ def describe_arithmetic(device: torch.device) -> dict[str, str]:
         "reduced-precision reductions": "off",
         _WORKSPACE: os.environ.get(_WORKSPACE, "not set"),
     }
+
+
+def out_of_memory(error: Exception) -> LezoError | None:
+    """Return what an error of an allocation means, on a GPU or a CPU, and None for another error.
+
+    On a CPU, torch raises a plain RuntimeError (torch 2.13).
+    """
+    is_of_cpu = "can't allocate memory" in str(error)
+    if not is_of_cpu and not isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return None
+    problem = cut(" ".join(str(error).split()), 300)
+    return LezoError(
+        f"there is too little memory: {problem}; fix: halve train.eval_batch_size, "
+        "train.micro_batch_size or data.max_length, or use more ranks"
+    )
 
 
 def cpu_name() -> str:

@@ -133,19 +133,22 @@ def _set_rank_variables() -> None:
 def launcher_of(variables: Mapping[str, str]) -> str:
     """Return which launcher started this process as one of several ranks: mpirun, srun, or "".
 
-    srun may speak PMI or PMIx with its tasks, as mpirun does with its ranks.
+    srun may speak PMI or PMIx with its tasks, as mpirun does with its ranks, and what it has told a
+    shell stays in the environment of what the shell starts.
     """
-    num_tasks = variables.get("SLURM_STEP_NUM_TASKS")
-    num_ranks = variables.get("OMPI_COMM_WORLD_SIZE")  # srun never sets it
-    if num_ranks is None and variables.get("PMI_SIZE") != num_tasks:
-        num_ranks = variables.get("PMI_SIZE")
+    num_of_open_mpi = variables.get("OMPI_COMM_WORLD_SIZE")  # srun never sets it
+    num_of_pmi = int(variables.get("PMI_SIZE", "1"))
+    num_tasks = int(variables.get("SLURM_STEP_NUM_TASKS", "1"))
     # mpirun inside a Slurm job starts its ranks below srun's tasks, so its number comes first.
-    if num_ranks is not None:
-        return "mpirun" if int(num_ranks) > 1 else ""
-    if num_tasks is not None:
-        return "srun" if int(num_tasks) > 1 else ""
-    # Without Slurm, only MPI knows the number of ranks of PMIx.
-    return "mpirun" if "PMIX_RANK" in variables else ""
+    if num_of_open_mpi is not None:
+        return "mpirun" if int(num_of_open_mpi) > 1 else ""
+    if num_of_pmi not in (1, num_tasks):
+        return "mpirun"
+    if num_tasks > 1:
+        return "srun"
+    # Without the others, only MPI knows the number of ranks of PMIx.
+    has_number = "PMI_SIZE" in variables or "SLURM_STEP_NUM_TASKS" in variables
+    return "mpirun" if "PMIX_RANK" in variables and not has_number else ""
 
 
 def _ask_mpi() -> None:

@@ -28,7 +28,7 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -198,25 +198,48 @@ class RunDirectory:
         """Write config.yaml."""
         self.write(self._config, dump_yaml(config_to_dict(config)))
 
-    def cut_metrics(self, step: int) -> float:
-        """Drop damaged metrics, and those of all steps after `step`, which will be done again.
+    def cut_logs(self, step: int, evaluated: Collection[tuple[str, int]]) -> float:
+        """Drop from metrics.jsonl and samples.jsonl what will be done again, and damaged lines.
+
+        A line is written before what it tells of is recorded, so that no kill loses it for good.
+
+        Args:
+            step: the number of steps that the run has done.
+            evaluated: the split and the step of each evaluation that is recorded.
 
         Returns:
             The seconds that the run took until `step`.
         """
+
+        def is_done(entry: Mapping[str, Any]) -> bool:
+            split = next((name for name in ("dev", "test") if f"{name}_loss" in entry), None)
+            is_recorded = split is None or (split, entry["step"]) in evaluated
+            is_past = entry["step"] <= step and float(entry["seconds"]) >= 0
+            return is_past and is_recorded
+
+        def is_shown(entry: Mapping[str, Any]) -> bool:
+            return (entry["split"], entry["step"]) in evaluated
+
+        entries = self._keep_lines(self._metrics, is_done)
+        self._keep_lines(self.samples, is_shown)
+        return max((float(entry["seconds"]) for entry in entries), default=0.0)
+
+    def _keep_lines(
+        self, path: Path, is_kept: Callable[[Mapping[str, Any]], bool]
+    ) -> list[Mapping[str, Any]]:
+        """Drop the other lines of a log, and damaged ones. Return the content of the rest."""
+        if not path.is_file():
+            return []
         lines = []
-        if self._metrics.is_file():
-            lines = self._metrics.read_bytes().splitlines()
-        remaining = []
-        seconds = 0.0
-        for line in lines:
+        entries = []
+        for line in path.read_bytes().splitlines():
             with suppress(*DAMAGE):  # a crash cuts the last line short
                 entry = json.loads(line.decode())
-                if entry["step"] <= step:
-                    seconds = max(seconds, float(entry["seconds"]))
-                    remaining.append(line + b"\n")
-        self.write(self._metrics, b"".join(remaining))
-        return seconds
+                if is_kept(entry):
+                    entries.append(entry)
+                    lines.append(line + b"\n")
+        self.write(path, b"".join(lines))
+        return entries
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl. It is not synced."""

@@ -15,7 +15,7 @@ Each rank executes this. (c) marks a collective: a rank that does not get there 
 each decision depends only on what all ranks know. Rank 0 writes the files.
 
     open                             (c)  method.open: the records, the weights to resume with
-    cut metrics.jsonl, write config.yaml
+    cut metrics.jsonl and samples.jsonl, write config.yaml
     begin                            (c)  evaluate the base model on the test split
     repeat
         method.check                 (c)  every 100 steps
@@ -39,9 +39,8 @@ An evaluation is
         look for requests
         vote                         (c)  raise Stopped if any rank asks for it
         forward pass                 (c)
-    write predictions/
+    write predictions/, metrics.jsonl, samples.jsonl
     record                           (c)  method.record
-    write metrics.jsonl
 """
 
 from __future__ import annotations
@@ -126,7 +125,9 @@ class Run:
             self.num_done = self.engine.global_steps
             if self._writes:
                 self._prune_snapshots()
-                self._began = time.monotonic() - self.directory.cut_metrics(self.num_done)
+                evaluated = [(each.split, each.step) for each in self.method.evaluations]
+                seconds = self.directory.cut_logs(self.num_done, evaluated)
+                self._began = time.monotonic() - seconds
                 self.directory.write_config(self.config)
             # The handler only sets a flag, which is this rank's vote in the next all-reduce. All
             # ranks thus stop after the same step, whichever of them got the signal.
@@ -294,7 +295,7 @@ class Run:
         result = evaluate(self, self.data, encoded, self.config.train.eval_batch_size)
         if split == "test":
             self._by_label[at] = result.by_label
-        # Predictions come first: an evaluation that is recorded is not done again.
+        # The files come first: an evaluation that is recorded is not done again.
         if self._writes and split == "test":
             rows = prediction_rows(encoded.examples, result.predicted)
             self.directory.write_predictions(at, rows)
@@ -306,7 +307,6 @@ class Run:
             metrics[MACRO_F1] = result.macro_f1
         loss = result.loss if math.isfinite(result.loss) else None
         evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
-        self.record(evaluation)
         numbers: dict[str, float | bool | None] = {
             f"{split}_loss": evaluation.loss,
             f"{split}_{metric}": result.score,
@@ -314,10 +314,12 @@ class Run:
         if result.share_ended is not None:
             numbers[f"{split}_share_ended"] = result.share_ended
         self._log_metrics(numbers)
+        if self._writes and result.samples:
+            self.directory.log_samples(at, split, result.samples)
+        self.record(evaluation)
         if self._writes:
             logger.info("%s", evaluation_line(evaluation, metric))
             if result.samples:
-                self.directory.log_samples(at, split, result.samples)
                 logger.info("%s", samples_line(result))
 
     def has_evaluated(self, split: str, step: int) -> bool:

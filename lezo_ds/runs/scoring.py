@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_args
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, load_model_config, resolve_model
-from lezo_ds.checkpoints.snapshots import load_weights, read_facts, read_manifest
+from lezo_ds.checkpoints.snapshots import MANIFEST, damage_of, load_weights, read_facts
 from lezo_ds.config import (
     TRAINED,
     Dtype,
@@ -39,7 +39,7 @@ from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
-from lezo_ds.forward.adapters import read_adapter
+from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter, read_adapter
 from lezo_ds.registry import names_code
 from lezo_ds.runs.records import read_run
 from lezo_ds.runs.trainer import make_engine, restore
@@ -58,6 +58,9 @@ _READING_KEYS = frozenset(
     key for key in READER.keys if key.startswith(("data.", "generation."))
 ) | {"seed", "train.objective"}
 """The keys by which a recorded run reads and answers a record. None of them decides its weights."""
+
+_WEIGHTS = (".safetensors", LoraAdapter.config_file, PrefixAdapter.config_file)
+"""How the names of files end that decide the weights of an export."""
 
 _TASK_OVERRIDES = ("data.task=", "data.prompt=", "data.messages=")
 """How an override begins that names or describes a task."""
@@ -121,6 +124,7 @@ def open_model(
     """
     distributed.init_distributed()
     directory = Path(model)
+    distributed.on_rank_zero(lambda: _assert_undamaged(directory))
     sections = read_adapter(directory)
     has_adapter = bool(sections)
     if has_adapter:
@@ -174,10 +178,24 @@ def _assert_same_model(
             )
 
 
+def _assert_undamaged(directory: Path) -> None:
+    """Refuse an export whose weights are not those that were written."""
+    facts = read_facts(directory)
+    if facts is None:  # a model of others
+        return
+    problem = damage_of(directory, facts, _WEIGHTS)
+    if problem:
+        raise UserError(
+            f"{directory} is damaged: {problem} since it was exported",
+            fix="copy it again or export the run again, or if you have changed its weights, remove "
+            f"{MANIFEST}",
+        )
+
+
 def _load_adapter(engine: LezoEngine, directory: Path) -> None:
     """Set the weights of an adapter to those in its export. A collective."""
-    manifest = distributed.on_rank_zero(lambda: read_manifest(directory)) or {}
-    if manifest.get("base") != engine.base.fingerprint:
+    facts = distributed.on_rank_zero(lambda: read_facts(directory)) or {}
+    if facts.get("base") != engine.base.fingerprint:
         raise UserError(
             f"{directory} is not an adapter of {engine.base.name} that lezo_ds exported",
             fix="add model.path=... with the directory of its base model, or export it again",

@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lezo_ds.errors import UserError
-from lezo_ds.files import DAMAGE
+from lezo_ds.files import DAMAGE, assert_regular
 from lezo_ds.noise import Region
 
 
@@ -204,6 +204,7 @@ def _files_of(directory: Path) -> list[Path]:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
+        assert_regular(file)
         handle = safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise UserError(

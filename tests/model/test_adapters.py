@@ -6,6 +6,9 @@ tests/runs/test_matrix.py trains, resumes, replays and exports them.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from peft import PeftModel
@@ -25,11 +28,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.errors import UserError
-from lezo_ds.forward.adapters import load_prefix, make_adapter
+from lezo_ds.forward.adapters import load_prefix, make_adapter, read_adapter
 from lezo_ds.forward.adapters.lora import uniform
 from lezo_ds.forward.adapters.prefix import initial_ids
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks
+from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.zo.keys import adapter_key
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,6 +44,16 @@ SETTINGS = GenerationSettings(max_new_tokens=6, stop_ids=(2,), pad_id=1)
 
 def load(directory, dtype="fp32"):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).eval()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["a pipe", "a folder"])
+def test_what_is_no_file_of_weights_is_refused_and_not_waited_for(make, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    make(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"does not hold an adapter: .*it is no regular file"):
+        read_adapter(tmp_path)
+    with pytest.raises(UserError, match=r"cannot be read: .*it is no regular file"):
+        WeightFiles(tmp_path, single="adapter_model.safetensors")
 
 
 # LoRA.

@@ -151,7 +151,7 @@ def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, f
         ("SLURM_STEP_NUM_TASKS=1 OMPI_COMM_WORLD_SIZE=4 PMIX_RANK=1", "mpirun"),
         ("SLURM_STEP_NUM_TASKS=2 OMPI_COMM_WORLD_SIZE=2 PMIX_RANK=1", "mpirun"),
         ("SLURM_STEP_NUM_TASKS=2 PMI_SIZE=8 PMI_RANK=7", "mpirun"),  # MPICH starts its own by srun
-        ("SLURM_STEP_NUM_TASKS=2 PMI_SIZE=1 PMI_RANK=0", ""),
+        ("SLURM_STEP_NUM_TASKS=2 PMI_SIZE=1 PMI_RANK=0", "srun"),  # below a shell of srun --pty
         ("OMPI_COMM_WORLD_SIZE=1 PMIX_RANK=0", ""),
         ("PMI_SIZE=1 PMI_RANK=0", ""),
         ("PMI_SIZE=2 PMI_RANK=0", "mpirun"),

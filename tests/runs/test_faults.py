@@ -3,6 +3,7 @@ happened."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -64,6 +65,8 @@ def finish(recipe, run_dir):
 
 KILLS = {
     "before the journal's header has its name": Fault("replace", "journal.jsonl"),
+    "before an evaluation's line": Fault("write", "journal.jsonl", 2),
+    "after an evaluation's line": Fault("write", "journal.jsonl", 1, "after"),
     "within the line of a step": Fault("write", "journal.jsonl", 4, "within"),
     "between a step's line and its sync": Fault("fsync", "journal.jsonl", 3),
     "after a step's line is synced": Fault("fsync", "journal.jsonl", 2, "after"),
@@ -88,6 +91,15 @@ def test_a_run_killed_inside_every_kind_of_file_operation_ends_as_if_never_kille
         killed(recipe, run_dir, undisturbed, fault)
     assert finish(recipe, run_dir) == undisturbed[1]
     assert not list((run_dir / "snapshots").glob(".*"))
+    assert reported_evaluations(run_dir) == reported_evaluations(undisturbed[0])
+
+
+def reported_evaluations(run_dir):
+    """Return the steps and losses of the evaluations in metrics.jsonl."""
+    entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "dev_loss", "test_loss")
+    evaluations = [entry for entry in entries if {"dev_loss", "test_loss"} & entry.keys()]
+    return [tuple(entry.get(name) for name in names) for entry in evaluations]
 
 
 # What a power cut may lose is only what was not synced.

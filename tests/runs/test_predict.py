@@ -73,6 +73,25 @@ def test_an_export_labels_any_file_as_its_run_does_on_another_number_of_ranks(en
     assert {label for label, _ in found} <= {*VERBALIZERS}
 
 
+def damaged_copy(directory, file, target):
+    """Copy an export, and flip a bit of its last weight."""
+    shutil.copytree(directory, target)
+    data = bytearray((target / file).read_bytes())
+    data[-1] ^= 4
+    (target / file).write_bytes(data)
+    return target
+
+
+def test_a_flipped_bit_in_an_export_is_noticed(root, tmp_path):
+    damaged = damaged_copy(root / "model", "model-00001.safetensors", tmp_path / "damaged")
+    words = ["--model", damaged, root / "new.jsonl", "--out", tmp_path / "refused.jsonl"]
+    refused = predict(*words, runner=run_forked)
+    assert_one_error(refused, 2, f"{damaged} is damaged: model-00001.safetensors has changed")
+    (damaged / "README.md").write_text("mine")
+    (damaged / "lezo_manifest.json").unlink()
+    predict(*words, "data.prompt={text}", "data.labels=[a, b]")
+
+
 def assert_merged(command, base, adapter, merged):
     """Two ranks write what peft makes of the base and the adapter, but for the rounding of peft."""
     run_forked_well(command, program="export", num_ranks=2)
@@ -121,6 +140,10 @@ def test_the_export_of_an_adapter_labels_and_scores_as_its_run(kind, root, tmp_p
     assert [found[name] for name in names] == [expected[name] for name in names]
     asked = [*export, root / "new.jsonl", "--out", tmp_path / "refused.jsonl"]
     assert_one_error(predict(*asked, runner=run_forked), 2, f"model.path {base} is neither")
+    file = next((tmp_path / "adapter").glob("*.safetensors")).name
+    damaged = damaged_copy(tmp_path / "adapter", file, tmp_path / "damaged")
+    refused = predict("--model", damaged, *asked[2:], runner=run_forked)
+    assert_one_error(refused, 2, f"{damaged} is damaged: {file} has changed since")
     other = write_chat_model(tmp_path / "other")
     write_model(AutoConfig.from_pretrained(other), other, seed=1)
     refused = predict(*asked, f"model.path={other}", runner=run_forked)

@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 
 import pytest
-from commands import PATIENCE_SECONDS, assert_one_error, run_forked, run_forked_well, wait_until
+from commands import (
+    PATIENCE_SECONDS,
+    assert_one_error,
+    run,
+    run_forked,
+    run_forked_well,
+    wait_until,
+)
 from run_ends import STEP, end, num_steps, reaches, results_of
 
 from lezo_ds import distributed
@@ -124,3 +132,16 @@ def test_errors_of_messages_are_told_from_all_others():
             distributed.lost_ranks_reported(lambda: "last good step: 7"),
         ):
             raise RuntimeError(text)
+
+
+ALLOCATES = """
+import torch
+from lezo_ds import distributed
+from lezo_ds.cli import end_process_after
+end_process_after(lambda: torch.empty(1 << 60, dtype=torch.uint8))
+"""
+
+
+def test_too_little_memory_of_a_cpu_is_one_line():
+    finished = run([sys.executable, "-c", ALLOCATES])
+    assert_one_error(finished, 1, "there is too little memory", "halve train.eval_batch_size")

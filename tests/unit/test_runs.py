@@ -15,6 +15,7 @@ import pytest
 
 from lezo_ds.config import config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.config.schema import READER
+from lezo_ds.data.evaluation import Sample
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.runs import records
@@ -263,19 +264,39 @@ def test_replicas_take_the_first_free_number_and_none_where_no_lock_tells_which_
 
 
 def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_dropped(directory):
-    assert directory.cut_metrics(0) == 0.0
+    assert directory.cut_logs(0, []) == 0.0
     for step in range(5):
         directory.log_metrics({"step": step, "loss": 0.1, "seconds": 1.5 * step})
     damaged = b'[1]\n{"stop": 2}\n{"step": "2", "seconds": 1}\n\xff\xfe\n' + b"[" * 9000 + b"\n"
     with (directory.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "sec')
-    assert directory.cut_metrics(5) == 6.0
+    assert directory.cut_logs(5, []) == 6.0
     damaged += b'{"step": 2, "seconds": 1' + b"0" * 400 + b"}\n"
     with (directory.path / "metrics.jsonl").open("ab") as file:
         file.write(damaged + b'{"step": 3, "seconds": 4.5}\n')
-    assert directory.cut_metrics(3) == 4.5
+    assert directory.cut_logs(3, []) == 4.5
     directory.log_metrics({"step": 4, "seconds": 9.0})
     assert [entry["step"] for entry in metrics(directory)] == [0, 1, 2, 3, 3, 4]
+
+
+def test_an_evaluation_that_will_be_done_again_leaves_no_lines_and_a_torn_one_swallows_none(
+    directory,
+):
+    sample = Sample(index=0, prompt="p", answer="a", reward=1.0, ended=True)
+    for step in (0, 5):
+        directory.log_metrics({"step": step, "dev_loss": 0.1, "seconds": step})
+        directory.log_samples(step, "dev", [sample])
+    directory.log_metrics({"step": 5, "loss": 0.1, "seconds": 6})
+    with directory.samples.open("a") as file:
+        file.write('{"step": 5, "spl')
+    assert directory.cut_logs(5, [("dev", 0), ("test", 5)]) == 6.0
+    directory.log_samples(5, "dev", [sample])
+    assert [("dev_loss" in entry, entry["step"]) for entry in metrics(directory)] == [
+        (True, 0),
+        (False, 5),
+    ]
+    samples = [json.loads(line) for line in directory.samples.read_text().splitlines()]
+    assert [entry["step"] for entry in samples] == [0, 5]
 
 
 DAMAGED = (

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import UserError
-from lezo_ds.files import DAMAGE
+from lezo_ds.files import DAMAGE, assert_regular
 from lezo_ds.forward.adapters.lora import LoraAdapter
 from lezo_ds.forward.adapters.prefix import PrefixAdapter, load_prefix
 
@@ -59,6 +59,7 @@ def read_adapter(directory: Path) -> dict[str, dict[str, Any]]:
         return {}
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+        assert_regular(directory / kind.weights_file)
         with safe_open(directory / kind.weights_file, "pt") as tensors:
             # Of all tensors, the first one by its name is a lora_A or the keys of a prefix.
             first = tensors.get_slice(min(tensors.keys()))
