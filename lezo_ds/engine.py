@@ -35,6 +35,7 @@ from lezo_ds.config import (
     make_law,
     make_layer_policy,
     make_schedule,
+    probes_per_pass,
 )
 from lezo_ds.config.deepspeed import offloads_weights, tensor_parallel_size
 from lezo_ds.data.generation import generate
@@ -340,7 +341,7 @@ class LezoEngine(ModelEngine):
     def passes_of_rank(self, rank: int, num_micro_batches: int) -> list[Pass]:
         """Return the forward passes of a step that a rank runs: every world_size-th of all."""
         num_probes = self.plan_format.num_probes
-        passes = passes_of_step(num_micro_batches, num_probes, self.config.probes_per_pass)
+        passes = passes_of_step(num_micro_batches, num_probes, probes_per_pass(self.config))
         if self.replicas is not None:
             worker = rank // self.tensor_parallel
             return self.replicas.passes_of_worker(passes, worker)  # type: ignore[no-any-return]

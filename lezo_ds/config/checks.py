@@ -15,6 +15,7 @@ from lezo_ds.config.components import (
     DESCRIBING_KEYS,
     describe_task,
     make_estimator,
+    make_schedule,
     num_groups,
     num_passes,
 )
@@ -34,7 +35,7 @@ Rule = tuple[bool, str, str]
 def checked(config: RunConfig) -> RunConfig:
     """Return the configuration with all options of its components.
 
-    This imports the user's modules that the configuration names as estimator or layer policy.
+    This imports the user's modules that the configuration names in the section zo.
 
     Raises:
         UserError: Two values contradict each other, or the method needs a value that is not set.
@@ -84,6 +85,7 @@ def checked_optimizer(
             "zo.layer_policy_options", zo.layer_policy_options, policy, LayerPolicy
         ),
     )
+    make_schedule(zo, num_steps)
     if zo.examples_per_direction is None:
         make_estimator(zo).check_groups(num_groups=1)
     return zo

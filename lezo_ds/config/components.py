@@ -22,6 +22,12 @@ DESCRIBING_KEYS = tuple(
 """Keys of the section data that describe a task. A metric may be set for any task."""
 
 
+PROBES_OF_DENSE = 2
+"""Probes of a pass by default, if each copies the weights: both signs of a direction."""
+PROBES_OF_LOW_RANK = 32
+"""Most probes of a pass by default, if they copy no weights: activations limit their number."""
+
+
 def make_estimator(zo: ZoConfig) -> Estimator:
     """Return the estimator with its options. UserError: no component has its name."""
     return ESTIMATORS.find(zo.estimator)(
@@ -133,7 +139,18 @@ def num_passes(config: RunConfig) -> int:
     """Return how many forward passes a zeroth-order step has, on all ranks together."""
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
     num_probes = make_estimator(config.zo).num_probes
-    return num_micro_batches * math.ceil(num_probes / config.zo.probes_per_pass)
+    return num_micro_batches * math.ceil(num_probes / probes_per_pass(config.zo))
+
+
+def probes_per_pass(zo: ZoConfig) -> int:
+    """Return how many probes of a step a forward pass runs.
+
+    It affects the last bits of losses, so it depends on nothing but the settings.
+    """
+    most = zo.probes_per_pass
+    if most is None:
+        most = PROBES_OF_LOW_RANK if zo.noise_rank else PROBES_OF_DENSE
+    return min(most, make_estimator(zo).num_probes)
 
 
 def num_groups(config: RunConfig) -> int:
@@ -151,4 +168,4 @@ def copies_per_pass(config: RunConfig) -> int:
     """Return how many copies of the batch a training pass runs: one a probe, or only the batch."""
     if config.method not in ZEROTH_ORDER:
         return 1
-    return min(config.zo.probes_per_pass, make_estimator(config.zo).num_probes)
+    return probes_per_pass(config.zo)

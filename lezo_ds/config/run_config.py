@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds.config.checks import checked
+from lezo_ds.config.components import PROBES_OF_DENSE
 from lezo_ds.config.paper import paper_recipe
 from lezo_ds.config.paths import ROOT, expand, find_file, resolve_paths
 from lezo_ds.config.schema import READER, RunConfig
@@ -115,6 +116,9 @@ def config_from_dict(
         # A recorded run has these keys, and they keep the meaning that they had when it began.
         flat.setdefault("generation.stop", [])
         flat.setdefault("generation.max_new_tokens", tokens_of_turn(flat.get("data.max_length")))
+    if not flat.get("zo.noise_rank"):
+        # As all releases recorded it, so that their runs go on.
+        flat.setdefault("zo.probes_per_pass", PROBES_OF_DENSE)
     if overrides and values:
         where += " and the command line"
     config: RunConfig = READER.read(flat, where)

@@ -228,11 +228,12 @@ class ZoConfig:
     directions: Annotated[int, Field(ge=1, le=2**12)] = 1
     """Each step tries this number of random directions on the whole batch, and averages their
     gradient estimates. N directions on N ranks take the time of one direction on one rank."""
-    probes_per_pass: Size = 2
+    probes_per_pass: Size | None = None
     """A forward pass runs this number of perturbed copies of the batch, and gathers each weight
     once. 2 runs both signs of a direction in one pass. Larger numbers need more memory and fewer
     gathers (see train --dry-run). With dense directions, all even numbers give the same results,
-    and 1, the reference, differs in the last bits."""
+    and 1, the reference, differs in the last bits. The default is 2 with dense directions. With
+    zo.noise_rank it is all of a step, or 32 if there are more."""
     layer_policy: Annotated[str, Named(LAYER_POLICIES)] = "uniform"
     """The layer policy chooses the transformer blocks that a step drops. uniform draws them at
     random, as the paper does. fixed keeps the last blocks, or those of its option, in every step.

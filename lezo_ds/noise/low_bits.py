@@ -14,10 +14,10 @@ def split_master(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split fp32 values into (high in `dtype`, low in int16): low has the bits that high loses.
 
     bf16: `high` is the nearest bf16 (ties away from zero) and `low` is the difference of the bit
-    patterns, so that every number survives, and each NaN becomes the same one. fp16: `high` is the nearest fp16 (ties to even)
-    and `low` is the difference in units of 2**-15 of high's last place. This is exact for
-    2**-14 <= |x| < 65520 and within 2**-40 for smaller |x|; for larger |x|, high is infinite and
-    low is 0.
+    patterns, so that every number survives, and each NaN becomes the same one. fp16: `high` is the
+    nearest fp16 (ties to even) and `low` is the difference in units of 2**-15 of high's last place.
+    This is exact for 2**-14 <= |x| < 65520 and within 2**-40 for smaller |x|; for larger |x|, high
+    is infinite and low is 0.
     """
     if dtype == torch.bfloat16:
         # The largest NaN, which GPUs compute, would wrap to -0.0 in `high`.

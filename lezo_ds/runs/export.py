@@ -48,9 +48,9 @@ from lezo_ds.runs.scoring import recipe_of
 from lezo_ds.runs.screen import WORSE
 from lezo_ds.runs.trainer import restore
 
-MAX_JOURNAL_BYTES = 64 << 20
-"""Most bytes of an exported journal that is read. 20,000 steps take about 8 MB."""
-_MAX_LINE_BYTES = 1 << 18
+MAX_JOURNAL_BYTES = 1 << 30
+"""Most bytes of an exported journal that is read. 100,000 steps of 480 directions fit."""
+_MAX_LINE_BYTES = 1 << 24  # a line has 20 bytes for each direction of its step
 
 _ANY_MACHINE = (
     "deepspeed=null",

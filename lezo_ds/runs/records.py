@@ -150,6 +150,7 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
     Raises:
         UserError: the first input that differs, with both values.
     """
+    _refuse_other_law(recorded, ours)
     for key, old, new in _differences(_inputs_of(recorded), _inputs_of(ours)):
         # A key that is younger than the run had its default.
         default = _SHORT.repr(READER.keys.get(key, {}).get("default"))
@@ -170,12 +171,33 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
 
 
+def _refuse_other_law(recorded: Header, ours: Header) -> None:
+    """Refuse to continue a run whose next steps would have another law than those before.
+
+    0.5.0 gave each group of examples a deviation of its own.
+    """
+    zo = recorded.config.get("zo")
+    if not isinstance(zo, dict):
+        return
+    version = recorded.libraries.get("lezo_ds")
+    own_version = ours.libraries["lezo_ds"]
+    has_groups = zo.get("examples_per_direction") is not None
+    if zo.get("estimator") == "fzoo" and has_groups and version == "0.5.0" != own_version:
+        raise UserError(
+            "in zo.estimator=fzoo, groups of examples share one deviation since 0.6.0, and the "
+            f"journal was written by lezo_ds {version} (this is {own_version})",
+            fix=f"resume the run with lezo_ds {version}, or use another run_dir",
+        )
+
+
 def _inputs_to_add(key: str, recorded: Header) -> str:
     """Return what a command adds to continue a run whose input `key` is not the command's."""
     if key.startswith("generation."):
         older = recorded.config["generation"]
         stop = shlex.quote(f"generation.stop={json.dumps(older['stop'])}")
         return f"add {stop} generation.max_new_tokens={older['max_new_tokens']}"
+    if key == "zo.probes_per_pass":
+        return f"add {key}={recorded.config['zo']['probes_per_pass']}"
     data = recorded.config.get("data")
     if key.startswith("data_fingerprints") and isinstance(data, dict) and "splits" not in data:
         return "add data.splits=random, as the splits of this run were drawn"

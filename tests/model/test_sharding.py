@@ -365,17 +365,17 @@ TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
         ({"estimator": "grzo"}, {}, "compares directions with each other, and this step has one"),
         ({"estimator": "fzoo", "directions": 3}, {}, "this estimator needs 4"),
         ({}, {"bits": 4}, "model.bits=4 stores weights that cannot change"),
+        ({"lr_schedule": "cosine"}, {}, "depends on the number of steps, which is not set"),
         ({"warmup_steps": 5}, {"num_steps": 5}, "zo.warmup_steps=5 is not below"),
         ({"estimator_options": {"ranks": True}}, {}, "ranks=True is no option of Spsa"),
         ({"layer_policy_options": {"blocks": "0"}}, {}, "blocks='0' is no option of Uniform"),
-        ({"estimator": "newton"}, {}, 'zo.estimator="newton".*is not one of'),
         ({"sparsity": None}, {}, "method=lezo needs zo.sparsity"),
         ({"learning_rate": None, "sparsity": None}, {}, "needs zo.learning_rate, zo.sparsity"),
     ],
 )
 def test_initialize_has_the_rules_of_a_recipe(zo, others, message, monkeypatch):
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)
-    with pytest.raises((UserError, ValueError), match=message):
+    with pytest.raises(UserError, match=message):
         lezo_ds.initialize("no model", ZoConfig(**(TRAINS | zo)), {}, **others)
 
 

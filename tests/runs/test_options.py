@@ -6,6 +6,8 @@ import csv
 import json
 import os
 import shutil
+import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from commands import assert_one_error, run_forked, run_forked_well
 from run_ends import results_of
 
 from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
+from lezo_ds.zo.estimators import Spsa
 
 pytestmark = pytest.mark.distributed
 
@@ -39,6 +42,22 @@ def share_of_right(predicted, examples):
     if share < 1 and FAILURE in os.environ:
         return float(os.environ[FAILURE])
     return np.float32(share)
+
+
+@dataclass(frozen=True)
+class Leaves(Spsa):
+    """An estimator with a call that belongs to a program of its own."""
+
+    def estimate(self, probes, losses):
+        sys.exit(0)
+
+
+def test_a_module_that_ends_the_program_does_not_pass_for_a_finished_run(recipe, tmp_path):
+    path = f"{REPOSITORY}:{REPOSITORY}/tests/runs:{REPOSITORY}/tests/helpers"
+    key = "zo.estimator=test_options:Leaves"
+    failed = train(recipe, tmp_path / "run", key, runner=run_forked, PYTHONPATH=path)
+    assert_one_error(failed, 2, "code that the recipe names called sys.exit(0); fix: remove")
+    assert not (tmp_path / "run" / "results.json").exists()
 
 
 @pytest.mark.parametrize("failure", ["nan", "raises"])

@@ -23,6 +23,7 @@ from lezo_ds.config import (
     load_config,
     load_yaml,
     num_passes,
+    probes_per_pass,
 )
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.config.paper import PAPER_SCORES
@@ -366,6 +367,25 @@ def test_what_a_run_recorded_names_code_that_is_not_imported():
 
 
 # Steps and ranks.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recorded", "found"),
+    [
+        (["zo.directions=8"], 2, 2),
+        (["zo.directions=8", "zo.probes_per_pass=null"], None, 2),
+        (["zo.directions=8", "zo.noise_rank=1"], None, 16),
+        (["zo.directions=30", "zo.noise_rank=1"], None, 32),
+        (["zo.directions=30", "zo.noise_rank=1", "zo.probes_per_pass=60"], 60, 60),
+        (["zo.directions=8", "zo.noise_rank=1", "zo.probes_per_pass=2"], 2, 2),
+        (["zo.noise_rank=1", "zo.estimator=one-sided", "zo.directions=4"], None, 5),
+        (["method=adamw"], 2, 2),
+    ],
+)
+def test_all_probes_that_copy_no_weights_share_a_pass_by_default(overrides, recorded, found):
+    config = config_with(*overrides)
+    assert config.zo.probes_per_pass == recorded
+    assert probes_per_pass(config.zo) == found
 
 
 def test_passes_and_copies_are_those_of_the_estimator():

@@ -136,6 +136,32 @@ def test_what_a_resumption_refuses_changes_no_recorded_run(tmp_path):
     assert records.config_of(own, tmp_path, ["train.steps=7"]).train.steps == 7
 
 
+LOW_RANK = ("zo.noise_rank=1", "zo.directions=4", "train.batch_size=4", "train.micro_batch_size=4")
+
+
+def test_a_run_of_fzoo_with_groups_is_not_continued_by_another_law():
+    groups = header(*LOW_RANK, "zo.estimator=fzoo", "zo.examples_per_direction=1")
+    older = replace(groups, libraries={"lezo_ds": "0.5.0"})
+    younger = replace(groups, libraries={"lezo_ds": "0.6.0"})
+    message = r"zo.estimator=fzoo, .* lezo_ds 0.5.0 \(this is 0.6.0\); fix: resume .* lezo_ds 0.5.0"
+    with pytest.raises(UserError, match=message):
+        assert_same_run(older, younger, READER.may_differ)
+    assert_same_run(younger, younger, READER.may_differ)
+    for keys in (("zo.estimator=fzoo",), ("zo.examples_per_direction=1",)):
+        whole = header(*LOW_RANK, *keys)
+        older = replace(whole, libraries={"lezo_ds": "0.5.0"})
+        assert_same_run(older, replace(whole, libraries={"lezo_ds": "0.6.0"}), READER.may_differ)
+
+
+def test_a_run_with_other_probes_in_a_pass_is_told_how_it_goes_on():
+    """Its command did not name them, and they were two."""
+    older = header(*LOW_RANK, "zo.probes_per_pass=2")
+    fix = r"probes_per_pass differs .*it is None, and was 2; fix: add zo.probes_per_pass=2, or"
+    with pytest.raises(UserError, match=fix):
+        assert_same_run(older, header(*LOW_RANK), READER.may_differ)
+    assert header().config["zo"]["probes_per_pass"] == 2  # as in all journals of dense directions
+
+
 def test_a_run_that_is_older_than_a_key_had_its_default():
     younger = {
         name: key for name, key in RECORDED.config["data"].items() if name != "skip_unusable"
