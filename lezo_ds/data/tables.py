@@ -3,13 +3,13 @@
 A source is a path, whose suffix in any case says how to read it, or the name of a split on the hub:
 
     tickets.csv, .tsv         a header, then one record a row; every value is text in an encoding
-    tickets.jsonl, .json      one JSON object a line, or one JSON list of objects
+    tickets.jsonl, .json      one JSON object a line, one list of objects, or one after another
     tickets.parquet           one record a row
     OWNER/NAME:SPLIT          a split of a data set on the hub; also OWNER/NAME/CONFIG:SPLIT
 
-All but JSON lists are streamed. Python's own readers keep values as they are written. The readers
-of `datasets` turn the text "2020-01-01" into a date, shift the values of a row that has too many,
-and do not know the line of a record.
+All but the last two kinds of JSON are streamed. Python's own readers keep values as they are
+written. The readers of `datasets` turn the text "2020-01-01" into a date, shift the values of a row
+that has too many, and do not know the line of a record.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import charset_normalizer
 import datasets
@@ -30,6 +33,8 @@ from pyarrow.parquet import ParquetFile
 from lezo_ds.checkpoints.checkpoint import hub_problem
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks.base import ArrowRecord
+
+logger = logging.getLogger(__name__)
 
 Row = tuple[str, Any]
 """(place, record): the place is such as " (train.jsonl line 3)", or "" if it is unknown. The record
@@ -41,7 +46,22 @@ TABLES = (".csv", ".tsv")
 
 _PARQUET_ROWS = 1024  # that are in memory at a time
 _GUESSED_BYTES = 2**20  # of a table, from which its encoding is guessed
-_SNIFFED_BYTES = 1000  # of a JSON file; white space before a list may be as long
+_SNIFFED_BYTES = 64  # that tell what a file is, if it is not what its name says
+_SNIFFED_LINES = 20  # of a table, from which its separator is found
+_SEPARATORS = (",", ";", "\t", "|")
+_SEPARATOR_LINE = re.compile('"?sep=(.)"?[\r\n]*')
+_COMMA = re.compile(r"\s*(?:,\s*|\Z)")
+_SPACE = re.compile(r"\s*,?\s*")
+_FOREIGN: Mapping[bytes, tuple[str, str]] = {
+    b"\x1f\x8b": ("compressed by gzip", "unpack it: gunzip"),
+    b"\x28\xb5\x2f\xfd": ("compressed by Zstandard", "unpack it: unzstd"),
+    b"PK\x03\x04": ("an Excel workbook or a ZIP archive", "save it as CSV in UTF-8, or unpack it"),
+    b"\xd0\xcf\x11\xe0": ("an Excel workbook", "save it as CSV in UTF-8"),
+    b"version https://git-lfs": ("a pointer of Git LFS, without the content", "git lfs pull"),
+    b"<!DOCTYPE": ("a web page", "download the file itself"),
+    b"<html": ("a web page", "download the file itself"),
+}
+"""What a file is that begins with some bytes, and what to do."""
 
 
 def read_source(key: str, source: str, encoding: str = UTF_8) -> list[Row]:
@@ -65,9 +85,71 @@ def read_source(key: str, source: str, encoding: str = UTF_8) -> list[Row]:
     else:
         check_kind(f"{key}={source}", path)
         rows = list(read_file(path, encoding))
+        _refuse_misread(path, rows)
     if not rows:
         raise UserError(f"{key}={source} has no records", fix=f"fill the file, or correct {key}")
     return rows
+
+
+def _refuse_misread(path: Path, rows: Sequence[Row]) -> None:
+    """Refuse a file whose structure is another one, so that none of its rows is a record."""
+    problems = [(place, row) for place, row in rows if isinstance(row, ValueError)]
+    if rows and len(problems) == len(rows):
+        (place, problem), *_ = problems
+        fix = "write one object a line, or one list of objects"
+        if kind_of(path) in TABLES:
+            fix = "let line 1 name the columns, and remove what is before it"
+        raise UserError(f"{path} has no record: the first row{place} {problem}", fix=fix)
+    if len(rows) == 1 and isinstance(rows[0][1], Mapping):
+        ((_, record),) = rows
+        refuse_container(str(path), record)
+
+
+def refuse_container(name: str, record: Mapping[str, Any]) -> None:
+    """Refuse the only object of a file if it holds the records, and is none.
+
+    Args:
+        name: what messages call the file.
+        record: the object.
+    """
+    values = record.values()
+    lists = [key for key, value in record.items() if _are_objects(value)]
+    nested = [key for key in lists if "paragraphs" in record[key][0]]
+    columns = [value for value in values if isinstance(value, list | Mapping)]
+    has_turns = any(isinstance(value, list) and _is_turn(value[0]) for value in columns if value)
+    if nested:
+        shape = f"has the nested layout of SQuAD in {nested[0]}"
+        fix = "write an object with question, context and answers for each question"
+    elif lists:
+        shape = f"holds the records in {', '.join(lists)}"
+        fix = "write each of these lists to a file of its own"
+    elif len(columns) == len(record) > 1 and not has_turns:
+        shape = "holds columns, not a list of records"
+        fix = 'write it with pandas\' to_json(PATH, orient="records", lines=True)'
+    else:
+        return
+    raise UserError(f"{name} is one JSON object that {shape}", fix=fix)
+
+
+def _are_objects(value: object) -> bool:
+    """Return whether a value is a list of several objects that are not turns of a conversation."""
+    if not isinstance(value, list) or len(value) < 2 or not isinstance(value[0], Mapping):
+        return False
+    return not _is_turn(value[0])
+
+
+def _is_turn(value: object) -> bool:
+    """Return whether a value is a turn of a conversation."""
+    return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse a file whose first bytes say that it is something else than its name says."""
+    with path.open("rb") as file:
+        start = file.read(_SNIFFED_BYTES)
+    for mark, (meaning, fix) in _FOREIGN.items():
+        if start.startswith(mark):
+            raise UserError(f"{path} is {meaning}", fix=fix)
 
 
 def kind_of(path: Path) -> str:
@@ -78,6 +160,8 @@ def kind_of(path: Path) -> str:
 def check_kind(name: str, path: Path) -> None:
     """Refuse a path that is no file or has an unknown suffix; messages call it `name`."""
     is_file = path.is_file()
+    if is_file:
+        _refuse_foreign(path)
     if kind_of(path) in READERS and is_file:
         return
     missing = "" if is_file else ", which is not a file"
@@ -86,7 +170,7 @@ def check_kind(name: str, path: Path) -> None:
 
 
 def read_file(path: Path, encoding: str = UTF_8) -> Iterator[Row]:
-    """Yield the records of a file. Only a JSON list is in memory as a whole.
+    """Yield the records of a file. Only JSON that is not an object a line is in memory as a whole.
 
     The encoding is that of a .csv or .tsv file.
 
@@ -98,6 +182,7 @@ def read_file(path: Path, encoding: str = UTF_8) -> Iterator[Row]:
     kind = kind_of(path)
     place = ""
     try:
+        _refuse_foreign(path)
         for unit, number, record in READERS[kind](path, encoding):
             place = f" ({path} {unit} {number})"
             if not isinstance(record, Mapping | ValueError):
@@ -178,65 +263,199 @@ def _encoding_fix(path: Path) -> str:
     return f"set data.encoding={name} (init, predict: --encoding {name}), or save it in UTF-8"
 
 
-def separator_of(path: Path, encoding: str) -> str:
-    """Return what separates the values of a table: a tab in .tsv files, else "," or ";"."""
+class Layout(NamedTuple):
+    """How a table is written.
+
+    Attributes:
+        delimiter: what separates values.
+        has_separator_line: whether line 1 is one such as sep=; that spreadsheets write and read.
+        skips_spaces: whether a space after each separator belongs to it.
+        quoting: csv.QUOTE_NONE if a quotation mark is a character as any other.
+    """
+
+    delimiter: str
+    has_separator_line: bool
+    skips_spaces: bool
+    quoting: int = csv.QUOTE_MINIMAL
+
+    def rows(self, file: TextIO) -> Any:
+        """Return the csv.reader of a table from its header on."""
+        if self.has_separator_line:
+            file.readline()
+        return csv.reader(
+            file,
+            delimiter=self.delimiter,
+            quoting=self.quoting,
+            skipinitialspace=self.skips_spaces,
+            strict=True,
+        )
+
+
+def layout_of(path: Path, encoding: str) -> Layout:
+    """Return how a table is written. What is unusual for its suffix is said once.
+
+    The separator is a tab in .tsv files and else a comma, unless another one divides the header,
+    and the first rows in as many values.
+    """
     usual = "\t" if kind_of(path) == ".tsv" else ","
     with path.open(encoding=codec_of(path, encoding), newline="") as file:
-        first_line = file.readline()
+        start = file.readline()
+        named = _SEPARATOR_LINE.fullmatch(start)
+        lines = [] if named else [start]
+        lines += islice(file, _SNIFFED_LINES)
+    header = lines[0] if lines else ""
+    delimiter = named[1] if named else _separator(usual, lines)
+    names = next(csv.reader([header], delimiter=delimiter), [])
+    skips_spaces = len(names) > 1 and all(name.startswith(" ") for name in names[1:])
+    layout = Layout(delimiter, bool(named), skips_spaces)
+    if delimiter == "\t" and _quotes_are_text(path, encoding, layout):
+        layout = layout._replace(quoting=csv.QUOTE_NONE)
+        _say(f"{path}: each line is a row, and quotation marks are part of the texts")
+    if delimiter != usual:
+        _say(f"{path}: the separator is {delimiter!r}")
+    if skips_spaces:
+        _say(f"{path}: the space after each separator is left out")
+    return layout
+
+
+def _separator(usual: str, lines: Sequence[str]) -> str:
+    """Return what separates the values of a table that begins with these lines."""
+    for delimiter in dict.fromkeys((usual, *_SEPARATORS)):
+        rows = [row for row in csv.reader(lines, delimiter=delimiter) if row]
+        # The last line may begin a value of several lines.
+        widths = {len(row) for row in rows[:-1] or rows}
+        if len(widths) == 1 and widths != {1}:
+            return delimiter
     # Where a comma is the decimal point, spreadsheets separate the values by semicolons.
-    if usual not in first_line and ";" in first_line:
-        return ";"
-    return usual
+    header = "".join(lines[:1])
+    return ";" if usual not in header and ";" in header else usual
+
+
+def _quotes_are_text(path: Path, encoding: str, layout: Layout) -> bool:
+    """Return whether each line of a table is a row, though quotation marks would join some.
+
+    A quoted value with a line break, as programs write it, leaves lines with too few values.
+    """
+    codec = codec_of(path, encoding)
+    with path.open(encoding=codec, newline="") as file:
+        rows = layout._replace(quoting=csv.QUOTE_NONE).rows(file)
+        if len({len(row) for row in rows if row}) != 1:
+            return False
+    with path.open(encoding=codec, newline="") as file:
+        rows = layout.rows(file)
+        try:
+            num_rows = sum(1 for _ in rows)
+        except csv.Error:
+            return True
+        return num_rows < int(rows.line_num)
+
+
+@cache
+def _say(message: str) -> None:
+    """Warn of something in a file once, however often it is read."""
+    logger.warning(message)
+
+
+def _refuse_repeated(path: Path, names: Sequence[str]) -> None:
+    """Refuse a table in which a name stands for several columns."""
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise UserError(
+            f"{path} has several columns with the name {repeated[0]!r}",
+            fix="rename one of them in line 1",
+        )
 
 
 def _read_table(path: Path, encoding: str) -> _Records:
     """Yield the rows of a table with a header; every value is text. Blank lines are skipped."""
     csv.field_size_limit(2**31 - 1)  # a text may be long
+    layout = layout_of(path, encoding)
     with path.open(encoding=codec_of(path, encoding), newline="") as file:
-        reader = csv.reader(file, delimiter=separator_of(path, encoding), strict=True)
+        reader = layout.rows(file)
         header = next(reader, [])
         if not header:
             raise ValueError("line 1 lacks the names of columns")
-        repeated = [name for name in header if header.count(name) > 1]
-        if repeated:
-            raise UserError(
-                f"{path} has several columns with the name {repeated[0]!r}",
-                fix="rename one of them in line 1",
-            )
+        _refuse_repeated(path, header)
         # A quoted value may have several lines, so a row starts after the last line of the row
         # before.
-        line = reader.line_num + 1
+        first = 2 if layout.has_separator_line else 1
+        line = reader.line_num + first
         for values in reader:
             record: object = dict(zip(header, values, strict=False))
             if len(values) != len(header):
                 record = ValueError(f"has {len(values)} values for {len(header)} columns")
             if "".join(values).strip():  # else the line is blank
                 yield "line", line, record
-            line = reader.line_num + 1
+            line = reader.line_num + first
+
+
+def json_texts(path: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield (unit, number, text) of each object in a JSON file; see `_Records` for the first two.
+
+    The file has one list, an object a line, or objects one after another, in any encoding that JSON
+    may have. Blank lines are skipped.
+    """
+    with path.open("rb") as binary:
+        codec = json.detect_encoding(binary.read(4))
+    # A byte that is not of this encoding is an error of its record alone (see _read_json).
+    with path.open(encoding=codec, errors="surrogateescape", newline="\n") as file:
+        first = next((line.strip() for line in file if line.strip()), "")
+        file.seek(0)
+        if first.startswith("["):
+            text = file.read().strip()
+            if not text.endswith("]"):
+                raise ValueError("the list has no end")
+            yield from _items(text[1:-1], _COMMA)
+            return
+        is_lines = _object_length(first) == len(first)
+        text = "" if is_lines else file.read().lstrip()
+        if _object_length(text):
+            yield from _items(text, _SPACE)
+            return
+        file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield "line", number, line
+
+
+def _object_length(text: str) -> int:
+    """Return the number of characters of the JSON value that begins a text; 0 if there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text)[1]
+    except (ValueError, RecursionError):
+        return 0
+
+
+def _items(text: str, between: re.Pattern[str]) -> Iterator[tuple[str, int, str]]:
+    """Yield the JSON values in a text, each with its number, given what is between them."""
+    decoder = json.JSONDecoder()
+    place = len(text) - len(text.lstrip())
+    number = 0
+    while place < len(text):
+        number += 1
+        _, end = decoder.raw_decode(text, place)
+        yield "row", number, text[place:end]
+        gap = between.match(text, end)
+        if gap is None:
+            raise ValueError(f"no comma is after item {number}")
+        place = gap.end()
 
 
 def _read_json(path: Path, _: str) -> _Records:
-    """Yield the items of one JSON list, or the object on each line. Blank lines are skipped."""
-    # json.loads decodes bytes itself, so a wrong encoding is an error of one line.
-    with path.open("rb") as file:
-        is_list = file.read(_SNIFFED_BYTES).lstrip().startswith(b"[")
-        file.seek(0)
-        if is_list:
-            for row, record in enumerate(json.load(file), start=1):
-                yield "row", row, record
-            return
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = ValueError(f"is not JSON: {line[:80]!r}")
-            yield "line", number, record
+    """Yield the objects of a JSON file."""
+    for unit, number, text in json_texts(path):
+        record: object
+        try:
+            record = json.loads(text.encode())
+        except (ValueError, RecursionError):
+            record = ValueError(f"is not JSON: {text[:80]!r}")
+        yield unit, number, record
 
 
 def _read_parquet(path: Path, _: str) -> _Records:
-    batches = ParquetFile(path).iter_batches(_PARQUET_ROWS)
+    table = ParquetFile(path)
+    _refuse_repeated(path, table.schema_arrow.names)
+    batches = table.iter_batches(_PARQUET_ROWS)
     records = chain.from_iterable(batch.to_pylist() for batch in batches)
     for row, record in enumerate(records, start=1):
         yield "row", row, ArrowRecord(record)

@@ -19,6 +19,8 @@ import hashlib
 import json
 import logging
 from collections import Counter
+
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -325,6 +327,8 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         packed=takes_packed and can_pack(model_config, config.data.max_length),
         loss_batch=_MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,
     )
+    if task.kind == "generation" and generation is not None:
+        _warn_of_unreachable(test, generation)
     if splits.train and names_code(config.train.objective) and not objective.reads_answers:
         batch = data.objective_batch(data.train, [0])
         try_loss(objective, batch, model_config.get_text_config().vocab_size)
@@ -341,6 +345,37 @@ class _Texts(NamedTuple):
 
     shown: Example
     read: Example
+
+
+def _warn_of_unreachable(split: EncodedSplit, settings: GenerationSettings) -> None:
+    """Say how many right answers the model cannot write, because its answers end before."""
+    num_stopped = 0
+    num_long = 0
+    for example, encoded in zip(split.examples, split.encoded, strict=True):
+        if not example.references:
+            continue
+        cut = [any(stop in text for stop in settings.stops) for text in example.references]
+        if all(cut):
+            num_stopped += 1
+        elif encoded.num_gold_tokens() - 1 > settings.max_new_tokens:  # the last one ends it
+            num_long += 1
+    if num_stopped:
+        logger.warning(
+            "%d of %d right answers to score have several lines or other texts that end an answer "
+            "(%s): no answer can equal them; to end answers at the end of the sequence, set "
+            "generation.stop=[]",
+            num_stopped,
+            len(split.examples),
+            ", ".join(map(repr, settings.stops)),
+        )
+    if num_long:
+        logger.warning(
+            "%d of %d right answers to score have more than generation.max_new_tokens=%d tokens: "
+            "no answer can equal them; set it higher",
+            num_long,
+            len(split.examples),
+            settings.max_new_tokens,
+        )
 
 
 @dataclass(frozen=True)

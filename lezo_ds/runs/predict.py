@@ -20,10 +20,11 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from io import BytesIO, TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,9 +42,10 @@ from lezo_ds.data.tables import (
     UTF_8,
     check_kind,
     codec_of,
+    json_texts,
     kind_of,
+    layout_of,
     read_file,
-    separator_of,
 )
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
@@ -54,11 +56,22 @@ from lezo_ds.runs.screen import progress_bar
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Record, with_fields
 from lezo_ds.tasks.conversations import ASSISTANT, read_messages
+from lezo_ds.tasks.labels import label_key
 from lezo_ds.tasks.template import field_value
 
 _BATCHES_A_CHUNK = 32  # a kill costs at most one chunk
 _NO_ANSWER: Mapping[type, object] = {int: -1, bool: False, list[str]: []}
 """Values without meaning, by the type of the field. Others are ""."""
+
+_TRUTHS = {"true": True, "false": False}
+_READERS: Mapping[type, Callable[[str], object]] = {
+    int: int,
+    float: float,
+    bool: _TRUTHS.__getitem__,
+}
+"""What reads a label of a recipe as the type that records hold."""
+_UNWRITABLE = "backslashreplace"
+"""How a character is written that an encoding lacks: as an escape."""
 
 Rows = Iterator[dict[str, Any]]
 """The predicted fields of each record."""
@@ -79,9 +92,10 @@ def predict_file(
         source: the records, which need no right answers.
         out: becomes a file of the same kind and order, with `predicted`: the label as the records
             hold it, the chosen candidate, or the written answer. A candidate also has a
-            `probability` (see data.evaluation.predict).
+            `probability` (see data.evaluation.predict). Labels that are all whole numbers are
+            integers in JSON and parquet, unless the records hold them as another type.
         probabilities: whether the output also has the probability of each label.
-        threshold: below this probability, `predicted` stays empty.
+        threshold: below this probability, `predicted` is "", or null among labels that are numbers.
 
     Returns:
         The number of records.
@@ -106,7 +120,7 @@ def predict_file(
     folder = RunDirectory(f"{out}.part")
     chunks = []
     with ExitStack() as lock:
-        num_records = distributed.on_rank_zero(
+        num_records, labels = distributed.on_rank_zero(
             lambda: _check_files(task, source, out, encoding, taken)
         )
         distributed.on_rank_zero(lambda: lock.enter_context(folder.locked()))
@@ -136,7 +150,9 @@ def predict_file(
                     )
                     distributed.on_rank_zero(partial(folder.write, chunk, json.dumps(rows)))
                 bar.update(len(examples))
-        distributed.on_rank_zero(lambda: _write_output(source, encoding, out, folder.path, chunks))
+        distributed.on_rank_zero(
+            lambda: _write_output(source, encoding, out, folder.path, chunks, labels)
+        )
     return num_records
 
 
@@ -161,10 +177,15 @@ def for_prediction(config: RunConfig) -> RunConfig:
     return replace(config, data=data, generation=generation)
 
 
-def _check_files(task: Task, source: Path, out: Path, encoding: str, taken: Sequence[str]) -> int:
-    """Refuse an input or an output that cannot be used. Return the number of records.
+def _check_files(
+    task: Task, source: Path, out: Path, encoding: str, taken: Sequence[str]
+) -> tuple[int, dict[object, object]]:
+    """Refuse an input or an output that cannot be used.
 
     `encoding` and `taken` are those of `_records`.
+
+    Returns:
+        The number of records, and each label as the output has it.
     """
     check_kind(str(source), source)
     if out.exists():
@@ -172,10 +193,56 @@ def _check_files(task: Task, source: Path, out: Path, encoding: str, taken: Sequ
     if kind_of(out) != kind_of(source):
         message = f"--out {out} does not end in {source.suffix}, as {source} does"
         raise UserError(message, fix="set another --out")
-    num_records = sum(1 for _ in _records(task, source, encoding, taken))
+    if kind_of(source) in TABLES:
+        _check_encoding(encoding, task)
+    num_records = 0
+    held = set()
+    for _, record in _records(task, source, encoding, taken):
+        num_records += 1
+        values = [record.get(field) for field in task.answer_fields]
+        held |= {type(value) for value in values if value not in (None, "") and value == value}
     if num_records == 0:
         raise UserError(f"{source} has no records", fix="fill the file, or name another one")
-    return num_records
+    is_table = kind_of(source) in TABLES
+    return num_records, _output_labels(task, {str} if is_table else held)
+
+
+def _check_encoding(encoding: str, task: Task) -> None:
+    """Refuse an encoding in which labels cannot be written, before they are predicted."""
+    labels = " ".join(map(str, task.labels))
+    try:
+        labels.encode(encoding)
+        with TextIOWrapper(BytesIO(), encoding, errors=_UNWRITABLE) as file:
+            file.write(labels)
+    except (LookupError, UnicodeError) as error:
+        raise UserError(
+            f"--encoding {encoding} cannot write the labels: {error}",
+            fix="save the table in UTF-8, and set no encoding",
+        ) from error
+
+
+def _output_labels(task: Task, held: set[type]) -> dict[object, object]:
+    """Return each label of a task as the output holds it.
+
+    Args:
+        task: the task, whose labels are texts if a recipe has them.
+        held: the types of the labels in the input. If it has none, whole numbers are integers.
+    """
+    as_given: dict[object, object] = {label: label for label in task.labels}
+    kinds = held or {int}
+    if len(kinds) > 1 or not all(isinstance(label, str) for label in as_given):
+        return as_given
+    (kind,) = kinds
+    typed: dict[object, object] = {}
+    for label in as_given:
+        key = label_key(str(label))
+        try:
+            typed[label] = _READERS[kind](key)
+        except (KeyError, ValueError):
+            return as_given
+        if label_key(str(typed[label])) != key:  # such as 007, which is no integer
+            return as_given
+    return typed
 
 
 def _records(
@@ -231,63 +298,99 @@ def unlabelled(task: Task) -> Task:
 
 
 def _write_output(
-    source: Path, encoding: str, out: Path, folder: Path, chunks: Sequence[Path]
+    source: Path,
+    encoding: str,
+    out: Path,
+    folder: Path,
+    chunks: Sequence[Path],
+    labels: Mapping[object, object],
 ) -> None:
-    """Write the output from the finished chunks, and remove their folder."""
+    """Write the output from the finished chunks, and remove their folder.
+
+    `labels` are those of `_output_labels`.
+    """
     rows = chain.from_iterable(json.loads(chunk.read_text()) for chunk in chunks)
+    if labels:
+        unsure = "" if set(map(type, labels.values())) == {str} else None
+        rows = ({**row, PREDICTED: labels.get(row[PREDICTED], unsure)} for row in rows)
     output = folder / "output"
     with failures_named(out):
         if kind_of(source) == ".parquet":
-            _write_parquet(source, output, rows)
+            kind = pa.infer_type([*labels.values()]) if labels else pa.string()
+            _write_parquet(source, output, rows, kind)
+        elif kind_of(source) in TABLES:
+            _write_table(source, encoding, output, rows)
         else:
-            _write_text(source, encoding, output, rows)
+            _write_json(source, output, rows)
         sync(output)
         output.rename(out)
         sync(out.parent)
         remove_directory(folder)
 
 
-def _write_parquet(source: Path, target: Path, rows: Rows) -> None:
-    """Write a table with the columns of `source` and those of `rows`, one batch at a time."""
-    with ExitStack() as stack:
-        writer: ParquetWriter | None = None
-        for batch in ParquetFile(source).iter_batches():
-            table = pa.table(batch)
-            added = pa.Table.from_pylist(list(islice(rows, batch.num_rows)))
-            for name in added.column_names:
-                table = table.append_column(name, added[name])
-            if writer is None:
-                writer = stack.enter_context(ParquetWriter(target, table.schema))
-            writer.write_table(table)
+def _write_parquet(source: Path, target: Path, rows: Rows, kind: pa.DataType) -> None:
+    """Write a table with the columns of `source` and those of `rows`, one batch at a time.
 
-
-def _write_text(source: Path, encoding: str, target: Path, rows: Rows) -> None:
-    """Write the records of `source`, each with the fields of its row after its own.
-
-    A table has the encoding of `source`, and its byte order mark if it has one.
+    `kind` is the type of the predictions. It is given, because a batch may have none.
     """
-    kind = kind_of(source)
-    codec = codec_of(source, encoding) if kind in TABLES else UTF_8
+    table = ParquetFile(source)
+    first = next(rows)
+    rows = chain([first], rows)
+    types = {name: pa.float64() for name in first} | {PREDICTED: kind}
+    added = pa.schema(types)
+    schema = table.schema_arrow
+    for field in added:
+        schema = schema.append(field)
+    with ParquetWriter(target, schema) as writer:
+        for batch in table.iter_batches():
+            columns = pa.Table.from_pylist(list(islice(rows, batch.num_rows)), schema=added)
+            labelled = pa.table(batch)
+            for name in columns.column_names:
+                labelled = labelled.append_column(name, columns[name])
+            writer.write_table(labelled)
+
+
+def _write_json(source: Path, target: Path, rows: Rows) -> None:
+    """Write the objects of `source` as they are there, each with the fields of its row at its end.
+
+    A number stays as it is written, such as 1.50, or 1e400, which is no float.
+    """
+
+    def labelled() -> Iterator[str]:
+        for (_, _, text), row in zip(json_texts(source), rows, strict=True):
+            fields = text.strip().removeprefix("{").removesuffix("}").strip()
+            added = json.dumps(row, ensure_ascii=False)[1:-1]
+            # A line break is never part of a text, where JSON has a backslash and an n.
+            fields = fields.replace("\r", " ").replace("\n", " ")
+            yield f"{{{fields}, {added}}}\n" if fields else f"{{{added}}}\n"
+
+    # JSON may name half of a surrogate pair, which UTF-8 lacks. It is written as an escape.
+    with target.open("w", encoding=UTF_8, errors=_UNWRITABLE, newline="") as file:
+        if kind_of(source) == ".json":
+            # A list in a file was in memory as a whole when it was read.
+            file.write("[" + ",".join(labelled()) + "]\n")
+        else:
+            file.writelines(labelled())
+
+
+def _write_table(source: Path, encoding: str, target: Path, rows: Rows) -> None:
+    """Write the rows of `source`, each with the values of its row in `rows` after its own.
+
+    The table has the encoding and the separator of `source`, and its byte order mark if it has one.
+    """
+    layout = layout_of(source, encoding)
     pairs = zip(read_file(source, encoding), rows, strict=True)
     labelled = ({**record, **row} for (_, record), row in pairs)
-    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in labelled)
-    # JSON may name half of a surrogate pair, which UTF-8 lacks. It is written as it was read, as
-    # in \udce4.
-    with target.open("w", encoding=codec, errors="backslashreplace", newline="") as file:
-        if kind in TABLES:
-            first = next(labelled)
-            # The writer quotes a value with a carriage return only if lines end with one.
-            writer = csv.DictWriter(
-                _ShortLineEnds(file), list(first), delimiter=separator_of(source, encoding)
-            )
-            writer.writeheader()
-            writer.writerow(first)
-            writer.writerows(labelled)
-        elif kind == ".json":
-            # A list in a file was in memory as a whole when it was read.
-            file.write("[" + ",".join(lines) + "]\n")
-        else:
-            file.writelines(lines)
+    codec = codec_of(source, encoding)
+    with target.open("w", encoding=codec, errors=_UNWRITABLE, newline="") as file:
+        if layout.has_separator_line:
+            file.write(f"sep={layout.delimiter}\n")
+        first = next(labelled)
+        # The writer quotes a value with a carriage return only if lines end with one.
+        writer = csv.DictWriter(_ShortLineEnds(file), list(first), delimiter=layout.delimiter)
+        writer.writeheader()
+        writer.writerow(first)
+        writer.writerows(labelled)
 
 
 class _ShortLineEnds:

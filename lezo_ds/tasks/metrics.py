@@ -20,6 +20,15 @@ from lezo_ds.tasks.base import Example, TaskKind
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+# Han characters, kana, Thai, Lao, Burmese and Khmer, which have no spaces between words.
+_UNSPACED = re.compile(
+    "([\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff\u3005-\u3007\u3040-\u30ff"
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff])"
+)
+# The punctuation of Chinese and Japanese.
+_WIDE_PUNCTUATION = re.compile(
+    "[\u3000-\u3004\u3008-\u303f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]"
+)
 
 
 class TokenCounts(NamedTuple):
@@ -176,14 +185,21 @@ def token_f1(answer: str, reference: str) -> float:
     """Return the F1 of the words of two normalized texts.
 
     It is 0 if they have no word in common, even if both are empty. This is the score of SQuAD 1.1
-    (Rajpurkar et al. 2016), which MeZO also uses for DROP.
+    (Rajpurkar et al. 2016), which MeZO also uses for DROP. In scripts without spaces, each
+    character is a word, as in CMRC 2018 (Cui et al. 2019).
     """
-    answer_words = normalize(answer).split()
-    reference_words = normalize(reference).split()
+    answer_words = _words(answer)
+    reference_words = _words(reference)
     num_common = (Counter(answer_words) & Counter(reference_words)).total()
     if num_common == 0:
         return 0.0
     return 2 * num_common / (len(answer_words) + len(reference_words))
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a normalized text, and each character of a script without spaces."""
+    spaced = _UNSPACED.sub(r" \1 ", normalize(text))
+    return _WIDE_PUNCTUATION.sub(" ", spaced).split()
 
 
 def normalize(text: str) -> str:

@@ -13,6 +13,7 @@ import yaml
 from commands import assert_one_error, run_forked, run_forked_well, wait_until
 from own_data import VERBALIZERS, own_values, write_chat_model, write_tickets
 from peft import PeftModel
+from pyarrow import parquet
 from tiny_runs import write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -337,6 +338,59 @@ def test_labels_are_written_in_the_encoding_of_the_table_with_its_mark(encoding,
     text = out.read_bytes().decode(encoding.removesuffix("-sig"))
     assert text.startswith("\ufeff") == (encoding == "utf-8-sig")
     assert text.lstrip("\ufeff").startswith("id;text;predicted;probability\n1;Grüße aus Köln;")
+
+
+NUMBERS = ("data.prompt={text} is", "data.label_field=topic", "data.labels=[0, 1]")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_labels_keep_the_type_that_the_records_have(ending, root, tmp_path):
+    values = {
+        "topic": {"int": [1, 0], "float": [1.0, None], "str": ["0", "1"], "bool": [True, False]},
+        "other": {"int": [7, 8]},  # without labels, whole numbers are integers
+    }
+    for field, columns in values.items():
+        for kind, topics in columns.items():
+            table = datasets.Dataset.from_dict({"text": ["a", "b"], field: topics})
+            new, out = tmp_path / f"{field}-{kind}.{ending}", tmp_path / f"o-{kind}.{ending}"
+            getattr(table, {"jsonl": "to_json", "parquet": "to_parquet"}[ending])(new)
+            out.unlink(missing_ok=True)
+            names = "['false', 'true']" if kind == "bool" else "[0, 1]"
+            keys = (*NUMBERS, f"data.labels={names}")
+            predict("--model", root / "base", new, *keys, "--out", out)
+            assert {type(record["predicted"]).__name__ for record in records_in(out)} == {kind}
+
+
+def test_an_unsure_number_is_null_in_parquet_and_json(root, tmp_path):
+    table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "topic": [0, 1, 0]})
+    for ending, write in (("jsonl", table.to_json), ("parquet", table.to_parquet)):
+        new, out = tmp_path / f"new.{ending}", tmp_path / f"out.{ending}"
+        write(new)
+        predict("--model", root / "base", new, *NUMBERS, "--out", out, "--threshold=1")
+        assert [record["predicted"] for record in records_in(out)] == [None] * 3
+    assert str(parquet.read_schema(out).field("predicted").type) == "int64"
+
+
+def test_objects_come_back_as_they_are_written(root, tmp_path):
+    """Numbers that are no float of Python, objects of several lines, and a byte order mark."""
+    new, out = tmp_path / "new.jsonl", tmp_path / "out.jsonl"
+    objects = ['{"text": "a",\n "n": 1e400, "m": 1.50}', '{"text": "b\\u00e9", "m": -0}']
+    new.write_text("\n".join(objects), encoding="utf-8-sig")
+    predict("--model", root / "base", new, *NUMBERS, "--out", out)
+    lines = out.read_text().splitlines()
+    for line, given in zip(lines, objects, strict=True):
+        assert line.startswith(given.replace("\n", " ").removesuffix("}") + ', "predicted": ')
+        json.loads(line, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("encoding", ["idna", "ascii"])
+def test_an_encoding_that_cannot_hold_the_labels_is_refused_at_once(encoding, root, tmp_path):
+    (tmp_path / "new.csv").write_text("text\na\n")
+    keys = ("data.prompt={text}", "data.labels=[gr\u00fcn, rot]", "--encoding", encoding)
+    command = ["--model", root / "base", tmp_path / "new.csv", *keys, "--out", tmp_path / "o.csv"]
+    refused = predict(*command, runner=run_forked)
+    assert_one_error(refused, 2, f"--encoding {encoding} cannot write the labels")
+    assert not (tmp_path / "o.csv.part").exists()
 
 
 def test_answers_have_no_probabilities(root, tmp_path):

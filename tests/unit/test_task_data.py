@@ -203,6 +203,26 @@ def test_a_gold_answer_ends_with_what_ends_generated_ones(assets):
         assert all(e.candidates[0].endswith(ending) for e in data.train.examples)
 
 
+def test_right_answers_that_no_answer_can_equal_are_counted(assets, tmp_path, caplog):
+    texts = ["Rome", "Rome\nOslo", "the end " * 12]
+    rows = [{"q": f"question {row}", "a": texts[row % 3]} for row in range(30)]
+    write_records(tmp_path / "t.jsonl", rows)
+    keys = {"train": str(tmp_path / "t.jsonl"), "prompt": "{q}", "completion": "{a}"}
+    values = {**own_values(assets / "writer", **keys), "run_dir": "none"}
+    load_task_data(config_from_dict(values, "test", ["data.test=" + keys["train"]]))
+    stopped, long = [each for each in caplog.messages if "no answer can equal" in each]
+    assert stopped.startswith("10 of 30 right answers to score have several lines")
+    assert stopped.endswith(
+        "('\\n'): no answer can equal them; to end answers at the end of the "
+        "sequence, set generation.stop=[]"
+    )
+    assert long.startswith("10 of 30 right answers to score have more than generation.max_new_")
+    caplog.clear()
+    keys = ["data.test=" + keys["train"], "generation.stop=[]", "generation.max_new_tokens=200"]
+    load_task_data(config_from_dict(values, "test", keys))
+    assert "no answer can equal" not in caplog.text
+
+
 def test_a_fingerprint_depends_on_tokens_and_on_records_that_the_objective_reads(assets, tmp_path):
     records = [{"sentence": f"It is {number}", "label": 0, "stars": 1} for number in range(24)]
     prints = []

@@ -59,6 +59,12 @@ F1_CASES = [
     ("", ("",), 0.0),  # no word in common, as SQuAD 1.1 counts
     ("theatre another an", ("theatre another",), 1.0),  # articles are whole words
     ("a\tdog\n barks", ("dog barks",), 1.0),
+    # In scripts without spaces, characters are counted, and their punctuation is not.
+    ("\u5317\u4eac\u5e02\u3002", ("\u5317\u4eac",), 0.8),  # Beijing City: 2 of 3, 2 of 2
+    ("\u6771\u4eac\u30bf\u30ef\u30fc", ("\u6771\u4eac",), 2 * 2 / (5 + 2)),  # Tokyo Tower
+    ("\u0e01\u0e23\u0e38\u0e07", ("\u0e01\u0e23",), 2 * 2 / (4 + 2)),  # Thai
+    ("GPU \u5361", ("gpu\u5361",), 1.0),
+    ("\uc11c\uc6b8 \uc2dc", ("\uc11c\uc6b8",), 2 / 3),  # Korean has spaces
 ]
 
 
