@@ -308,9 +308,15 @@ def layout_of(path: Path, encoding: str) -> Layout:
     names = next(csv.reader([header], delimiter=delimiter), [])
     skips_spaces = len(names) > 1 and all(name.startswith(" ") for name in names[1:])
     layout = Layout(delimiter, bool(named), skips_spaces)
-    if delimiter == "\t" and _quotes_are_text(path, encoding, layout):
-        layout = layout._replace(quoting=csv.QUOTE_NONE)
-        _say(f"{path}: each line is a row, and quotation marks are part of the texts")
+    if _lines_are_rows(path, encoding, layout):
+        if delimiter == "\t":
+            layout = layout._replace(quoting=csv.QUOTE_NONE)
+            _say(f"{path}: each line is a row, and quotation marks are part of the texts")
+        else:  # where texts have commas, this may be so by chance
+            _say(
+                f"{path}: quotation marks join lines, each of which would be a row: if they are "
+                "part of the texts, save it as .tsv"
+            )
     if delimiter != usual:
         _say(f"{path}: the separator is {delimiter!r}")
     if skips_spaces:
@@ -331,7 +337,7 @@ def _separator(usual: str, lines: Sequence[str]) -> str:
     return ";" if usual not in header and ";" in header else usual
 
 
-def _quotes_are_text(path: Path, encoding: str, layout: Layout) -> bool:
+def _lines_are_rows(path: Path, encoding: str, layout: Layout) -> bool:
     """Return whether each line of a table is a row, though quotation marks would join some.
 
     A quoted value with a line break, as programs write it, leaves lines with too few values.
@@ -362,7 +368,7 @@ def _refuse_repeated(path: Path, names: Sequence[str]) -> None:
     if repeated:
         raise UserError(
             f"{path} has several columns with the name {repeated[0]!r}",
-            fix="rename one of them in line 1",
+            fix="rename one of them in line 1, or remove it",
         )
 
 

@@ -73,6 +73,9 @@ def test_quotation_marks_of_a_tsv_are_text_if_each_line_is_a_row(tmp_path, caplo
     assert caplog.messages == [
         f"{path}: each line is a row, and quotation marks are part of the texts"
     ]
+    path.with_suffix(".csv").write_text('text,label\n"Great,1\nit is,1\nthe end",1\n')
+    assert len(records_in(path.with_suffix(".csv"))) == 1
+    assert "quotation marks join lines, each of which would be a row" in caplog.messages[1]
     quoted = 'text\tlabel\n"two\nlines"\t1\n"say ""no"""\t0\n'
     (tmp_path / "quoted.tsv").write_text(quoted)
     texts = [record["text"] for record in records_in(tmp_path / "quoted.tsv")]
