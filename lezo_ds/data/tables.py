@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import charset_normalizer
 import datasets
@@ -276,7 +276,7 @@ class Layout(NamedTuple):
     delimiter: str
     has_separator_line: bool
     skips_spaces: bool
-    quoting: int = csv.QUOTE_MINIMAL
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL
 
     def rows(self, file: TextIO) -> Any:
         """Return the csv.reader of a table from its header on."""
@@ -378,7 +378,7 @@ def _read_table(path: Path, encoding: str) -> _Records:
     layout = layout_of(path, encoding)
     with path.open(encoding=codec_of(path, encoding), newline="") as file:
         reader = layout.rows(file)
-        header = next(reader, [])
+        header: list[str] = next(reader, [])
         if not header:
             raise ValueError("line 1 lacks the names of columns")
         _refuse_repeated(path, header)

@@ -19,8 +19,6 @@ import hashlib
 import json
 import logging
 from collections import Counter
-
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

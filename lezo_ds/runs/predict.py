@@ -293,6 +293,7 @@ def unlabelled(task: Task) -> Task:
         kind=task.kind if has_choices else "generation",
         fields={name: kind for name, kind in task.fields.items() if name not in blanks},
         build_example=build,
+        survey=None,
         has_answers=False,
     )
 
@@ -309,7 +310,7 @@ def _write_output(
 
     `labels` are those of `_output_labels`.
     """
-    rows = chain.from_iterable(json.loads(chunk.read_text()) for chunk in chunks)
+    rows: Rows = chain.from_iterable(json.loads(chunk.read_text()) for chunk in chunks)
     if labels:
         unsure = "" if set(map(type, labels.values())) == {str} else None
         rows = ({**row, PREDICTED: labels.get(row[PREDICTED], unsure)} for row in rows)
