@@ -1,7 +1,8 @@
 """Generated answers: greedy or drawn, up to a maximum length, a text that ends them, or EOS.
 
-Prompts are padded on the left, so that the new tokens of all rows begin in the same column. A row
-that has ended is filled with padding until the last row has:
+Prompts are padded on the left, so that the new tokens of all rows begin in the same column. Models
+whose answers would depend on padding continue the prompts of each length by themselves. A row that
+has ended is filled with padding until the last row has:
 
     input_ids   [rows, width]      new tokens [rows, <= max_new_tokens]
     pad pad <s>  a   b             x   y  </s> pad pad
@@ -19,7 +20,7 @@ and of the position of the token, so a drawn answer depends on nothing else in i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lezo_ds import distributed
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer, TokenIds
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
-from lezo_ds.forward.answer_cache import answer_cache
+from lezo_ds.forward.answer_cache import answer_cache, takes_padding
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch
 from lezo_ds.forward.rope import may_outgrow
 
@@ -127,7 +129,41 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
     """
     settings = batch.generation
     assert settings is not None, "a batch of prompts has settings of generation"
-    inputs: dict[str, Any] = {**batch.inputs, **repeated}
+    inputs: dict[str, Tensor] = {**batch.inputs, **repeated}
+    if takes_padding(model):
+        return _continue(model, settings, inputs)
+    inputs.pop(COMMON_IDS, None)
+    return _continue_by_length(model, settings, inputs)
+
+
+def _continue_by_length(
+    model: Any, settings: GenerationSettings, inputs: Mapping[str, Tensor]
+) -> Tensor:
+    """Continue the prompts of each length by themselves, without padding; see `generate`."""
+    lengths = inputs["attention_mask"].sum(dim=1)
+    width = inputs["attention_mask"].shape[1]
+    distinct = sorted(set(lengths.tolist()))
+    num_rounds = len(distinct)
+    if _runs_in_step(model):
+        num_rounds = max(distributed.gather_objects(num_rounds))
+    tokens = lengths.new_full((len(lengths), settings.max_new_tokens), settings.pad_id)
+    longest = 0
+    for index in range(num_rounds):
+        # A rank with fewer lengths than others repeats its last one.
+        length = distinct[min(index, len(distinct) - 1)]
+        rows = (lengths == length).nonzero().squeeze(1)
+        of_length = {name: value[rows] for name, value in inputs.items()}
+        for name in ("input_ids", "attention_mask"):
+            of_length[name] = of_length[name][:, width - length :]
+        written = _continue(model, settings, of_length)
+        longest = max(longest, written.shape[1])
+        tokens[rows, : written.shape[1]] = written
+    return tokens[:, :longest]
+
+
+def _continue(model: Any, settings: GenerationSettings, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Continue prompts, which are padded to the same length; see `generate`."""
+    inputs: dict[str, Any] = dict(tensors)
     sample_keys = inputs.pop(SAMPLE_KEYS, None)
     common_ids = inputs.pop(COMMON_IDS, None)
     width = inputs["input_ids"].shape[1]
@@ -142,8 +178,8 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
         num_beams=1,
         use_cache=has_cache,
     )
-    if has_cache:
-        cache = answer_cache(model, settings.max_new_tokens)
+    cache = answer_cache(model, settings.max_new_tokens) if has_cache else None
+    if cache is not None:
         if common_ids is not None and can_read_apart(model, width):
             inputs = read_prompts(model, common_ids, cache=cache, **inputs)
         inputs["past_key_values"] = cache

@@ -1,12 +1,32 @@
-"""The keys and values of the tokens of answers, with room for those to come."""
+"""What a model keeps of the tokens that it has read while it writes answers.
+
+Most models keep the keys and values of each token. A recurrence keeps a state, which every token
+changes.
+"""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+_KEYS_AND_VALUES = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer}
+_STATES = {
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # without types
@@ -64,8 +84,13 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # without types
         self._room = (keys, values)
 
 
-def answer_cache(model: PreTrainedModel, num_new_tokens: int) -> DynamicCache:
-    """Return an empty cache of a model that will write answers of at most `num_new_tokens`."""
+def answer_cache(model: Any, num_new_tokens: int) -> DynamicCache | None:
+    """Return an empty cache of a model that will write answers of at most `num_new_tokens`.
+
+    None if the model keeps something else, which it makes itself.
+    """
+    if "past_key_values" not in _inputs(model) or not model._supports_default_dynamic_cache():
+        return None
     cache = DynamicCache(config=model.config)
     # Layers of other kinds, such as those of a sliding window, forget tokens.
     cache.layers = [
@@ -73,3 +98,34 @@ def answer_cache(model: PreTrainedModel, num_new_tokens: int) -> DynamicCache:
         for layer in cache.layers
     ]
     return cache
+
+
+def takes_padding(model: Any) -> bool:
+    """Return whether padding on the left of a prompt does not change what a model writes.
+
+    The model must locate tokens by position ids, which do not count padding, and hide padding by a
+    mask. The recurrences of transformers that have a cache do so.
+    """
+    if "position_ids" not in _inputs(model) or keeps_states_apart(model):
+        return False
+    return _kinds_of_layers(model) <= _KEYS_AND_VALUES | _STATES
+
+
+def keeps_states_apart(model: Any) -> bool:
+    """Return whether a model keeps states that are in no layer of a cache of transformers."""
+    if not model._supports_default_dynamic_cache():
+        return True
+    return bool(model._is_stateful) and _kinds_of_layers(model) <= _KEYS_AND_VALUES
+
+
+def changes_cache(module: Any) -> bool:
+    """Return whether the forward method of a module gets a cache, which each call changes."""
+    return not _inputs(module).isdisjoint({"past_key_values", "cache_params"})
+
+
+def _inputs(module: Any) -> set[str]:
+    return set(inspect.signature(module.forward).parameters)
+
+
+def _kinds_of_layers(model: Any) -> set[Any]:
+    return {type(layer) for layer in DynamicCache(config=model.config).layers}

@@ -25,11 +25,14 @@ def has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[0] > 1 for leaf in leaves)
 
 
-def probe_slice(rows: int, total: int, first: int, num_copies: int) -> Callable[[Any], Any]:
+def probe_slice(
+    rows: int, tokens: int, total: int, first: int, num_copies: int
+) -> Callable[[Any], Any]:
     """Return the function that takes the copies [first, first + num_copies) from a value.
 
     Args:
         rows: number of rows of one copy.
+        tokens: number of tokens of a row.
         total: number of copies in the tensor.
         first: index of the first copy to take.
         num_copies: how many copies to take.
@@ -37,7 +40,8 @@ def probe_slice(rows: int, total: int, first: int, num_copies: int) -> Callable[
     A tensor [total * rows, ...] or [total * rows * tokens, ...] is cut. A tensor [1, ...] that all
     rows share, such as position ids, is expanded to the rows of a single copy, for models that
     index it by row. Values that are no tensors, and scalars, stay as they are. A vector is refused:
-    its only dimension may be the rows or their tokens.
+    its only dimension may be the rows or their tokens. So is a tensor of any other length: a
+    mixture may have the tokens once for each expert, [experts * total * rows * tokens, ...].
     """
     all_rows = total * rows
 
@@ -47,7 +51,7 @@ def probe_slice(rows: int, total: int, first: int, num_copies: int) -> Callable[
         length, *others = value.shape
         if others and length == 1:
             return value.expand(rows, *others) if num_copies == 1 else value
-        if others and length % all_rows == 0:
+        if others and length in (all_rows, all_rows * tokens):
             size = length // total
             return value[first * size : (first + num_copies) * size]
         raise UserError(

@@ -9,6 +9,7 @@ Matrices are perturbed in the dtype of the model, vectors in float32 (`dtype_of_
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,10 +41,25 @@ def dtype_of_copies(parameter: nn.Parameter) -> torch.dtype:
 def is_16_bit_norm(module: nn.Module) -> bool:
     """Return whether a module of 16 bits holds nothing but vectors. It runs in float32 then."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    if own[0].dtype == torch.float32:
-        return False
     has_children = next(module.children(), None) is not None
-    return not has_children and all(parameter.dim() == 1 for parameter in own)
+    if has_children or own[0].dtype == torch.float32:
+        return False
+    return all(parameter.dim() == 1 for parameter in own)
+
+
+def children_read_by(module: nn.Module) -> list[str]:
+    """Return the names of the children whose weights the forward method of a module reads itself.
+
+    A convolution before a recurrence is one: its own forward method never runs. transformers (5.23)
+    marks such a module with the decorator `force_accelerate_hooks`, whose closure has the names.
+    """
+    function: Any = type(module).forward
+    while inspect.isfunction(function):
+        names = inspect.getclosurevars(function).nonlocals.get("child_module_names")
+        if names is not None:
+            return list(names)
+        function = getattr(function, "__wrapped__", None)
+    return []
 
 
 def call_with_weights(
@@ -55,21 +71,31 @@ def call_with_weights(
 ) -> Any:
     """Call a module's forward with the perturbed weights of one probe, by the parameters' names.
 
-    A 16-bit norm gets float32 parameters, any other module its own dtype.
+    A 16-bit norm gets float32 parameters, any other module its own dtype. The name of a child's
+    parameter is that in the module, such as "conv1d.weight".
     """
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    if is_16_bit_norm(module):
-        used = {
-            name: perturbed[name] if name in perturbed else p.float() for name, p in own.items()
-        }
-    else:
-        used = {name: weight.to(own[name].dtype) for name, weight in perturbed.items()}
-    try:
+    is_norm = is_16_bit_norm(module)
+    names = set(perturbed)
+    if is_norm:
+        names |= {name for name, parameter in module._parameters.items() if parameter is not None}
+    tables: dict[str, dict[str, Any]] = {}
+    own: dict[str, Tensor] = {}
+    for name in names:
+        path, _, key = name.rpartition(".")
         # nn.Module.__setattr__ refuses plain tensors where parameters are registered.
-        module._parameters.update(used)  # type: ignore[arg-type]
+        tables[name] = module.get_submodule(path)._parameters
+        own[name] = tables[name][key]
+
+    def put(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tables[name][name.rpartition(".")[2]] = tensor
+
+    dtypes = {name: torch.float32 if is_norm else own[name].dtype for name in names}
+    try:
+        put({name: perturbed.get(name, own[name]).to(dtypes[name]) for name in names})
         return own_forward(*args, **kwargs)
     finally:
-        module._parameters.update(own)
+        put(own)
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:

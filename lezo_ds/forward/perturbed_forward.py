@@ -16,15 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lezo_ds.errors import UserError
+from lezo_ds.forward.answer_cache import changes_cache, keeps_states_apart, takes_padding
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.dense import DensePerturber
 from lezo_ds.forward.low_rank import LowRankPerturber
+from lezo_ds.forward.module_calls import children_read_by
 from lezo_ds.forward.perturber import PassState, Perturber
 from lezo_ds.forward.probes import Perturbation, ProbePass
 from lezo_ds.forward.rope import own_positions, rope_limit
 from lezo_ds.forward.wrappers import (
     SelectingHead,
     Trainable,
+    parameters_read_by,
     target_log_probabilities,
     wrap_block,
     wrap_module,
@@ -55,14 +59,19 @@ class PerturbedForward:
     ) -> None:
         num_blocks = len(blocks)
         assert not shares_start or all(named.block < num_blocks for named in trainable.values())
+        self._model: Any = model
         self._num_blocks = num_blocks
         self._shares_start = shares_start
         self._num_unperturbed = 0  # blocks before the first perturbed one
         self._state = PassState()
         config: Any = getattr(model, "config", None)
         self._has_rope_limit = config is not None and rope_limit(config) is not None
+        self._trains_what_changes_caches = False
         for module in model.modules():
-            if any(parameter is not None for parameter in module._parameters.values()):
+            owns_any = any(parameter is not None for parameter in module._parameters.values())
+            if owns_any or children_read_by(module):
+                if changes_cache(module) and parameters_read_by(module, trainable):
+                    self._trains_what_changes_caches = True
                 wrap_module(module, self._state, trainable)
         for index, block in enumerate(blocks):
             wrap_block(block, index, self._state, trainable)
@@ -93,6 +102,12 @@ class PerturbedForward:
             selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
             it selects, [targets]; or new tokens, int64 [rows, tokens].
         """
+        writes_answers = batch.generation is not None
+        if perturbation is not None and writes_answers:
+            self._assert_rows_keep_their_directions(perturbation)
+            if self._writes_alone(perturbation):
+                singles = perturbation.one_by_one()
+                return tuple(self(batch, single, call)[0] for single in singles)
         state = self._state
         num_copies = 1
         if perturbation is not None:
@@ -102,7 +117,7 @@ class PerturbedForward:
                 probes=perturbation.probes,
                 rows=len(next(iter(batch.inputs.values()))),
                 dropped_layers=perturbation.dropped_layers,
-                writes_answers=batch.generation is not None,
+                writes_answers=writes_answers,
             )
             self._num_unperturbed = self._num_equal_blocks(perturbation)
         own_inputs = own_positions(batch) if self._has_rope_limit else batch.inputs
@@ -127,6 +142,24 @@ class PerturbedForward:
             return copies
         self._ends_with_head = False
         return self(batch, perturbation, call)
+
+    def _assert_rows_keep_their_directions(self, perturbation: Perturbation) -> None:
+        """Refuse groups of rows with directions of their own if rows are continued by length."""
+        if len(perturbation.keys[0]) > 1 and not takes_padding(self._model):
+            raise UserError(
+                f"{type(self._model).__name__} writes no answers to padded prompts, and "
+                "zo.examples_per_direction needs all prompts of a batch in one pass",
+                fix="set zo.examples_per_direction=null",
+            )
+
+    def _writes_alone(self, perturbation: Perturbation) -> bool:
+        """Return whether the probes of a pass write their answers one after the other.
+
+        A module that runs once for each probe would change the cache of all probes each time.
+        """
+        if len(perturbation.probes) == 1:
+            return False
+        return self._trains_what_changes_caches or keeps_states_apart(self._model)
 
     def _num_equal_blocks(self, perturbation: Perturbation) -> int:
         """Return how many blocks come before the first perturbed one and may share a copy."""

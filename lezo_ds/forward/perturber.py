@@ -92,7 +92,7 @@ class PassState:
             for first in range(0, total, num_probes):
                 probes = whole.probes[first : first + num_probes]
                 self.current = whole._replace(probes=probes)
-                take = probe_slice(whole.rows, total, first, len(probes))
+                take = probe_slice(whole.rows, whole.tokens, total, first, len(probes))
                 outputs.append(run(first, *map_tensors(take, args), **map_tensors(take, kwargs)))
         finally:
             self.current = whole

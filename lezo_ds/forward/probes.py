@@ -12,8 +12,8 @@ A module without perturbed parameters runs once, on all k * n rows. For any othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -54,12 +54,17 @@ class Perturbation:
         """The keys of each probe's directions, one for each group of examples."""
         return self.keys_of_groups or tuple((probe.key,) for probe in self.probes)
 
+    def one_by_one(self) -> Iterator[Perturbation]:
+        """Yield a perturbation for each probe."""
+        for probe, keys in zip(self.probes, self.keys, strict=True):
+            yield replace(self, probes=(probe,), keys_of_groups=(keys,))
+
 
 class TrainedParameter(NamedTuple):
     """A parameter of a module that may be perturbed.
 
     Attributes:
-        name: in the module, for example "weight".
+        name: in the module that reads it, for example "weight", or "conv1d.weight" of a child.
         parameter: holds theta while the module runs.
         named: its name and id in the unsharded model, which select its noise.
     """

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lezo_ds.forward.copies import has_batch, run_once
-from lezo_ds.forward.module_calls import modules_that_run
+from lezo_ds.forward.module_calls import children_read_by, modules_that_run
 from lezo_ds.forward.perturber import PROBES_AT_ONCE, PassState
-from lezo_ds.forward.probes import AT_THETA, trained_parameters
+from lezo_ds.forward.probes import AT_THETA, TrainedParameter, trained_parameters
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, look_up, whole_logits
 
@@ -34,10 +34,19 @@ TARGETS_AT_ONCE = 128
 """Most targets whose logits are copied to float32 at a time."""
 
 
+def parameters_read_by(module: nn.Module, trainable: Trainable) -> list[TrainedParameter]:
+    """Return the trained parameters that a module reads: its own, and those of some children."""
+    found = trained_parameters([module], trainable)
+    for child in children_read_by(module):
+        for entry in trained_parameters([module.get_submodule(child)], trainable):
+            found.append(entry._replace(name=f"{child}.{entry.name}"))
+    return found
+
+
 def wrap_module(module: nn.Module, state: PassState, trainable: Trainable) -> None:
-    """Let a module that owns parameters run at the probes of the pass."""
+    """Let a module that reads parameters run at the probes of the pass."""
     own_forward = module.forward
-    owned = trained_parameters([module], trainable)
+    owned = parameters_read_by(module, trainable)
 
     @wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:

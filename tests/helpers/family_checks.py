@@ -1,0 +1,327 @@
+"""What lezo_ds computes with a tiny model of a family, compared with transformers on the same
+directory.
+
+transformers runs one sequence at a time, without padding, packing or copies of a batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from family_models import TOKENS, published_class, random_values, small_config
+from tiny_runs import full_weights, start_engine
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from lezo_ds.checkpoints.checkpoint import load_model_config
+from lezo_ds.config import PeftConfig
+from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.data.generation import prompt_batch
+from lezo_ds.data.objectives import classification_loss
+from lezo_ds.data.packing import can_pack, pack
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import GenerationSettings
+from lezo_ds.forward.blocks import find_blocks
+from lezo_ds.forward.probes import Perturbation
+from lezo_ds.noise import KeyedProbe
+
+PAD = 1
+CONTEXT_LENGTHS = (5, 21, 3, 9, 11, 2, 7, 14)
+PROMPT_LENGTHS = (3, 12, 1, 6, 4)
+NUM_NEW_TOKENS = 6
+SETTINGS = GenerationSettings(NUM_NEW_TOKENS, (), PAD)
+SCALE = 1e-2
+TOLERANCE = 1e-4
+
+EQUAL = "equal"
+
+
+def examples_of(option_length: int) -> list[EncodedExample]:
+    """Return examples with two candidates, whose contexts have different lengths."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        drawn = torch.randint(TOKENS.start, TOKENS.stop, (count,), generator=generator)
+        return tuple(drawn.tolist())
+
+    candidates = [tokens(option_length) for _ in range(2)]
+    examples = []
+    for number, length in enumerate(CONTEXT_LENGTHS):
+        context = tokens(length)
+        sequences = tuple((*context, *candidate) for candidate in candidates)
+        examples.append(EncodedExample(sequences, (option_length,) * 2, number % 2, False))
+    return examples
+
+
+def prompts() -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(7)
+    drawn = [
+        torch.randint(TOKENS.start, TOKENS.stop, (length,), generator=generator)
+        for length in PROMPT_LENGTHS
+    ]
+    return [tuple(ids.tolist()) for ids in drawn]
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: tuple[int, ...]) -> Tensor:
+    """Return the logits after each token of one sequence, [tokens, vocabulary]."""
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def log_probabilities(model: Any, examples: list[EncodedExample]) -> Tensor:
+    """Return the log-probability of each token of each candidate of each example."""
+    found = []
+    for example in examples:
+        for ids, length in zip(example.sequences, example.option_lengths, strict=True):
+            logits = logits_of(model, ids[:-1])[-length:]
+            targets = torch.tensor(ids[-length:])
+            found.append(-cross_entropy(logits, targets, reduction="none"))
+    return torch.cat(found)
+
+
+def mean_loss(model: Any, examples: list[EncodedExample]) -> float:
+    """Return the mean cross-entropy over the candidates of each example."""
+    length = examples[0].option_lengths[0]
+    scores = log_probabilities(model, examples).view(len(examples), 2, length).mean(dim=2)
+    labels = torch.tensor([example.gold for example in examples])
+    return float(cross_entropy(scores, labels))
+
+
+class Family:
+    """A directory with a tiny model of a family, and what is compared on it."""
+
+    def __init__(self, family: str, root: Path) -> None:
+        self.root = root
+        self.directory = root / "model"
+        config = small_config(family)
+        model = published_class(family)(config).eval()
+        random_values(model)
+        model.save_pretrained(self.directory)
+
+    @cached_property
+    def reference(self) -> Any:
+        """The model of transformers on the directory."""
+        return opened(self.directory)[0]
+
+    @cached_property
+    def engine(self) -> Any:
+        """The engine of lezo_ds that trains all weights."""
+        return self._start()
+
+    def _start(self, **changes: Any) -> Any:
+        settings = {"learning_rate": 1e-2, "perturbation_scale": SCALE, "sparsity": 0.0}
+        return start_engine(self.directory, **(settings | changes))
+
+    def losses(self) -> None:
+        for option_length in (2, 1):
+            examples = examples_of(option_length)
+            batch = candidate_batch(examples, PAD)
+            found = self.engine.forward(batch)
+            if option_length == 1:
+                found = self.engine.forward(candidate_batch(examples, PAD, deduplicate=False))
+                self._compare_entries(examples)
+            assert_near(found, log_probabilities(self.reference, examples))
+
+    def _compare_entries(self, examples: list[EncodedExample]) -> None:
+        found = self.engine.forward(candidate_batch(examples, PAD))
+        for row, example in zip(found, examples, strict=True):
+            ids = [sequence[-1] for sequence in example.sequences]
+            assert_near(row, logits_of(self.reference, example.sequences[0][:-1])[-1, ids])
+
+    def packed(self) -> None:
+        examples = examples_of(2)
+        batch = candidate_batch(examples, PAD)
+        longest = max(len(ids) for example in examples for ids in example.sequences)
+        if not can_pack(load_model_config(self.directory), longest):
+            raise UserError("not packed", fix="")
+        together = pack(batch)
+        assert len(together.inputs["input_ids"]) < len(batch.inputs["input_ids"])
+        found = self.engine.forward(together)
+        assert_near(found, log_probabilities(self.reference, examples))
+
+    def answers(self) -> None:
+        common = prompts()[1][:3]
+        for start in ((), common):
+            asked = [(*start, *prompt) for prompt in prompts()]
+            found = self.engine.forward(prompt_batch(asked, SETTINGS, len(start)))
+            expected = [written(self.reference, prompt) for prompt in asked]
+            assert found.tolist() == expected, f"{found.tolist()} instead of {expected}"
+
+    def step(self, **changes: Any) -> None:
+        self._compare_slope(self._start(**changes) if changes else self.engine)
+
+    def step_rank_1(self) -> None:
+        self._compare_slope(self._start(noise_rank=1))
+
+    def _compare_slope(self, engine: Any) -> None:
+        """Compare the projected gradient of a step with the difference of two losses by hand."""
+        before = full_weights(engine)
+        examples = examples_of(2)
+        record = engine.train_batch([candidate_batch(examples, PAD)], classification_loss)
+        (slope,) = record.projected_grads
+        after = full_weights(engine)
+        direction = {
+            name: (weight - after[name]) / (slope * record.learning_rate)
+            for name, weight in before.items()
+        }
+        model = opened(self.directory)[0]
+        losses = []
+        for scale in (SCALE, -SCALE):
+            set_values(model, moved(before, direction, scale))
+            losses.append(mean_loss(model, examples))
+        expected = (losses[0] - losses[1]) / (2 * SCALE)
+        assert abs(slope - expected) <= 2e-3 * (1 + abs(expected)), f"{slope} not {expected}"
+        self._compare_answers(engine, model, record.key, after, direction)
+
+    def _compare_answers(
+        self, engine: Any, model: Any, key: int, values: Values, direction: Values
+    ) -> None:
+        """Compare the answers of a pass at two probes with those at moved weights."""
+        probes = (KeyedProbe(key, 4 * SCALE), KeyedProbe(key, -4 * SCALE))
+        perturbation = Perturbation(probes, frozenset(), engine.noise)
+        batch = prompt_batch(prompts(), SETTINGS)
+        if engine.config.probes_per_pass == 1:
+            outputs = [engine.run(batch, single)[0] for single in perturbation.one_by_one()]
+        else:
+            outputs = engine.run(batch, perturbation)
+        for probe, found in zip(probes, outputs, strict=True):
+            set_values(model, moved(values, direction, probe.scale))
+            expected = [written(model, prompt) for prompt in prompts()]
+            assert found.tolist() == expected, f"{found.tolist()} instead of {expected}"
+
+    def export(self) -> None:
+        """Compare the logits after a step with those of the exported model."""
+        target = self.root / "exported"
+        self.engine.write_model(target)
+        model = opened_whole(target)
+        examples = examples_of(2)
+        batch = candidate_batch(examples, PAD)
+        assert_near(self.engine.forward(batch), log_probabilities(model, examples))
+
+    def lora(self) -> None:
+        targets = linear_names(self.reference)
+        config = PeftConfig(
+            kind="lora", lora_rank=2, lora_alpha=5.0, lora_targets=",".join(targets)
+        )
+        engine = self._start(peft=config, learning_rate=0.1)
+        examples = examples_of(2)
+        batch = candidate_batch(examples, PAD)
+        for _ in range(2):
+            engine.train_batch([batch], classification_loss)
+        adapter = self.root / "adapter"
+        merged = self.root / "merged"
+        engine.write_model(adapter)
+        engine.write_model(merged, merge=True)
+        plain = log_probabilities(self.reference, examples)
+        base = opened(self.directory)[0]
+        by_peft = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
+        model = opened_whole(merged)
+        expected = dict(by_peft.named_parameters())
+        found = dict(model.named_parameters())
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert_near(found[name].detach(), expected[name].detach())
+        scores = log_probabilities(model, examples)
+        assert_near(engine.forward(batch), scores)
+        assert (scores - plain).abs().max() > 4 * TOLERANCE, "the adapter does not matter"
+
+
+def opened(directory: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the model that transformers loads from a directory, and what it says about it."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    return model.eval(), info
+
+
+def opened_whole(directory: Path) -> Any:
+    """Return the model in a directory that has each of its weights, and no others.
+
+    The class that its config names must find all of them, too.
+    """
+    model, info = opened(directory)
+    problems = {key: sorted(value) for key, value in info.items() if value}
+    assert not problems, problems
+    named = json.loads((directory / "config.json").read_text())["architectures"][0]
+    if named != type(model).__name__:
+        _, info = getattr(transformers, named).from_pretrained(directory, output_loading_info=True)
+        problems = {key: sorted(value) for key, value in info.items() if value}
+        assert not problems, f"{named}: {problems}"
+    return model
+
+
+def written(model: Any, prompt: tuple[int, ...]) -> list[int]:
+    """Return what generate of transformers writes after one prompt."""
+    ids = torch.tensor([prompt])
+    model.generation_config = transformers.GenerationConfig(
+        max_new_tokens=NUM_NEW_TOKENS, do_sample=False, pad_token_id=PAD
+    )
+    tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
+    return tokens[0, len(prompt) :].tolist()
+
+
+Values = dict[str, Tensor]
+"""The values of parameters, by name."""
+
+
+def moved(values: Values, direction: Values, scale: float) -> Values:
+    return {name: value + scale * direction[name] for name, value in values.items()}
+
+
+def set_values(model: nn.Module, values: Values) -> None:
+    parameters = dict(model.named_parameters())
+    assert values.keys() == parameters.keys(), values.keys() ^ parameters.keys()
+    with torch.no_grad():
+        for name, value in values.items():
+            parameters[name].copy_(value)
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Return the names of modules in the blocks that are linear wherever they occur."""
+    names: dict[str, bool] = {}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        is_linear = isinstance(module, nn.Linear | Conv1D)
+        names[name] = names.get(name, True) and is_linear
+    blocks = model.get_submodule(find_blocks(model).path)
+    inside = {path.rpartition(".")[2] for path, _ in blocks.named_modules()}
+    return sorted(name for name in inside if names.get(name) and not name.isdecimal())
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+CHECKS: dict[str, Callable[[Family], None]] = {
+    "losses": Family.losses,
+    "packed": Family.packed,
+    "answers": Family.answers,
+    "step": Family.step,
+    "rank 1": Family.step_rank_1,
+    "export": Family.export,
+    "LoRA": Family.lora,
+}
+
+
+def outcome(check: Callable[[], None]) -> str:
+    """Return "equal", or in one line what came out instead."""
+    try:
+        check()
+    except UserError as error:
+        return f"refused: {error}"
+    except AssertionError as error:
+        return "differs: " + " ".join(str(error).split())[:300]
+    finally:
+        gc.collect()
+    return EQUAL
