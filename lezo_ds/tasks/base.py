@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 Record = Mapping[str, Any]
@@ -60,7 +59,7 @@ class Message(NamedTuple):
     role: str
     content: str
     weight: int = 1
-    others: Mapping[str, Any] = MappingProxyType({})
+    others: Mapping[str, Any] = {}  # no view of it: a metric of the user gets a deep copy
 
     @property
     def is_trained(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from lezo_ds.config import ZoConfig, config_from_dict, config_to_dict, find_task, make_estimator
+from lezo_ds.data.metrics import load_score
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message, Task
 from lezo_ds.zo.estimators import Spsa
@@ -115,6 +116,8 @@ def test_a_prompt_in_a_template_is_a_conversation_with_its_completion_or_for_a_r
     example = task.build_example({"q": "Where?", "a": ["Rome", "Roma"]}, 0)
     assert example.messages == (SYSTEM, Message("user", "Where?"), Message("assistant", "Rome"))
     assert (example.references, task.kind, task.metric) == (("Rome", "Roma"), "generation", "f1")
+    # A metric gets a deep copy of the example.
+    assert load_score(task)(["Rome"], [example]) == 1.0
     task = task_of(ANSWER | {"completion": None}, train={"objective": "module:reward"})
     example = task.build_example({"q": "Where?"}, 0)
     assert (task.kind, task.metric, task.has_answers) == ("generation", "reward", False)
