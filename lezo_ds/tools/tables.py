@@ -252,8 +252,11 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
         for index, run in group.iterrows():
             words = [title]
             for key in varying:
+                value = run[key]
+                if isinstance(value, float):  # all its digits: near values are other settings
+                    value = f"{value:.15g}"
                 if pd.notna(run[key]):
-                    words.append(f"{key.rpartition('.')[2]}={short(run[key])}")
+                    words.append(f"{key.rpartition('.')[2]}={value}")
             if not run["finished"]:
                 words.append("unfinished")
             experiments[index] = ", ".join(words)

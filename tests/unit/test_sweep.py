@@ -245,6 +245,13 @@ OWN_FILES = (
             ["", ", other test data"],
         ),
         ("data.test=u.csv,v.csv", OWN_FILES, ("ab", "ab"), {}, [", test=u.csv", ", test=v.csv"]),
+        (
+            "zo.sparsity=0.66666,0.66667",
+            (),
+            ("ab", "ab"),
+            {},
+            [", sparsity=0.66666", ", sparsity=0.66667"],
+        ),
         ("train.patience=1,2", (), ("ab", "ab"), {}, [", patience=1", ", patience=2"]),
         ("seed=0,1", (), ("ab", "ab"), {"model_fingerprint": "g"}, ["", ", another base model"]),
         ("seed=0,1", (), ("ab", "ab"), {"finished": False}, ["", ", unfinished"]),
