@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Collection, Iterator
 from typing import Annotated
 
@@ -59,3 +60,21 @@ Strings = Annotated[list[str], BeforeValidator(split)]
 
 ExactStrings = Annotated[list[str], BeforeValidator(_in_list)]
 """A list, or one string, which may hold commas."""
+
+
+def _as_text(value: object) -> object:
+    """Return a date, which YAML makes of digits without quotes, as text."""
+    return value.isoformat() if isinstance(value, datetime.date) else value
+
+
+def _day(value: str) -> str:
+    return datetime.date.fromisoformat(value).isoformat()
+
+
+Day = Annotated[
+    str,
+    BeforeValidator(_as_text),
+    AfterValidator(_day),
+    WithJsonSchema({"type": "string", "enum": ["YYYY-MM-DD"]}),
+]
+"""A day, such as 2026-01-31."""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from lezo_ds.config.key_types import ExactStrings, Named, Strings, split
+from lezo_ds.config.key_types import Day, ExactStrings, Named, Strings, split
 from lezo_ds.config.reading import Reader
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
@@ -108,6 +108,10 @@ class DataConfig:
     assistant's."""
     system_prompt: str | None = None
     """Each conversation begins with this system turn, unless its record has one."""
+    date: Annotated[Day | None, _MAY_DIFFER] = None
+    """Chat templates that write the date, such as that of Llama 3.2, write this day. Null is the
+    day on which the run starts, which it keeps when it is resumed. Of a model without a run, it is
+    today."""
     skip_unusable: bool = False
     """If true, records that cannot be used are left out and counted. By default, they are an
     error."""

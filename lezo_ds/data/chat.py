@@ -20,11 +20,15 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
+
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from lezo_ds.data.control_tokens import has_marks
 from lezo_ds.data.encoding import (
@@ -35,6 +39,7 @@ from lezo_ds.data.encoding import (
     num_begin_ids,
 )
 from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import Thought
 from lezo_ds.tasks.base import Example, Message
 from lezo_ds.tasks.conversations import (
     ASSISTANT,
@@ -52,9 +57,13 @@ Span = tuple[int, int]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers (5.23) looks for it
 
+_END_OF_THOUGHT = "</think>"
+"""What ends a thought where the template drops thoughts, as DeepSeek's does."""
+
 _QUESTION = Message(USER, "A question")
 _ANSWER = "31415926535897932"  # digits, which no filter of a template changes
-"""Turns by which the words around an answer are found."""
+_THOUGHT = "27182818284590452"
+"""Turns by which the words around an answer and its thought are found."""
 
 
 def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str | None) -> Example:
@@ -154,6 +163,27 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TokenIds:
     return tuple(token for token in ids if token in known and known[token].special)
 
 
+def find_thought(tokenizer: PromptTokenizer) -> Thought | None:
+    """Return the marks of what a model thinks before it answers, as the chat template has them."""
+    template = _Template(tokenizer, Example("", (), None, 0))
+    opened = template.write((_QUESTION,), opened=True)
+    before, _ = template.around_answer((_QUESTION,))
+    with_thought, _ = template.around_answer((_QUESTION,), {"reasoning_content": _THOUGHT})
+    head, thought, closing = with_thought.rpartition(_THOUGHT)
+    if thought:
+        closing = closing.strip()
+        lead = before.removeprefix(opened).strip()
+        if lead and closing.endswith(lead):  # an answer without a thought begins so, too
+            closing = lead
+        opening = head.removeprefix(opened).strip() or closing.replace("/", "", 1)
+    elif _END_OF_THOUGHT in str(tokenizer.backend.chat_template):
+        closing = _END_OF_THOUGHT
+        opening = closing.replace("/", "", 1)
+    else:
+        return None
+    return Thought(opening, closing, is_open=opened.rstrip().endswith(opening))
+
+
 def encode_conversation(
     tokenizer: PromptTokenizer,
     example: Example,
@@ -221,9 +251,14 @@ class _Template:
         """Return the text of turns; if `opened`, with the words that begin the assistant's turn."""
         return str(self._apply(turns, tokenize=False, add_generation_prompt=opened))
 
-    def around_answer(self, turns: Sequence[Message]) -> tuple[str, str]:
-        """Return the texts that the template writes before and after an answer to `turns`."""
-        written = self.write((*turns, Message(ASSISTANT, _ANSWER)))
+    def around_answer(
+        self, turns: Sequence[Message], others: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[str, str]:
+        """Return the texts that the template writes before and after an answer to `turns`.
+
+        `others` are further keys of the answer's turn.
+        """
+        written = self.write((*turns, Message(ASSISTANT, _ANSWER, 1, others)))
         before, answer, after = written.rpartition(_ANSWER)
         if not answer:
             raise UserError(
@@ -261,7 +296,7 @@ class _Template:
         for number, turn in enumerate(self.example.messages):
             if not turn.is_trained:
                 continue
-            start = self._prefix_length(conversation, number, opened=True)
+            start = self._answer_start(conversation, number)
             stop = self._prefix_length(conversation, number + 1)
             written = conversation[start:stop]
             # The model does not learn the white space before the next turn, unless nothing else
@@ -322,6 +357,19 @@ class _Template:
                     fix=f"remove its calls, or use another role than {turn.role}",
                 )
 
+    def _answer_start(self, conversation: str, num_turns: int) -> int:
+        """Return where the words that open the turn after the first ones end in `conversation`."""
+        turns = self.example.messages[:num_turns]
+        if turns:
+            opened = self.write(turns, opened=True)
+            before, _ = self.around_answer(turns)
+            if not conversation.startswith(opened) and conversation.startswith(before):
+                # The words that open a turn to be written may also open a thought, and those of a
+                # turn that is there need not. What both have is not learned.
+                pairs = zip(opened, before, strict=False)
+                return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return self._prefix_length(conversation, num_turns, opened=True)
+
     def _prefix_length(self, conversation: str, num_turns: int, *, opened: bool = False) -> int:
         """Return the length of the first turns as they are written, which begin `conversation`."""
         where = self.example.where
@@ -335,7 +383,7 @@ class _Template:
         if not conversation.startswith(prefix):
             raise UserError(
                 f"the chat template changes the first turns of {where} if more turns follow",
-                fix=f"{marks}, or split the record",
+                fix=f"{marks}, give earlier turns of the assistant weight 0, or split the record",
             )
         return len(prefix)
 
@@ -349,8 +397,12 @@ class _Template:
                 "or add its template as chat_template.jinja",
             )
         messages = [_as_dict(turn) for turn in turns]
+        tools = find_tools(self.example.record)
         try:
-            return backend.apply_chat_template(messages, find_tools(self.example.record), **options)
+            template = _compile_jinja_template(backend.get_chat_template(tools=tools))
+            # Transformers (5.23) has no argument for the day that a template writes.
+            template.environment.globals["strftime_now"] = self.tokenizer.today.strftime
+            return backend.apply_chat_template(messages, tools, **options)
         except Exception as error:  # a template raises errors of its own and of Jinja
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,14 @@ class PromptTokenizer:
         pad_id: fills rows on the right, where causal attention never looks, or on the left behind
             an attention mask. Any id of the vocabulary will do.
         end_ids: each of them ends an answer; () if neither the tokenizer nor the model has one.
+        today: the day that chat templates write.
     """
 
     backend: PreTrainedTokenizerBase
     begin_ids: TokenIds
     pad_id: int
     end_ids: TokenIds = ()
+    today: datetime = field(default_factory=datetime.now)
 
     @property
     def end_text(self) -> str:
@@ -149,11 +152,12 @@ class EncodedExample:
         return self.option_lengths[self.gold]
 
 
-def load_tokenizer(path: str) -> PromptTokenizer:
+def load_tokenizer(path: str, date: str | None = None) -> PromptTokenizer:
     """Load the tokenizer of a model without running code that comes with the model.
 
     Args:
         path: the model's directory, or its id on the hub.
+        date: the day that chat templates write, such as 2026-01-31; None is today.
 
     Raises:
         UserError: the tokenizer cannot be loaded, or does not fit the model.
@@ -184,6 +188,7 @@ def load_tokenizer(path: str) -> PromptTokenizer:
         begin_ids,
         pad_id=backend.pad_token_id if backend.pad_token_id in vocabulary else 0,
         end_ids=tuple(sorted(token for token in known_ends if token in vocabulary)),
+        today=datetime.now() if date is None else datetime.fromisoformat(date),
     )
 
 

@@ -279,7 +279,7 @@ class _Evaluation:
         ended = ended_answers(tokens, data.generation, data.tokenizer)
         shown = range(min(NUM_SAMPLES, len(tokens)))
         losses = data.loss(tokens[: len(shown)], data.objective_batch(self.split, shown))
-        answers = data.answers(tokens[: len(shown)])
+        answers = data.answers(tokens[: len(shown)], with_thoughts=data.objective.is_reward)
         samples = []
         for number, answer, loss in zip(shown, answers, losses.tolist(), strict=True):
             example = self.split.examples[number]

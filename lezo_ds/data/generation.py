@@ -20,6 +20,7 @@ and of the position of the token, so a drawn answer depends on nothing else in i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer, TokenIds
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
 from lezo_ds.forward.answer_cache import answer_cache, takes_padding
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Thought
 from lezo_ds.forward.rope import may_outgrow
 
 SAMPLE_KEYS = "sample_keys"
@@ -279,13 +280,35 @@ def read_answers(
     tokens: Tensor,
     settings: GenerationSettings,
     tokenizer: PromptTokenizer,
+    *,
+    with_thoughts: bool = False,
 ) -> list[str]:
-    """Return the answers in new tokens [rows, n]: their text up to the first stop, stripped."""
+    """Return the answers in new tokens [rows, n]: their text up to the first stop, stripped.
+
+    What the model thinks before it answers is left out, unless `with_thoughts`.
+    """
     answers = []
     for ids in tokens.tolist():
         ends = [place for place, token in enumerate(ids, start=1) if token in settings.stop_ids]
         # The stop token itself counts, because it may hold text before a newline.
-        written = tokenizer.decode(ids[: min(ends, default=None)])
+        ids = ids[: min(ends, default=None)]
+        if settings.thought is not None and not with_thoughts:
+            ids = after_thought(ids, settings.thought, tokenizer)
+        written = tokenizer.decode(ids)
         found = [written.find(stop) for stop in settings.stops if stop in written]
         answers.append(written[: min(found, default=None)].strip())
     return answers
+
+
+def after_thought(
+    ids: Sequence[int], thought: Thought, tokenizer: PromptTokenizer
+) -> Sequence[int]:
+    """Return the tokens of an answer after its thought: none of them if the thought has no end."""
+    decode = tokenizer.backend.decode  # with special tokens, which marks may be
+    text = str(decode(ids))
+    if thought.closing in text:
+        counts = range(len(ids) + 1)
+        return ids[bisect_left(counts, True, key=lambda n: thought.closing in decode(ids[:n])) :]
+    if thought.is_open or text.lstrip().startswith(thought.opening):
+        return []
+    return ids

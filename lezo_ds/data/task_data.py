@@ -37,6 +37,7 @@ from lezo_ds.data.chat import (
     encode_conversation,
     encode_question,
     end_of_turn,
+    find_thought,
     not_written,
 )
 from lezo_ds.data.control_tokens import ControlTokens
@@ -256,15 +257,17 @@ class TaskData:
                 keys.append(sample_key(config.seed, step, example, number))
         return replace(batch, inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor(keys)})
 
-    def answers(self, tokens: Tensor) -> list[str]:
+    def answers(self, tokens: Tensor, *, with_thoughts: bool = False) -> list[str]:
         """Return the answers in the new tokens [examples, n] of a `prompt_batch`."""
         assert self.generation is not None
-        return read_answers(tokens, self.generation, self.tokenizer)
+        return read_answers(tokens, self.generation, self.tokenizer, with_thoughts=with_thoughts)
 
     def loss(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed loss of each example of an `objective_batch`: a LossFunction."""
         if self.objective.reads_answers:
-            return self.objective.loss(self.answers(outputs), batch)
+            # A reward may judge thoughts, too.
+            answers = self.answers(outputs, with_thoughts=self.objective.is_reward)
+            return self.objective.loss(answers, batch)
         return self.objective.loss(outputs, batch)
 
 
@@ -292,8 +295,12 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     if config.method == "icl":
         splits = with_demonstrations(config.data, splits)
     directory = resolve_model(config.model.path)
-    tokenizer = load_tokenizer(str(directory))
+    tokenizer = load_tokenizer(str(directory), config.data.date)
     model_config = load_model_config(directory)
+    thought = find_thought(tokenizer) if config.data.in_chat else None
+    if thought is not None and thought.is_open and task.has_answers and not objective.reads_answers:
+        message = "prompts in the chat template open a thought (%s), and answers to learn have none"
+        logger.warning(message, thought.opening)
     generation = None
     if task.kind == "generation" or objective.reads_answers:
         # A run of 0.4 in a chat, whose answers ended at a newline, goes on as it was.
@@ -301,6 +308,7 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         generation = generation_settings(
             tokenizer, config.generation, end_of_turn(tokenizer) if ends_turn else ()
         )
+        generation = replace(generation, thought=thought)
     writes_answers = generation is not None
     encoder = _Encoder(config, task, objective, tokenizer, model_config)
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.

@@ -38,6 +38,21 @@ class LogitSelection:
 
 
 @dataclass(frozen=True)
+class Thought:
+    """The marks around what a model thinks before it answers, such as <think> and </think>.
+
+    Attributes:
+        opening: the text before a thought.
+        closing: the text after it, which the answer follows.
+        is_open: whether prompts end with `opening`.
+    """
+
+    opening: str
+    closing: str
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
 class GenerationSettings:
     """How a batch of prompts is continued.
 
@@ -53,6 +68,7 @@ class GenerationSettings:
         top_p: draw from the most probable tokens that have this probability together; None draws
             from all of them.
         streamer: a streamer of transformers, which gets the tokens of the only row one by one.
+        thought: the marks of what is no part of an answer; None if the model writes no thoughts.
     """
 
     max_new_tokens: int
@@ -63,6 +79,7 @@ class GenerationSettings:
     temperature: float = 0.0
     top_p: float | None = None
     streamer: Any = None
+    thought: Thought | None = None
 
 
 @dataclass(frozen=True)

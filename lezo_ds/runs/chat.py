@@ -17,9 +17,24 @@ from transformers import TextStreamer
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
-from lezo_ds.data.chat import encode_question, end_of_turn
-from lezo_ds.data.encoding import PromptTokenizer, TokenIds, cut_prompts, load_tokenizer
-from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_batch, read_answers
+from lezo_ds.data.chat import encode_question, end_of_turn, find_thought
+from lezo_ds.data.control_tokens import ControlTokens
+from lezo_ds.data.encoding import (
+    PromptTokenizer,
+    TokenIds,
+    cut_prompts,
+    load_tokenizer,
+    prompt_room,
+)
+from lezo_ds.data.generation import (
+    SAMPLE_KEYS,
+    after_thought,
+    generation_settings,
+    prompt_batch,
+    read_answers,
+)
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import Thought
 from lezo_ds.runs.predict import for_prediction
 from lezo_ds.runs.scoring import Opened
 from lezo_ds.tasks.base import Example, Message
@@ -49,31 +64,76 @@ def chat(opened: Opened) -> None:
         UserError: the model has no chat template.
     """
     config = for_prediction(opened.config)
-    tokenizer = load_tokenizer(str(resolve_model(config.model.path)))
+    tokenizer = load_tokenizer(str(resolve_model(config.model.path)), config.data.date)
     settings = generation_settings(tokenizer, config.generation, end_of_turn(tokenizer))
+    settings = replace(settings, thought=find_thought(tokenizer))
+    prompt_room(config.data.max_length, settings.max_new_tokens)  # before weights are loaded
     if distributed.rank() == 0:
-        streamer = TextStreamer(tokenizer.backend, skip_prompt=True, skip_special_tokens=True)
-        settings = replace(settings, streamer=streamer)
+        settings = replace(settings, streamer=_AnswerStreamer(tokenizer, settings.thought))
+    control_tokens = ControlTokens(tokenizer.backend, in_chat=True)
     engine = opened.load_engine()
     logger.info("Write a line to the model. An empty line or Ctrl-D ends the chat.")
     turns: list[Message] = []
     for line in iter(lambda: distributed.on_rank_zero(_read_line), ""):
-        turns.append(Message(USER, line))
+        turns.append(Message(USER, control_tokens.mark(line)))
         ids = _encode_last_turns(config, tokenizer, turns)
         batch = prompt_batch([ids], settings)
         if config.generation.temperature > 0:
             key = sample_key(config.seed, len(turns), 0, 0)
             batch = replace(batch, inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor([key])})
         (answer,) = read_answers(engine.forward(batch), settings, tokenizer)
-        turns.append(Message(ASSISTANT, answer))
+        turns.append(Message(ASSISTANT, control_tokens.mark(answer)))
+
+
+class _AnswerStreamer:
+    """A streamer of transformers that prints an answer word by word, after its thought.
+
+    If the model writes thoughts, an answer without one is known and printed only at its end.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, thought: Thought | None) -> None:
+        self._printer = TextStreamer(tokenizer.backend, skip_prompt=True, skip_special_tokens=True)
+        self._tokenizer = tokenizer
+        self._thought = thought
+        self._has_prompt = False
+        self._held: list[int] = []
+        self._is_answering = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the tokens of the prompt, and then each new token."""
+        if self._thought is None or self._is_answering or not self._has_prompt:
+            self._has_prompt = True
+            self._printer.put(value)
+            return
+        self._held += value.tolist()
+        written = self._tokenizer.backend.decode(self._held)
+        self._is_answering = self._thought.closing in written
+
+    def end(self) -> None:
+        """Print what is left of an answer."""
+        if self._thought is not None and not self._is_answering:
+            ids = after_thought(self._held, self._thought, self._tokenizer)
+            self._printer.on_finalized_text(self._tokenizer.decode(ids))
+        self._held = []
+        self._is_answering = False
+        self._has_prompt = False
+        self._printer.end()
 
 
 def _read_line() -> str:
     """Return the next line of the user, or "" at the end of the input."""
+    if sys.stdin is None or sys.stdin.closed:
+        return ""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        line = input("> " if sys.stdin.isatty() else "").strip()
+        line.encode()  # some locales read other bytes as halves of characters
     except (EOFError, KeyboardInterrupt):
         return ""
+    except UnicodeError as error:
+        raise UserError(
+            "a line of the input is not UTF-8", fix="convert it: iconv -f ENCODING -t UTF-8"
+        ) from error
+    return line
 
 
 def _encode_last_turns(

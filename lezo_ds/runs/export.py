@@ -306,17 +306,14 @@ labels = ["billing", "shipping"]
 
 tokenizer = AutoTokenizer.from_pretrained(directory)
 model = AutoModelForCausalLM.from_pretrained(directory).eval()
-{chat}
+{before_labels}
 
 def token_ids(text):
-    first = {bos}  # every text begins with it
     return first + tokenizer(text.strip(" "), add_special_tokens=False).input_ids
 
 
 scores = []
 for label in labels:
-    if not prompt[-1:].isspace() and not label[:1].isspace():
-        label = " " + label
     ids = torch.tensor(token_ids(prompt + label))
     with torch.inference_mode():
         logits = model(ids[None, :-1]).logits[0].float()
@@ -328,14 +325,21 @@ for label in labels:
 probabilities = torch.stack(scores).softmax(dim=0).tolist()
 ```
 """
+_PLAIN = """
+first = {bos}  # every text begins with it
+if not prompt[-1:].isspace():
+    labels = [label if label[:1].isspace() else " " + label for label in labels]
+"""
 _CHAT = """
-# The prompt is the turn of a user. What the template writes ends where the assistant answers.
+# The prompt is the turn of a user, and what the template writes up to the assistant's answer.
 system_prompt = None  # data.system_prompt in lezo_manifest.json
 turns = [{"role": "user", "content": prompt}]
 if system_prompt is not None:
     turns.insert(0, {"role": "system", "content": system_prompt})
-prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-prompt = prompt.removeprefix(tokenizer.bos_token or "")
+answer = "31415926535897932"  # found again in what the template writes
+turns.append({"role": "assistant", "content": answer})
+prompt = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[0]
+first = []  # the template writes all tokens
 labels = [label.strip() for label in labels]
 """
 _TALK = """
@@ -417,10 +421,10 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str, *, merged: bool
     has_candidates = config.data.labels is not None or config.data.choices is not None
     if kind == "none" and has_candidates:
         tokenizer = load_tokenizer(str(resolve_model(config.model.path)))
-        card += _EXAMPLE.format(
-            bos=list(tokenizer.begin_ids),
-            chat=_CHAT if config.data.chat_template else "",
-        )
+        before_labels = _PLAIN.format(bos=list(tokenizer.begin_ids))
+        if config.data.chat_template:
+            before_labels = _CHAT
+        card += _EXAMPLE.format(before_labels=before_labels)
     elif config.data.messages or config.data.chat_template:
         card += _TALK
     return card

@@ -173,7 +173,7 @@ def for_prediction(config: RunConfig) -> RunConfig:
     data = replace(data, max_length=max_length, label_field=label_field, skip_unusable=False)
     generation = config.generation
     if generation.max_new_tokens > max_length - 2:  # no room for a prompt
-        generation = replace(generation, max_new_tokens=max_length // 2)
+        generation = replace(generation, max_new_tokens=max(1, max_length // 2))
     return replace(config, data=data, generation=generation)
 
 

@@ -12,6 +12,7 @@ the records are depends on the method:
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import logging
@@ -96,6 +97,22 @@ def make_header(
         libraries=library_versions(),
         arithmetic=arithmetic,
     )
+
+
+def with_start_date(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run to start or to resume, with the day on which it started.
+
+    Chat templates may write the day, and a run goes on with the texts that it started with. An
+    older version of this package recorded none: its run has the day of today.
+    """
+    if not config.data.in_chat or config.data.date is not None:
+        return config
+    recorded = _read_records(RunDirectory(config.run_dir))
+    day: str | None = datetime.date.today().isoformat()
+    if recorded is not None:
+        data = recorded.header.config.get("data")
+        day = data.get("date") if isinstance(data, dict) else None
+    return replace(config, data=replace(config.data, date=day))
 
 
 def config_of(

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ from lezo_ds.errors import UserError
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.first_order import FirstOrderMethod, initialize_first_order
-from lezo_ds.runs.records import RecordedRun, assert_same_model_config, check_records, steps_of
+from lezo_ds.runs.records import (
+    RecordedRun,
+    assert_same_model_config,
+    check_records,
+    steps_of,
+    with_start_date,
+)
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.run import Run
 from lezo_ds.runs.zeroth_order import ZerothOrderMethod
@@ -69,6 +76,7 @@ def train(config: RunConfig) -> RunResults:
     )
     with _exits_refused(), nothing_done, ExitStack() as resources:
         distributed.init_distributed(config.train.timeout_seconds)
+        config = distributed.on_rank_zero(partial(with_start_date, config))
         ds_config = _prepare(config)
         num_ranks = distributed.world_size()
         check_shares(config, ds_config, num_ranks)

@@ -49,6 +49,7 @@ from lezo_ds.config.deepspeed import (
 from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError, UserError
+from lezo_ds.runs.records import with_start_date
 from lezo_ds.runs.screen import duration
 from lezo_ds.runs.trainer import check_run
 from lezo_ds.tools.memory_plan import (
@@ -134,9 +135,10 @@ def dry_run(
         lines.append(("a step", f"{batch}, on {num_ranks} ranks; {train.steps} steps"))
     not_checked: list[str] = []
     directory = _unless_on_hub(lambda: resolve_model(config.model.path), not_checked)
-    data = _unless_on_hub(lambda: load_task_data(config), not_checked)
+    dated = with_start_date(config)
+    data = _unless_on_hub(lambda: load_task_data(dated), not_checked)
     if directory is not None and data is not None:
-        check_run(config, data, num_ranks)
+        check_run(dated, data, num_ranks)
     name = Path(config.model.path).name
     if directory is not None or name in OPT_SHAPES:
         model = model_sizes(config, directory or name)

@@ -8,14 +8,19 @@ import shlex
 import sys
 
 import pytest
+import torch
 import yaml
-from assets import write_reader, write_records
-from commands import assert_one_error, python, run_forked, run_forked_well, run_well
+from assets import tokenizer_of, write_reader, write_records
+from commands import assert_one_error, python, run, run_forked, run_forked_well, run_well
 from own_data import PLAIN, own_values
 from ranks import free_port, run_ranks
+from tokenizers import decoders
+from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lezo_ds.runs.chat import CHAT_KEYS, chat
+from lezo_ds.data.encoding import PromptTokenizer
+from lezo_ds.forward.batch import Thought
+from lezo_ds.runs.chat import CHAT_KEYS, _AnswerStreamer, chat
 from lezo_ds.runs.scoring import open_model
 
 pytestmark = pytest.mark.distributed
@@ -168,6 +173,42 @@ def test_turns_that_do_not_fit_are_left_out_with_a_warning(root):
     assert answers_of(finished) == expected
     assert "The first 2 turns do not fit any more" in finished.err
     assert "The first 4 turns do not fit any more" in finished.err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("printf 'the \\377 plot\\n' | {chat}", "not UTF-8"),
+        ("{chat} data.max_length=1 < /dev/null", "data.max_length=1 leaves no room for a prompt"),
+    ],
+)
+def test_an_input_that_cannot_be_answered_is_one_line(command, message, root):
+    chat_words = python("--model", root / "base", program="chat")
+    refused = run(["bash", "-c", command.format(chat=shlex.join(map(str, chat_words)))])
+    assert_one_error(refused, 2, message)
+
+
+def test_a_closed_input_ends_the_chat(root):
+    words = shlex.join(map(str, python("--model", root / "base", SHORT, program="chat")))
+    assert run_well(["bash", "-c", f"{words} <&-"]).out == ""
+
+
+def test_a_thought_is_not_printed_and_no_later_turn_has_it(capsys):
+    words = ["<think>", " hm", "</think>", " yes"]
+    backend = tokenizer_of(words, Split("", "isolated"), decoders.Fuse(), adds_bos=False)
+    tokenizer = PromptTokenizer(backend, (), 1)
+    first = backend.convert_tokens_to_ids(words[0])
+    streamer = _AnswerStreamer(tokenizer, Thought("<think>", "</think>"))
+    for tokens, printed in (
+        ((0, 1, 2, 3), " yes"),
+        ((3,), " yes"),
+        ((0, 1), ""),
+    ):
+        streamer.put(torch.tensor([[first, first]]))
+        for token in tokens:
+            streamer.put(torch.tensor([first + token]))
+        streamer.end()
+        assert capsys.readouterr().out.rstrip("\n") == printed
 
 
 def test_a_model_without_a_chat_template_is_refused(root, tmp_path):

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 import torch
 from own_data import MARKED, PLAIN, THINKING, WITHOUT_SYSTEM, write_chat_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lezo_ds.data.batches import teacher_forcing_batch
-from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question, end_of_turn
+from lezo_ds.data.chat import (
+    ask_in_chat,
+    encode_conversation,
+    encode_question,
+    end_of_turn,
+    find_thought,
+)
 from lezo_ds.data.encoding import cut_prompts, encode_example, load_tokenizer
+from lezo_ds.data.generation import read_answers
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
 from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import GenerationSettings, Thought
 from lezo_ds.tasks.base import Example, Message
+
+OPENING = PLAIN.replace("<s>assistant\n'", "<s>assistant\n<think>\n'")
 
 TURNS = (
     Message("system", "Be brief."),
@@ -49,8 +61,20 @@ TEMPLATES = {
     "at once": PLAIN.replace("'\n' }}", "':' }}").replace("assistant\n", "assistant:"),
     "after a space": PLAIN.replace("'\n' }}", "': ' }}").replace("assistant\n", "assistant:"),
     "trimming": PLAIN.replace("turn['content']", "turn['content'] | trim | upper"),
-    "opening a thought": PLAIN.replace("<s>assistant\n'", "<s>assistant\n<think>\n'"),
+    "opening a thought": OPENING,
     "without BOS": PLAIN.replace("<s>", "["),
+    "deepseek": OPENING.replace("turn['content'] +", "turn['content'].split('</think>')[-1] +"),
+    "reasoning": PLAIN.replace(
+        "turn['content'] +",
+        "('<think>\n' + turn.reasoning_content + '\n</think>\n\n'"
+        " if turn.reasoning_content else '') + turn['content'] +",
+    ),
+    "channels": PLAIN.replace(
+        "'\n' }}{{ turn['content']",
+        "('' if turn.role == 'user' else ('[analysis]' + turn.thinking + '</s><s>assistant'"
+        " if turn.thinking else '') + '[final]') }}{{ turn['content']",
+    ).replace("<s>assistant\n' }}{% endif %}", "<s>assistant' }}{% endif %}"),
+    "dated": "{{ strftime_now('%d %b %Y') }}" + PLAIN,
     "omitting": PLAIN.replace("{% for turn in messages %}", "{% for turn in messages[:1] %}"),
 }
 
@@ -169,6 +193,62 @@ def test_the_tokens_of_a_label_are_those_that_the_template_writes(name, tokenize
 def test_a_template_without_the_answer_is_refused(tokenizers):
     with pytest.raises(UserError, match="omits the answer to record 3"):
         ask_in_chat(tokenizers["omitting"], Example("Où?", ("là", "ici"), 0, 2), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("plain", None),
+        ("opening a thought", None),
+        ("thinking", Thought("<think>", "</think>")),
+        ("deepseek", Thought("<think>", "</think>", is_open=True)),
+        ("reasoning", Thought("<think>", "</think>")),
+        ("channels", Thought("[analysis]", "[final]")),
+    ],
+)
+def test_the_marks_of_thoughts_are_those_of_the_template(name, expected, tokenizers):
+    assert find_thought(tokenizers[name]) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "answer"),
+    [
+        ("thinking", "<think>\n\n</think>\n\nLà", "Là"),
+        ("thinking", "<think>\nHm, </s>", ""),
+        ("thinking", "Là", "Là"),
+        ("thinking", "<think>a</think>b</think>c", "b</think>c"),
+        ("deepseek", "Hm.\n</think>\n\nLà", "Là"),
+        ("deepseek", "Hm.", ""),
+        ("channels", "[analysis]Hm</s><s>assistant[final]Là", "Là"),
+        ("channels", "[final]Là", "Là"),
+        ("channels", "[analysis]Hm", ""),
+        ("plain", "<think>Hm</think>Là", "<think>Hm</think>Là"),
+    ],
+)
+def test_a_thought_is_no_part_of_an_answer(name, written, answer, tokenizers):
+    tokenizer = tokenizers[name]
+    (ids,) = tokenizer.encode_written([written])
+    settings = GenerationSettings(99, (), 0, stops=(), thought=find_thought(tokenizer))
+    tokens = torch.tensor([ids])
+    assert read_answers(tokens, settings, tokenizer) == [answer]
+    whole = read_answers(tokens, settings, tokenizer, with_thoughts=True)
+    assert whole == [tokenizer.decode(ids).strip()]
+
+
+def test_turns_are_learned_as_written_where_prompts_open_a_thought(tokenizers):
+    tokenizer = tokenizers["deepseek"]
+    assert texts_of(tokenizer, encode(tokenizer)) == WRITTEN
+    assert encode(tokenizer).sequences == encode(tokenizers["plain"]).sequences
+
+
+def test_a_template_writes_the_day_of_the_run(models, tokenizers):
+    dated = load_tokenizer(str(models["dated"]), "2024-02-29")
+    asked = example_of(*TURNS)
+    question = dated.backend.decode(encode_question(dated, asked))
+    assert question.startswith("29 Feb 2024<s>system")
+    today = datetime.now().strftime("%d %b %Y")  # of another tokenizer with the same template
+    own = tokenizers["dated"]
+    assert own.backend.decode(encode_question(own, asked)).startswith(today)
 
 
 def test_a_long_conversation_is_cut_at_its_end(tokenizers):

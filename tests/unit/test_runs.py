@@ -3,6 +3,7 @@ shows."""
 
 from __future__ import annotations
 
+import datetime
 import errno
 import fcntl
 import json
@@ -17,7 +18,7 @@ from lezo_ds.config import config_from_dict, config_to_dict, may_differ_on_resum
 from lezo_ds.config.schema import READER
 from lezo_ds.data.evaluation import Sample
 from lezo_ds.errors import LezoError, UserError
-from lezo_ds.journal import EvaluationRecord, Header
+from lezo_ds.journal import EvaluationRecord, Header, encode_journal
 from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.predict import _check_files
@@ -160,6 +161,27 @@ def test_a_run_with_other_probes_in_a_pass_is_told_how_it_goes_on():
     with pytest.raises(UserError, match=fix):
         assert_same_run(older, header(*LOW_RANK), READER.may_differ)
     assert header().config["zo"]["probes_per_pass"] == 2  # as in all journals of dense directions
+
+
+@pytest.mark.parametrize("recorded", ["2024-02-29", None])
+def test_a_chat_that_is_resumed_keeps_the_day_on_which_it_started(recorded, tmp_path):
+    words = ("data.train=t.csv", "data.messages=turns", f"run_dir={tmp_path}")
+    started = config(*words)
+    today = datetime.date.today().isoformat()
+    assert records.with_start_date(started).data.date == today
+    day = () if recorded is None else (f"data.date={recorded}",)
+    (tmp_path / "journal.jsonl").write_bytes(encode_journal(header(*words, *day), []))
+    assert records.with_start_date(started).data.date == recorded
+    chosen = config(*words, "data.date=2020-01-01")
+    assert records.with_start_date(chosen) == chosen
+    assert records.with_start_date(config(f"run_dir={tmp_path}")).data.date is None
+
+
+def test_a_day_may_be_written_without_quotes_and_nothing_else_is_one(tmp_path):
+    values = {**VALUES, "data": {"date": datetime.date(2024, 2, 29)}}
+    assert config_from_dict(values, "the test").data.date == "2024-02-29"
+    with pytest.raises(UserError, match="is not one of YYYY-MM-DD"):
+        config("data.date=29.2.2024")
 
 
 def test_a_run_that_is_older_than_a_key_had_its_default():
