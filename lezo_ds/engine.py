@@ -305,6 +305,7 @@ class LezoEngine(ModelEngine):
         )
         self.records: list[StepRecord] = []
         self._num_steps = num_steps
+        self._probes_per_pass = probes_per_pass(config)
         self._settings_agreed = False
         self._witness: Witness | None = None
         self._num_checked = 0  # steps after which the weights were checked last
@@ -341,7 +342,7 @@ class LezoEngine(ModelEngine):
     def passes_of_rank(self, rank: int, num_micro_batches: int) -> list[Pass]:
         """Return the forward passes of a step that a rank runs: every world_size-th of all."""
         num_probes = self.plan_format.num_probes
-        passes = passes_of_step(num_micro_batches, num_probes, probes_per_pass(self.config))
+        passes = passes_of_step(num_micro_batches, num_probes, self._probes_per_pass)
         if self.replicas is not None:
             worker = rank // self.tensor_parallel
             return self.replicas.passes_of_worker(passes, worker)  # type: ignore[no-any-return]
