@@ -425,13 +425,15 @@ def _read_records(source: str, encoding: str) -> list[Record]:
     """Return the records. A few rows that are none are left to the dry run, which names their line.
 
     Raises:
-        UserError: Most rows are no records, or the first row of a table is probably a record, since
-            a later one has its value.
+        UserError: There is no file of records, most rows are no records, or the first row of a
+            table is probably a record, since a later one has its value.
     """
+    path = Path(source)
+    _refuse_no_content(path)
     rows = read_source("DATA", source, encoding)
     records = [record for _, record in rows if isinstance(record, Mapping)]
     problems = [(place, row) for place, row in rows if not isinstance(row, Mapping)]
-    is_table = kind_of(Path(source)) in TABLES
+    is_table = kind_of(path) in TABLES
     if len(problems) > len(records):
         place, problem = problems[0]
         fix = "write one JSON object a line, or one list of objects"
@@ -450,6 +452,18 @@ def _read_records(source: str, encoding: str) -> list[Record]:
                 fix="add a first row with names such as text,label, or rename this column",
             )
     return records
+
+
+def _refuse_no_content(path: Path) -> None:
+    """Refuse a directory and an empty file. Another path may be the name of data on the hub."""
+    if path.is_dir():
+        files = [str(file) for file in sorted(path.iterdir()) if kind_of(file) in READERS]
+        fix = f"name one of its files: {cut(', '.join(files), 200)}"
+        if not files:
+            fix = f"name a file that ends in {', '.join(READERS)}"
+        raise UserError(f"{path} is a directory, not a file of records", fix=fix)
+    if path.is_file() and path.stat().st_size == 0:
+        raise UserError(f"{path} is an empty file", fix="fill it, or write it again")
 
 
 def _this_machine() -> _Machine:

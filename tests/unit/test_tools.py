@@ -176,6 +176,16 @@ def test_init_names_what_is_wrong_with_a_file_before_it_counts(
         describe_task(init._read_records(str(tmp_path / "t.jsonl"), "utf-8"))
 
 
+def test_init_names_a_directory_and_an_empty_file(tmp_path):
+    (tmp_path / "t.csv").touch()
+    for name, message in (
+        ("", r"is a directory, not a file of records; fix: name one of its files: .*t\.csv"),
+        ("t.csv", "t.csv is an empty file; fix: fill it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            init._read_records(str(tmp_path / name), "utf-8")
+
+
 def test_init_writes_labels_with_characters_that_yaml_escapes(tmp_path, monkeypatch):
     classes = ("a\x7f b", "c\x85d \u2028e 😀")
     init_tickets(monkeypatch, tmp_path, classes)
