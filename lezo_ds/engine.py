@@ -9,6 +9,7 @@ All ranks call the same methods in the same order: most of them exchange message
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from lezo_ds.journal import Journal
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.integrity import Witness
+from lezo_ds.zo.estimators import Probe
 from lezo_ds.zo.passes import Groups, Pass, passes_of_step
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import StepUpdate, step_updates
@@ -143,6 +145,27 @@ class ModelEngine:
         if micro_batch.generation is not None:
             call = partial(generate, self.module, micro_batch)
         return self._perturbed(micro_batch, perturbation, call)
+
+    def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
+        """Return what a training pass makes of inputs on the device at theta. A collective."""
+        (outputs,) = self.run(micro_batch, None)
+        return outputs
+
+    @torch.no_grad()
+    def forward_alone(self, ids: Sequence[int]) -> Tensor:
+        """Return the logits of one sequence by the modules' own forward methods. A collective.
+
+        Args:
+            ids: token ids.
+
+        Returns:
+            [len(ids), vocabulary], in the dtype of the model.
+        """
+        input_ids = torch.tensor([list(ids)], device=self.device)
+        with self._perturbed.own_forwards():
+            output = self._deepspeed(input_ids=input_ids)
+        logits: Tensor = output.logits
+        return logits[0]
 
     def save_checkpoint(self, save_dir: str | Path) -> Path:
         """Write the model as a Hugging Face directory, and return it. A collective.
@@ -347,6 +370,15 @@ class LezoEngine(ModelEngine):
             worker = rank // self.tensor_parallel
             return self.replicas.passes_of_worker(passes, worker)  # type: ignore[no-any-return]
         return [passes[index] for index in self.share_of_rank(rank, len(passes))]
+
+    @torch.no_grad()
+    def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the output at a probe of scale 0, in the groups and modules of the next step."""
+        plan = replace(step.decide(self), probes=(Probe(direction=0, scale=0.0),))
+        groups = self.groups(StepBatch.of([micro_batch]))
+        at_theta = step.perturbation(self, plan, Pass(0, range(1)), groups)
+        (outputs,) = self.run(micro_batch, at_theta)
+        return outputs
 
     @torch.no_grad()
     def train_batch(

@@ -9,7 +9,8 @@ One pass of k probes gathers each weight once, and runs all probes (probes.py dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +68,11 @@ class PerturbedForward:
         config: Any = getattr(model, "config", None)
         self._has_rope_limit = config is not None and rope_limit(config) is not None
         self._trains_what_changes_caches = False
+        get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = get_head()
+        self._own_forwards = {
+            module: module.forward for module in model.modules() if module not in (model, head)
+        }
         for module in model.modules():
             owns_any = any(parameter is not None for parameter in module._parameters.values())
             if owns_any or children_read_by(module):
@@ -79,10 +85,24 @@ class PerturbedForward:
         # Whether the model returns what its head returns. Some scale or cap the logits first; the
         # first pass shows it.
         self._ends_with_head = True
-        get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-        head = get_head()
         if head is not None:  # a causal language model has one
             head.forward = SelectingHead(head, self._state, trainable).forward
+
+    @contextmanager
+    def own_forwards(self) -> Iterator[None]:
+        """Let the modules run by their own forward methods, at theta, without any wrapper.
+
+        The head keeps its wrapper, which then returns all logits: of ranks that split the weights,
+        each has only a part of them.
+        """
+        wrapped = {module: module.forward for module in self._own_forwards}
+        for module, own_forward in self._own_forwards.items():
+            module.forward = own_forward
+        try:
+            yield
+        finally:
+            for module, forward in wrapped.items():
+                module.forward = forward
 
     def __call__(
         self,

@@ -17,6 +17,7 @@ each decision depends only on what all ranks know. Rank 0 writes the files.
     open                             (c)  method.open: the records, the weights to resume with
     cut metrics.jsonl and samples.jsonl, write config.yaml
     begin                            (c)  evaluate the base model on the test split
+    cross_check                      (c)  a training pass against the model alone
     repeat
         method.check                 (c)  every 100 steps
         evaluate_and_save            (c)  evaluate on the dev split, method.save; if they are due
@@ -65,6 +66,7 @@ from lezo_ds.files import remove_directory
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs import records
+from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.method import StepMetrics, TrainingMethod
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
@@ -170,6 +172,8 @@ class Run:
 
     def _train(self, bar: tqdm[Any]) -> None:
         """Do what is left of the steps, with evaluations and snapshots. It may raise Stopped."""
+        if self.num_done < self.num_steps:
+            cross_check(self.engine, self.data, self.config)
         while True:
             if self.num_done > 0 and self.is_check_due():
                 self.method.check()

@@ -133,6 +133,8 @@ def dry_run(
         num_micro_batches = train.batch_size // train.micro_batch_size
         batch = f"{num_micro_batches} micro-batches of {train.micro_batch_size} examples"
         lines.append(("a step", f"{batch}, on {num_ranks} ranks; {train.steps} steps"))
+        comparison = "a comparison of its passes with the model alone, which takes the weights"
+        lines.append(("a run adds", comparison))
     not_checked: list[str] = []
     directory = _unless_on_hub(lambda: resolve_model(config.model.path), not_checked)
     dated = with_start_date(config)

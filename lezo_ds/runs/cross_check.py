@@ -1,0 +1,274 @@
+"""Before its first step, a run scores a few training records a second way.
+
+A training pass lays out records in shared rows, selects logits, and runs wrapped modules on sharded
+weights. A mistake in any of these gives numbers that repeat to the bit and are not the model's. So
+they are compared with those of the plainest pass that there is:
+
+    training   a micro-batch of records, laid out as in a step, at a probe of scale 0
+    alone      one sequence in a row of its own length, by the modules' own forward methods
+
+The numbers are log-probabilities of the tokens that the loss reads. If the objective reads answers,
+they are those of the tokens that training's pass has written, and the model alone must put no other
+token first.
+
+Ranks that have their own passes in a step do different passes of the check at the same time, so
+that it takes less than a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lezo_ds import distributed
+from lezo_ds.config import RunConfig
+from lezo_ds.data.encoding import TokenIds
+from lezo_ds.data.task_data import TaskData
+from lezo_ds.engine import ModelEngine
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import MicroBatch, to_device
+
+logger = logging.getLogger(__name__)
+
+NUM_SEQUENCES = 3
+"""Sequences that are scored alone: the shortest of a micro-batch, the longest, and one between."""
+
+NUM_NEW_TOKENS = 4
+"""Most tokens that are written for a comparison."""
+
+TOLERANCE: Mapping[str, float] = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
+"""How far two mean log-probabilities may be apart, in parts of one more than their size.
+
+The products of the two passes have other numbers of rows, and so round in other ways.
+"""
+
+
+class Reading(NamedTuple):
+    """The scores of one sequence in both passes.
+
+    Attributes:
+        row: index of its record among the training records.
+        training: log-probabilities in training's pass, float32 [tokens, entries].
+        alone: likewise, by the model alone.
+    """
+
+    row: int
+    training: Tensor
+    alone: Tensor
+
+    @property
+    def difference(self) -> float:
+        """The mean distance of the scores, in parts of one more than their mean size.
+
+        It is 0 if the model alone gives no finite numbers, which a step reports in its own way.
+        """
+        if not self.alone.isfinite().all():
+            return 0.0
+        distance = (self.training - self.alone).abs().mean()
+        return float(distance / (1 + self.alone.abs().mean()))
+
+
+class ReadSequence(NamedTuple):
+    """A sequence of a batch whose logits a loss reads.
+
+    Attributes:
+        row: index of its record among the training records.
+        ids: its tokens, without those after the last logits that are read.
+        selected: which of the batch's selected logits are its own, int64 [n].
+        positions: where these are in the sequence, int64 [n].
+    """
+
+    row: int
+    ids: list[int]
+    selected: Tensor
+    positions: Tensor
+
+
+def cross_check(engine: ModelEngine, data: TaskData, config: RunConfig) -> None:
+    """Compare a training pass of the next step's first records with the model alone. A collective.
+
+    Raises:
+        UserError: they differ by more than rounding. All ranks raise.
+    """
+    began = time.monotonic()
+    rows = data.step_rows(config, engine.global_steps)[: config.train.micro_batch_size]
+    readings = read_twice(engine, data, rows)
+    worst = max(readings, key=lambda reading: _size(reading.difference))
+    allowed = TOLERANCE[config.model.dtype]
+    if _size(worst.difference) <= allowed:
+        if distributed.rank() == 0:
+            logger.info(
+                "%d training sequences score the same by the model alone "
+                "(largest difference %.1e, %.1f s)",
+                len(readings),
+                worst.difference,
+                time.monotonic() - began,
+            )
+        return
+    by_itself = max(read_twice(engine, data, [worst.row]), key=lambda each: _size(each.difference))
+    cause = "by itself in a pass, it differs, too"
+    fix = "report this with the model's config.json; lezo_ds cannot train the model yet"
+    if _size(by_itself.difference) <= allowed:
+        cause = "by itself in a pass, it has the right one: the records of a pass change each other"
+        fix = "set train.micro_batch_size=1, and report this with the model's config.json"
+    raise UserError(
+        f"training record {data.train.examples[worst.row].index} has a mean log-probability of "
+        f"{float(worst.training.mean()):.4f} a token in a training pass, and of "
+        f"{float(worst.alone.mean()):.4f} by the model alone, which is more than rounding in "
+        f"{config.model.dtype} explains; {cause}",
+        fix=fix,
+    )
+
+
+def _size(difference: float) -> float:
+    """Return a difference as a number to compare: NaN counts as infinite."""
+    return difference if difference == difference else float("inf")
+
+
+def read_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]) -> list[Reading]:
+    """Return the scores of some sequences of a batch in both passes. A collective.
+
+    Args:
+        engine: at the weights to compare at.
+        data: with the training records.
+        rows: indices of the records of the batch in `data.train`.
+    """
+    if data.objective.reads_answers:
+        return _read_answers_twice(engine, data, rows)
+    batch = to_device(data.training_batch(rows), engine.device)
+    sequences = _sequences(data.objective_batch(data.train, rows), rows)
+    chosen = _shortest_to_longest([len(sequence.ids) for sequence in sequences])
+    sequences = [sequences[place] for place in chosen]
+    passes: list[Callable[[], Tensor]] = [lambda: _scores(engine.run_at_theta(batch), batch)]
+    for sequence in sequences:
+        passes.append(partial(_scores_alone, engine, sequence, batch))
+    training, *alone = _run_on_all_ranks(engine, passes)
+    return [
+        Reading(sequence.row, training[sequence.selected], scores)
+        for sequence, scores in zip(sequences, alone, strict=True)
+    ]
+
+
+def _sequences(batch: MicroBatch, rows: Sequence[int]) -> list[ReadSequence]:
+    """Return the sequences of a batch that has each of them in a row of its own."""
+    selection = batch.selection
+    assert selection is not None, "an objective that reads logits selects them"
+    tokens = batch.inputs["input_ids"]
+    records_of_rows = torch.arange(len(tokens)) * len(rows) // len(tokens)
+    if batch.token_examples is not None:
+        records_of_rows = batch.token_examples[:, 0]
+    sequences = []
+    for row, record in enumerate(records_of_rows.tolist()):
+        (selected,) = torch.nonzero(selection.rows == row, as_tuple=True)
+        positions = selection.positions[selected]
+        ids = tokens[row, : int(positions.max()) + 1].tolist()
+        sequences.append(ReadSequence(rows[record], ids, selected, positions))
+    return sequences
+
+
+def _shortest_to_longest(lengths: Sequence[int]) -> list[int]:
+    """Return the indices of at most `NUM_SEQUENCES` lengths, from the shortest to the longest.
+
+    >>> _shortest_to_longest([5, 9, 2, 7])
+    [2, 0, 1]
+    """
+    by_length = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    last = len(lengths) - 1
+    places = {last * number // (NUM_SEQUENCES - 1) for number in range(NUM_SEQUENCES)}
+    return [by_length[place] for place in sorted(places)]
+
+
+def _scores(outputs: Tensor, batch: MicroBatch) -> Tensor:
+    """Return the log-probabilities of all selected logits, float32 [N, entries].
+
+    The entries are those of the vocabulary that the batch selects, or one: the target.
+
+    Args:
+        outputs: of a pass of the batch: log-probabilities [N], or logits [N, K] or [N, vocabulary].
+        batch: which selects them.
+    """
+    if outputs.dim() == 1:
+        return outputs[:, None]
+    log_probabilities = outputs.float().log_softmax(dim=1)
+    assert batch.selection is not None
+    if batch.selection.vocabulary is not None:
+        return log_probabilities
+    return log_probabilities.gather(1, batch.labels["target_ids"][:, None])
+
+
+def _scores_alone(engine: ModelEngine, sequence: ReadSequence, batch: MicroBatch) -> Tensor:
+    """Return what `_scores` has of a sequence, by the model alone. A collective."""
+    assert batch.selection is not None
+    selected = sequence.selected.to(engine.device)
+    logits = engine.forward_alone(sequence.ids)[sequence.positions.to(engine.device)]
+    labels = {}
+    if "target_ids" in batch.labels:
+        labels["target_ids"] = batch.labels["target_ids"][selected]
+    if batch.selection.vocabulary is not None:
+        logits = logits[:, batch.selection.vocabulary]
+    return _scores(logits, replace(batch, labels=labels))
+
+
+def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]) -> list[Reading]:
+    """Return the scores of the tokens that a pass writes after prompts, and of the first choices.
+
+    A collective.
+    """
+    batch = data.objective_batch(data.train, rows)
+    assert batch.generation is not None
+    num_tokens = min(NUM_NEW_TOKENS, batch.generation.max_new_tokens)
+    settings = replace(batch.generation, max_new_tokens=num_tokens)
+    batch = to_device(replace(batch, generation=settings), engine.device)
+    written = engine.run_at_theta(batch).tolist()  # without keys, the first choices
+    prompts = [data.train.prompts[row] for row in rows]
+    chosen = _shortest_to_longest([len(prompt) for prompt in prompts])
+    passes = []
+    for place in chosen:
+        answer = _up_to_stop(written[place], settings.stop_ids)
+        passes.append(partial(_choices_alone, engine, prompts[place], answer))
+    return [
+        Reading(rows[place], scores[:, :1], scores[:, 1:])
+        for place, scores in zip(chosen, _run_on_all_ranks(engine, passes), strict=True)
+    ]
+
+
+def _up_to_stop(tokens: Sequence[int], stop_ids: Sequence[int]) -> TokenIds:
+    """Return the tokens of an answer with the first that ends it. What follows is padding."""
+    ends = [place for place, token in enumerate(tokens, start=1) if token in stop_ids]
+    return tuple(tokens[: min(ends, default=None)])
+
+
+def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: TokenIds) -> Tensor:
+    """Return the log-probabilities of an answer's tokens and of the model's first choices there.
+
+    A collective. The result is float32 [tokens, 2].
+    """
+    logits = engine.forward_alone([*prompt, *answer[:-1]])[len(prompt) - 1 :]
+    log_probabilities = logits.float().log_softmax(dim=1)
+    of_answer = log_probabilities.gather(1, torch.tensor(answer, device=logits.device)[:, None])
+    return torch.cat([of_answer, log_probabilities.amax(dim=1, keepdim=True)], dim=1)
+
+
+def _run_on_all_ranks(engine: ModelEngine, passes: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    """Return the results of passes, on the CPU, on every rank. A collective.
+
+    Ranks that split the weights run each pass together. Others run different ones at a time.
+    """
+    num_workers = engine.world_size // engine.tensor_parallel
+    worker = engine.global_rank // engine.tensor_parallel
+    found = {}
+    for first in range(0, len(passes), num_workers):
+        # A pass gathers weights from other ranks, so none of them may leave one out.
+        index = min(first + worker, len(passes) - 1)
+        found[index] = passes[index]().cpu()
+    merged: dict[int, Tensor] = {}
+    for of_rank in distributed.gather_objects(found):
+        merged.update(of_rank)
+    return [merged[index] for index in range(len(passes))]

@@ -1,0 +1,144 @@
+"""Before its first step, a run compares a training pass with the model alone, and refuses to train
+what differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from assets import write_records
+from ranks import run_ranks
+from tiny_runs import write_model
+from tiny_tasks import task_config, write_tasks, write_writer
+from transformers import AutoTokenizer, Qwen3_5TextConfig
+
+from lezo_ds import distributed
+from lezo_ds.data.objectives import reward
+from lezo_ds.data.task_data import load_task_data
+from lezo_ds.errors import UserError
+from lezo_ds.runs.cross_check import cross_check, read_twice
+from lezo_ds.runs.trainer import make_engine
+
+LOW_RANK = {
+    "zo__noise_rank": 1,
+    "zo__examples_per_direction": 1,
+    "zo__estimator": "grzo",
+    "zo__directions": 2,
+}
+
+
+@reward
+def length_of(answers, records):
+    return [len(answer) / 10 for answer in answers]
+
+
+ANSWERS = {
+    "train__objective": "test_cross_check:length_of",
+    "generation__max_new_tokens": 12,
+    "generation__temperature": 1.0,
+}
+RUNS = {
+    "labels": ("sst2", {}),
+    "labels of several tokens, three": ("cb", {}),
+    "choices": ("copa", {"zo__sparsity": 0}),
+    "texts": ("squad", {}),
+    "groups of directions of rank 1": ("sst2", LOW_RANK),
+    "an adapter on a base in 4 bits": ("sst2", {"peft__kind": "lora", "model__bits": 4}),
+    "a prefix": ("sst2", {"peft__kind": "prefix"}),
+    "drawn answers": ("squad", ANSWERS),
+    "drawn answers at rank 1": ("squad", {**ANSWERS, **LOW_RANK}),
+}
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    root = tmp_path_factory.mktemp("assets")
+    write_writer(root / "writer", "llama", seed=10)
+    write_tasks(root / "data")
+    sentences = ["Eve slept" * (1 + 9 * (number % 2)) for number in range(24)]
+    for split in ("train", "validation"):
+        records = [{"sentence": text, "label": len(text) % 2} for text in sentences]
+        write_records(root / "uneven" / "sst2" / f"{split}.jsonl", records)
+    return root
+
+
+def inputs_of(assets, run, model="writer", data="data", **more):
+    task, changes = RUNS[run]
+    sizes = {"train__batch_size": 8, "train__micro_batch_size": 4}
+    config = task_config(assets / model, assets / data, task, **{**sizes, **changes, **more})
+    return make_engine(config), load_task_data(config), config
+
+
+def rows_of(data, config):
+    return data.step_rows(config, 0)[: config.train.micro_batch_size]
+
+
+@pytest.mark.parametrize("run", sorted(RUNS))
+def test_a_training_pass_scores_records_as_the_model_alone(assets, run):
+    engine, data, config = inputs_of(assets, run)
+    readings = read_twice(engine, data, rows_of(data, config))
+    assert len(readings) == 3
+    assert max(reading.difference for reading in readings) < 1e-5
+    assert all(reading.alone.abs().max() > 0.1 for reading in readings)  # something is compared
+    cross_check(engine, data, config)
+
+
+def differences(assets, tensor_parallel):
+    """The differences on two ranks that have a model together."""
+    changes = {"tensor_parallel": tensor_parallel, "deepspeed": None} if tensor_parallel else {}
+    distributed.init_distributed()
+    found = []
+    for run in ("choices", "drawn answers"):
+        engine, data, config = inputs_of(assets, run, **changes)
+        readings = read_twice(engine, data, rows_of(data, config))
+        found.append([reading.difference for reading in readings])
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tensor_parallel", [None, 2])
+def test_ranks_that_share_the_weights_compare_the_same_records(assets, tensor_parallel):
+    first, second = run_ranks(differences, 2, assets, tensor_parallel)
+    assert first == second
+    assert all(len(of_run) == 3 and max(of_run) < 1e-5 for of_run in first)
+
+
+def test_a_model_whose_records_reach_each_other_in_a_row_is_refused(assets):
+    # Linear attention reads every token before it in the row, whatever the mask says.
+    tokenizer = AutoTokenizer.from_pretrained(assets / "writer")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    linear = {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    linear |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    model = Qwen3_5TextConfig(vocab_size=len(tokenizer), **sizes, **heads, **linear)
+    tokenizer.save_pretrained(write_model(model, assets / "linear"))
+    engine, data, config = inputs_of(assets, "labels", model="linear", data="uneven")
+    assert not data.packed
+    cross_check(engine, data, config)
+    with pytest.raises(UserError, match="the records of a pass change each other") as refusal:
+        cross_check(engine, replace(data, packed=True), config)
+    assert "set train.micro_batch_size=1" in str(refusal.value)
+
+
+@pytest.mark.parametrize("run", ["labels", "drawn answers"])
+def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
+    engine, data, config = inputs_of(assets, run)
+    layer = engine.module.model.layers[1].mlp.down_proj
+    wrapped = layer.forward
+    layer.forward = lambda *args, **kwargs: -wrapped(*args, **kwargs)
+    with pytest.raises(UserError, match=r"training record \d+ .* by itself .* it differs, too"):
+        cross_check(engine, data, config)
+    layer.forward = wrapped
+    cross_check(engine, data, config)
+
+
+def test_the_modules_are_wrapped_again_after_the_comparison(assets):
+    engine, data, config = inputs_of(assets, "labels")
+    before = {name: module.forward for name, module in engine.module.named_modules()}
+    cross_check(engine, data, config)
+    for name, module in engine.module.named_modules():
+        assert module.forward == before[name], name
+    first, second = (engine.train_batch(data.step_batch(config, 0), data.loss) for _ in range(2))
+    assert first.projected_grads != second.projected_grads
+    assert torch.isfinite(torch.tensor(first.projected_grads)).all()
