@@ -1,6 +1,7 @@
 # make demo          a real model on real film reviews, in about ten minutes, no GPU needed; it fetches 95 MB
 # make test          the tests, in about eight minutes on two cores
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
+# make test-families every family that transformers builds, in about 25 minutes on one core (docs/families.md)
 # make check         lint, format and types
 # make gpu           the kernels' tests and the benchmark, on a GPU
 # make clean         remove the environment, caches and the demonstration's runs
@@ -26,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 # puts those that start processes first, so that the workers end at about the same time.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-cluster gpu check clean
+.PHONY: demo test test-cluster test-families gpu check clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python launch/demo.py
@@ -36,6 +37,9 @@ test: $(VENV)/.installed-dev
 
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m cluster tests/cluster
+
+test-families: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m families tests/families
 
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu

@@ -314,14 +314,16 @@ CHECKS: dict[str, Callable[[Family], None]] = {
 }
 
 
-def outcome(check: Callable[[], None]) -> str:
+def outcome(family: Family, check: Callable[[Family], None]) -> str:
     """Return "equal", or in one line what came out instead."""
     try:
-        check()
+        check(family)
     except UserError as error:
         return f"refused: {error}"
     except AssertionError as error:
-        return "differs: " + " ".join(str(error).split())[:300]
+        return "differs: " + " ".join(str(error).split())
+    except Exception as error:  # of transformers or peft
+        return f"error: {type(error).__name__}: " + " ".join(str(error).split())
     finally:
         gc.collect()
     return EQUAL
