@@ -30,6 +30,8 @@ from lezo_ds.sharding.files import WeightFiles, has_safetensors
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _USE_A_DECODER = "set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2"
+_ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
+"""Families of encoders, which are decoders if their config says so."""
 _MOST_LAYERS = 2000
 """Most layers of a model. The largest ones have some hundred; building a million takes hours."""
 _COMPARED_AT_ONCE = 1 << 24
@@ -176,7 +178,9 @@ def load_model_config(directory: Path) -> Any:
             f"the weights of {directory} are quantized: {dict(quantization).get('quant_method')}",
             fix="set model.path to the checkpoint before it was quantized",
         )
-    for section in (config, *(getattr(config, name) for name in config.sub_configs)):
+    parts = [getattr(config, name) for name in config.sub_configs]
+    # A part that a model does not have, such as an audio encoder, is None.
+    for section in (config, *(part for part in parts if part is not None)):
         num_layers = getattr(section, "num_hidden_layers", 0)
         if isinstance(num_layers, int) and num_layers > _MOST_LAYERS:
             raise UserError(
@@ -222,9 +226,15 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
             fix=_USE_A_DECODER,
         ) from error
     is_decoder = getattr(model.config, "is_decoder", False)
-    if model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
+    if model.config.model_type in _ENCODERS and not is_decoder:
         raise UserError(
             f"{type(model).__name__} is an encoder: its tokens see those that follow them",
+            fix=_USE_A_DECODER,
+        )
+    if model.config.model_type == "cpmant":
+        raise UserError(
+            f"{type(model).__name__} takes all tokens other than 0 for text, so that padding "
+            "changes its logits",
             fix=_USE_A_DECODER,
         )
     model.tie_weights()

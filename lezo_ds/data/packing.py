@@ -37,6 +37,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.rope import rope_limit
@@ -66,6 +67,9 @@ def can_pack(config: Any, max_length: int) -> bool:
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    # The positions of some of these begin after that of padding.
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return False
     # Of a model for images and text, the config of the text model has these keys.
     decoder = config.get_text_config(decoder=True)

@@ -142,7 +142,7 @@ _DRAFTS = "it drafts for another model, whose states it needs"
 _CODES = "it writes codes of audio, and AutoModelForCausalLM does not open the published config"
 NOT_BUILT = {
     "blt": "its patches are found by a second model, and it has no num_hidden_layers",
-    "cpmant": "it counts tokens other than 0 and ignores masks; losses depend on padding",
+    "cpmant": "refused, because padding changes its logits",
     "dots3_note": "the default config of its audio tower does not fit smaller numbers",
     "gemma3n": "its vision tower needs the package timm",
     "gemma4_assistant": _DRAFTS,

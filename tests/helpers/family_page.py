@@ -43,20 +43,22 @@ _REASONS = {
 
 _HEAD = """# Families
 
-Each row is a tiny random model of a family that transformers 5.23 builds with `AutoModelForCausalLM`, saved as the class
-that is published: a multimodal one, where there is one. lezo_ds and transformers read the same directory, in fp32.
-transformers ran one sequence at a time. `python tests/helpers/family_page.py` writes this page, and `make test-families`
-compares each row with what comes out.
+Each row is a tiny random model of a family that transformers 5.23 builds with
+`AutoModelForCausalLM`, saved as the class that is published: a multimodal one, where there is one.
+lezo_ds and transformers read the same directory, in fp32. transformers ran one sequence at a time.
+`python tests/helpers/family_page.py` writes this page, and `make test-families` compares each row
+with what comes out.
 
-- **losses**: log-probabilities of labels, padded, and of the label tokens alone; **packed**: likewise, several in a row
-- **answers**: greedy answers to a batch of prompts of different lengths, with and without a common beginning
-- **step**: the projected gradient of a step at two probes, and answers at both; **rank 1**: likewise with
-  `zo.noise_rank=1`
-- **export**: transformers opens the export with all keys and the same numbers; **LoRA**: a merged adapter, against
-  peft's own merge
+- **losses**: log-probabilities of labels, in padded rows, of all entries and of labels alone
+- **packed**: likewise, with several sequences in a row
+- **answers**: greedy answers to prompts of different lengths, with and without a common beginning
+- **step**: the projected gradient of a step at two probes, and answers at both
+- **rank 1**: likewise, with `zo.noise_rank=1`
+- **export**: transformers opens the export with all keys and no others, and the same numbers
+- **LoRA**: the same of a merged adapter, on all linear modules of the blocks, and peft's own merge
 
-`=` is equal, within 1e-4. `-` is never packed. `D` differs and `E` ends in an error; do not train these. An R is refused
-in one line:
+`=` is equal, within 1e-4. `-` is never packed. `D` differs, and `E` ends in an error: do not use
+these. R is refused in one line:
 
 """
 

@@ -13,7 +13,14 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
-from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertGenerationConfig,
+    CpmAntConfig,
+    DeepseekV3Config,
+    Gemma4Config,
+)
 
 from lezo_ds.checkpoints.checkpoint import (
     _HUB_PATTERNS,
@@ -22,6 +29,7 @@ from lezo_ds.checkpoints.checkpoint import (
     build_on_meta,
     check_files,
     hub_problem,
+    load_model_config,
     open_weights,
     parameter_names,
     resolve_model,
@@ -211,6 +219,20 @@ def test_an_encoder_is_refused_because_its_tokens_see_the_answer():
         build_on_meta(config, torch.float32)
     config.is_decoder = True
     build_on_meta(config, torch.float32)
+    config = BertGenerationConfig(vocab_size=40, hidden_size=8, num_attention_heads=2)
+    with pytest.raises(UserError, match="is an encoder"):
+        build_on_meta(config, torch.float32)
+
+
+def test_a_model_that_takes_padding_for_text_is_refused():
+    config = CpmAntConfig(vocab_size=40, hidden_size=8, num_attention_heads=2, dim_head=4)
+    with pytest.raises(UserError, match="padding changes its logits"):
+        build_on_meta(config, torch.float32)
+
+
+def test_a_part_that_a_multimodal_model_does_not_have_is_none(tmp_path):
+    Gemma4Config(audio_config=None).save_pretrained(tmp_path)
+    assert load_model_config(tmp_path).audio_config is None
 
 
 def test_a_model_that_learned_more_than_its_parameters_is_refused(tmp_path):

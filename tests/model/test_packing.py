@@ -14,6 +14,7 @@ from transformers import (
     MambaConfig,
     OPTConfig,
     Qwen3_5Config,
+    RobertaConfig,
     ZayaConfig,
 )
 
@@ -89,6 +90,7 @@ def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
         JambaConfig(),
         FalconH1Config(),
         MambaConfig(),
+        RobertaConfig(is_decoder=True),
         FAMILIES["mistral"][0],
         FAMILIES["gemma2"][0],
         # Published configs, whose text model is a section of them.
