@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import accelerate
 import torch
 from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -30,7 +30,7 @@ from lezo_ds.sharding.files import WeightFiles, has_safetensors
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _USE_A_DECODER = "set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2"
-_ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
+_ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation", "xlnet"}
 """Families of encoders, which are decoders if their config says so."""
 _MOST_LAYERS = 2000
 """Most layers of a model. The largest ones have some hundred; building a million takes hours."""
@@ -310,8 +310,8 @@ def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
 def check_files(model: nn.Module, directory: Path) -> None:
     """Check that a directory holds all weights of a model, and no values that would be lost.
 
-    A model may have buffers besides its parameters. They are neither loaded nor saved, so stored
-    values must equal those that the model computes.
+    A model may have buffers besides its parameters. They are not loaded, and an export has
+    those that the model computes, so stored values must equal them.
     """
     names = parameter_names(model)
     state = model.state_dict()
@@ -349,6 +349,16 @@ def parameter_names(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(own_name(name))
     return {aliases[0]: tuple(aliases) for aliases in names.values()}
+
+
+def persistent_buffers(
+    model: nn.Module, own_name: Callable[[str], str] = str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of what a model stores besides its parameters (see `check_files`)."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield own_name(name), buffer
 
 
 def _first_line(error: Exception) -> str:

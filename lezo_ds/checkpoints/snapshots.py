@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.checkpoint import open_weights, saved_config
+from lezo_ds.checkpoints.checkpoint import open_weights, persistent_buffers, saved_config
 from lezo_ds.checkpoints.sharded_model import ShardedModel
 from lezo_ds.errors import LezoError
 from lezo_ds.files import (
@@ -115,7 +115,9 @@ def write_snapshot(
             make_directory(temporary)
             if adapter is None:
                 _copy_companions(sharded.base.directory, temporary)
-                written = _write_tensors(temporary, tensors)
+                own_name = sharded.adapter.own_name if sharded.adapter else str
+                buffers = persistent_buffers(sharded.module, own_name)
+                written = _write_tensors(temporary, chain(tensors, buffers))
                 _write_config(sharded, temporary, written)
             else:
                 adapter.write_config(temporary, sharded.base.name)

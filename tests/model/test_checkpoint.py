@@ -13,7 +13,9 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
+from tiny_runs import start_engine
 from transformers import (
+    ApertusConfig,
     AutoModelForCausalLM,
     BertConfig,
     BertGenerationConfig,
@@ -222,6 +224,20 @@ def test_an_encoder_is_refused_because_its_tokens_see_the_answer():
     config = BertGenerationConfig(vocab_size=40, hidden_size=8, num_attention_heads=2)
     with pytest.raises(UserError, match="is an encoder"):
         build_on_meta(config, torch.float32)
+
+
+def test_an_export_has_the_buffers_that_a_model_stores(tmp_path):
+    config = ApertusConfig(
+        vocab_size=40,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    start_engine(tmp_path / "model").write_model(tmp_path / "exported")
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(info.values()), info
 
 
 def test_a_model_that_takes_padding_for_text_is_refused():
