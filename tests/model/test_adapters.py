@@ -23,7 +23,7 @@ from tiny_adapters import (
 )
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tiny_runs import SEED, full_weights, write_model
-from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
+from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MistralConfig
 
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.generation import prompt_batch
@@ -169,6 +169,14 @@ def test_a_merged_adapter_of_a_tied_head_is_that_of_the_head_alone(family, targe
             torch.testing.assert_close(
                 model(**whole_batch().inputs).logits, logits, rtol=1e-4, atol=1e-4
             )
+
+
+def test_a_target_that_peft_refuses_is_refused_in_one_line():
+    config = MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=2, state_size=4)
+    model = AutoModelForCausalLM.from_config(config)
+    adapter = make_adapter(PeftConfig(kind="lora", lora_targets="out_proj"))
+    with pytest.raises(UserError, match=r"peft\.lora_targets=out_proj is not possible"):
+        adapter.attach(model, find_blocks(model))
 
 
 # Prefix tuning.

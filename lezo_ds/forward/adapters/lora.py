@@ -56,7 +56,13 @@ class LoraAdapter:
         ] or None
         before = set(model.parameters())
         dtype = next(model.parameters()).dtype
-        inject_adapter_in_model(self._lora, model, low_cpu_mem_usage=True)
+        try:
+            inject_adapter_in_model(self._lora, model, low_cpu_mem_usage=True)
+        except ValueError as error:  # such as the out_proj of Mamba, whose kernels skip its forward
+            raise UserError(
+                f"peft.lora_targets={','.join(self._targets)} is not possible: {error}",
+                fix="use other linear modules",
+            ) from error
         for parameter in model.parameters():
             if parameter in before:
                 parameter.requires_grad_(False)
