@@ -375,7 +375,9 @@ class LezoEngine(ModelEngine):
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
         """Return the output at a probe of scale 0, in the groups and modules of the next step."""
         plan = replace(step.decide(self), probes=(Probe(direction=0, scale=0.0),))
-        groups = self.groups(StepBatch.of([micro_batch]))
+        num_examples = micro_batch.num_examples
+        size = min(self.config.examples_per_direction or num_examples, num_examples)
+        groups = Groups.of(1, num_examples, size)
         at_theta = step.perturbation(self, plan, Pass(0, range(1)), groups)
         (outputs,) = self.run(micro_batch, at_theta)
         return outputs

@@ -44,6 +44,7 @@ RUNS = {
     "choices": ("copa", {"zo__sparsity": 0}),
     "texts": ("squad", {}),
     "groups of directions of rank 1": ("sst2", LOW_RANK),
+    "groups larger than a micro-batch": ("sst2", {**LOW_RANK, "zo__examples_per_direction": 8}),
     "an adapter on a base in 4 bits": ("sst2", {"peft__kind": "lora", "model__bits": 4}),
     "a prefix": ("sst2", {"peft__kind": "prefix"}),
     "drawn answers": ("squad", ANSWERS),
