@@ -260,9 +260,12 @@ def build_model(directory: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def _ties_unlike_weights(model: Any, directory: Path, dtype: torch.dtype) -> bool:
-    """Return whether a checkpoint has two weights, unlike in a dtype, that its config ties."""
+    """Return whether a checkpoint has two weights, unlike in a dtype, that its config ties.
+
+    A directory without weights, whose memory is planned, has what its config says.
+    """
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if not pairs:
+    if not pairs or not any(directory.glob("*.safetensors")):
         return False
     files = open_weights(model, directory)
     for target, source in pairs.items():

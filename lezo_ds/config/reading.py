@@ -78,7 +78,6 @@ _TYPES_OF_VALUES: Mapping[type, frozenset[str]] = {
     bool: frozenset({"boolean"}),
     int: frozenset({"integer", "number"}),
     float: frozenset({"number"}),
-    dict: frozenset({"object"}),
     type(None): frozenset({"null"}),
 }
 _LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most"}
@@ -120,12 +119,11 @@ class Reader:
             UserError: A section has another value.
         """
         flat: dict[str, Any] = {}
-        for name, value in _texts_of_keys(values).items():
+        for name, value in values.items():
             if name not in self._sections:
                 flat[str(name)] = value
             elif isinstance(value, Mapping):
-                keys = _texts_of_keys(value)
-                flat |= {f"{name}.{key}": key_value for key, key_value in keys.items()}
+                flat |= {f"{name}.{key}": key_value for key, key_value in value.items()}
             elif _value_of(value) is not None:
                 raise UserError(
                     f"{name} is a section, not a {type(_value_of(value)).__name__}",
@@ -312,28 +310,22 @@ def _value_of(value: Any) -> Any:
     return value.value if isinstance(value, Unquoted) else value
 
 
-def _texts_of_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a map with its keys as they are written: labels may be numbers to YAML."""
-    return {key.text if isinstance(key, Unquoted) else key: values[key] for key in values}
-
-
 def _as_schema_needs(value: Any, schema: KeySchema) -> Any:
     """Return a written value, or its text where the schema takes texts and no such value."""
     alternatives = _alternatives(schema)
+    types = {entry.get("type") for entry in alternatives}
+    takes_text = not types.isdisjoint({"string", "array"})
     if isinstance(value, list):
         items = _part_of(alternatives, "items")
         return [_as_schema_needs(item, items) for item in value]
     if isinstance(value, Mapping):
+        if takes_text and "object" not in types and list(value.values()) == [""]:
+            return f"{{{next(iter(value))}}}"  # {name} is a map to YAML, and here a template
         part = _part_of(alternatives, "additionalProperties")
-        items = _texts_of_keys(value)
-        return {key: _as_schema_needs(item, part) for key, item in items.items()}
-    if not isinstance(value, Unquoted):
-        return value
-    types = {entry.get("type") for entry in alternatives}
-    is_taken = not types.isdisjoint(_TYPES_OF_VALUES.get(type(value.value), ()))
-    if is_taken or types.isdisjoint({"string", "array"}):
-        return _as_schema_needs(value.value, schema)
-    return value.text
+        return {key: _as_schema_needs(item, part) for key, item in value.items()}
+    plain = _value_of(value)
+    is_taken = not types.isdisjoint(_TYPES_OF_VALUES.get(type(plain), ()))
+    return value if takes_text and not is_taken else plain
 
 
 def _part_of(alternatives: Sequence[KeySchema], name: str) -> KeySchema:

@@ -5,8 +5,8 @@ Compared with YAML 1.1, `no`, `on` and `1:30` are strings, 1e-6 is a number, and
 A recipe may come from anyone. So only plain values are made (no tag makes an object), and a text
 may neither repeat a key nor use aliases. Any text that is refused costs at most a few seconds.
 
-What a person writes is read with more care than what a run has recorded (`load_written`): there, a
-value keeps its text, and a backslash and an n outside double quotes are refused.
+What a person writes is read by `load_written`: each value keeps its text, and a backslash and an n
+outside double quotes are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import io
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,19 @@ from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.events import AliasEvent, ScalarEvent
-from ruamel.yaml.nodes import MappingNode, ScalarNode
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
 
 from lezo_ds.errors import UserError
 
 _MAX_CHARACTERS = 1 << 18  # of a recipe: ruamel.yaml reads 100,000 characters in a second
 
-
 _ESCAPES = {
-    "\\n": ("has a backslash and an n, which are a line break only in double quotes", "\n"),
-    "\\t": ("has a backslash and a t, which are a tab only in double quotes", "\t"),
+    "\\n": "has a backslash and an n, which are a line break only in double quotes",
+    "\\t": "has a backslash and a t, which are a tab only in double quotes",
 }
-"""For what many languages read as one character: the problem outside quotes, and the character."""
+"""What is wrong with a text outside quotes that has what many languages read as one character."""
 # What YAML ends a line at, or takes for no character of a text, unless it is escaped.
 _UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
 
@@ -53,86 +51,61 @@ class YamlError(ValueError):
         self.fix = fix
 
 
-@dataclass(frozen=True)
-class Unquoted:
-    """A value that is no text to YAML, and its text, which is what a key for texts takes.
+class Unquoted(str):
+    """A scalar that is no text to YAML, as it is written, such as 0123: keys for texts take it so.
 
     Attributes:
-        value: A number, a boolean, a date, None, or the map {"a": None}.
-        text: What is written, such as 0123; of the map, {a}.
+        value: The number, boolean, date or None that it is to YAML.
     """
 
     value: Any
-    text: str
+
+    def __new__(cls, text: str, value: Any) -> Unquoted:
+        unquoted = super().__new__(cls, text)
+        unquoted.value = value
+        return unquoted
 
 
 class _Composer(Composer):
     """Refuses aliases: a few nested ones stand for billions of values."""
 
-    is_written = False  # by a person
-
     def compose_node(self, parent: Any, index: int) -> Any:
-        event = self.parser.peek_event()
-        if isinstance(event, AliasEvent):
-            mark = event.start_mark
+        if self.parser.check_event(AliasEvent):
+            mark = self.parser.peek_event().start_mark
             raise MarkedYAMLError(problem="aliases are not supported", problem_mark=mark)
-        if self.is_written and isinstance(event, ScalarEvent) and event.style in (None, "'"):
-            problem = escape_problem(event.value)
-            if problem:
-                fix = f"write {in_double_quotes(event.value)}, or \\\\ for a backslash"
-                raise YamlError(f"line {event.start_mark.line + 1} {problem}", fix)
         return super().compose_node(parent, index)
 
 
 class _WrittenComposer(_Composer):
     """Refuses what only double quotes make a line break or a tab. A block has real line breaks."""
 
-    is_written = True
+    def compose_scalar_node(self, anchor: Any) -> Any:
+        event = self.parser.peek_event()
+        problem = escape_problem(event.value)
+        if problem and event.style in (None, "'"):
+            fix = f"write {in_double_quotes(event.value)}, or \\\\ for a backslash"
+            raise YamlError(f"line {event.start_mark.line + 1} {problem}", fix)
+        return super().compose_scalar_node(anchor)
 
 
 class _WrittenConstructor(SafeConstructor):
-    """Makes each value without quotes that is no text an `Unquoted`."""
+    """Makes each scalar without quotes that is no text an `Unquoted`."""
 
-    def construct_written_scalar(self, node: Any) -> Any:
-        value = SafeConstructor.yaml_constructors[node.tag](self, node)
-        return value if node.style else Unquoted(value, node.value)
-
-    def construct_written_map(self, node: Any) -> Any:
-        field = _field_in_braces(node)
-        if field is None:
-            yield from self.construct_yaml_map(node)
-        else:
-            yield Unquoted({field: None}, f"{{{field}}}")
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        value = super().construct_object(node, deep)
+        if isinstance(node, ScalarNode) and not node.style and not isinstance(value, str):
+            return Unquoted(node.value, value)
+        return value
 
 
-for _kind in ("null", "bool", "int", "float", "timestamp"):
-    _WrittenConstructor.add_constructor(
-        f"tag:yaml.org,2002:{_kind}", _WrittenConstructor.construct_written_scalar
-    )
-_WrittenConstructor.add_constructor(
-    "tag:yaml.org,2002:map", _WrittenConstructor.construct_written_map
-)
-
-
-def _field_in_braces(node: Any) -> str | None:
-    """Return the name in `{name}`, which is a map to YAML and a template to a key for texts."""
-    if not isinstance(node, MappingNode) or not node.flow_style or len(node.value) != 1:
-        return None
-    key, value = node.value[0]
-    has_only_key = isinstance(value, ScalarNode) and not value.style and value.value == ""
-    return str(key.value) if has_only_key and isinstance(key, ScalarNode) else None
-
-
-def escape_problem(text: str) -> str | None:
-    r"""Return what is wrong with a text outside double quotes that has \n or \t, else None."""
-    return next((problem for escape, (problem, _) in _ESCAPES.items() if escape in text), None)
+def escape_problem(text: str) -> str:
+    r"""Return what is wrong with a text outside double quotes that has \n or \t, or ""."""
+    return next((problem for escape, problem in _ESCAPES.items() if escape in text), "")
 
 
 def in_double_quotes(text: str) -> str:
     r"""Return YAML of a text in double quotes, in which each \n is a line break, and \t a tab."""
-    for escape, (_, character) in _ESCAPES.items():
-        text = text.replace(escape, character)
-    return inline_yaml(text)
+    return inline_yaml(text.replace("\\n", "\n").replace("\\t", "\t"))
 
 
 def inline_yaml(value: Any) -> str:
@@ -169,8 +142,7 @@ def _load(text: str, composer: type[Composer], constructor: type[SafeConstructor
     except YamlError:
         raise
     except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1
-        raise YamlError(f"line {line}: {error.problem}") from error
+        raise YamlError(f"line {error.problem_mark.line + 1}: {error.problem}") from error
     except Exception as error:  # many types, for a deep text, a bad date or number, or a character
         raise YamlError(f"{type(error).__name__}: {error}") from error
 

@@ -59,7 +59,6 @@ _QUESTIONS = {"completion": "prompt", "response": "prompt", "output": "instructi
 _WIDTH = 576
 # A plan is accurate to 20 %, so it may use this part of a GPU's memory.
 _USABLE_PART = 0.8
-_MOST_GPUS = 64  # of which it is said whether they would hold a model
 
 # bf16 rounds losses eight times as coarsely as fp16: with a perturbation scale of 1e-3, the error
 # of the projected gradient is 41 % instead of 4.6 % (docs/opt-30b.md). So bf16 is for models whose
@@ -94,12 +93,6 @@ generation:  # answers end at one of the texts in stop
   stop: {stop}  # [] is the end of the model's turn or of the sequence, and null the first newline
   max_new_tokens: {max_new_tokens}
 """
-_SHARING_NOTES: Mapping[str, Mapping[object, str]] = {
-    "partition_size": {1: "each GPU holds the whole model, and ranks exchange only scalars"},
-    "deepspeed": {"zero3_cpu_offload": "no GPU can hold its share: the host's memory does"},
-    "zo.update_precision": {"stochastic": "updates are rounded at random: low bits do not fit"},
-}
-"""What a recipe says of values of keys that follow from the memory of GPUs."""
 _FZOO = """\
   estimator: fzoo
   directions: {directions}  # with the weights as they are, {num_probes} probes a step
@@ -220,7 +213,7 @@ class _Draft:
         problem = ""
         if best is None:
             best = _rounding_at_random(plan).offloaded(self.machine.gpu_bytes)
-            problem = _does_not_fit(best, self.directory, data, self.machine.gpu_bytes)
+            problem = _does_not_fit(best, self.machine.gpu_bytes)
             self.heading += f"# {problem}\n"
         config = self.write(_STEP_SIZES[0], _sharing(best))
         return dry_run(config, num_gpus=plan.num_ranks), problem
@@ -327,28 +320,16 @@ def _sharing(plan: Plan) -> dict[str, object]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def _does_not_fit(offloaded: Plan, directory: Path, data: TaskData, gpu_bytes: int) -> str:
-    """Return that GPUs of so many bytes cannot hold a run's weights, and what could."""
-    config = replace(offloaded.config, deepspeed=None)
-    num_ranks = offloaded.num_ranks
-    ways = {}
-    while num_ranks * 2 <= max(_MOST_GPUS, 2 * offloaded.num_ranks):
-        num_ranks *= 2
-        ways[f"{num_ranks} such GPUs"] = replace(offloaded, config=config, num_ranks=num_ranks)
-    peft = replace(config.peft, kind="lora")
-    lora = replace(config, model=replace(config.model, bits=4), peft=peft)
-    ways["model.bits=4 peft.kind=lora"] = _plan(lora, directory, data, offloaded.num_ranks)
-    fitting = [name for name, way in ways.items() if way.ordered(gpu_bytes)[0].fits(gpu_bytes)]
-    fewest = [name for name in fitting if name.endswith("GPUs")][:1]
-    others = [name for name in fitting if not name.endswith("GPUs")]
-    outcome = "so each step moves all weights from the host's memory, which is slow"
-    if not offloaded.fits(gpu_bytes):
-        outcome = f"and with all weights in the host's memory {offloaded.memory().total / GIB:.1f}"
-    best = replace(offloaded, config=config).ordered(gpu_bytes)[0]
+def _does_not_fit(plan: Plan, gpu_bytes: float) -> str:
+    """Return that GPUs of so many bytes cannot hold a run's weights, and what may help.
+
+    `plan` is the run with its weights in the host's memory.
+    """
+    on_gpus = plan.changed(deepspeed=None).ordered(gpu_bytes)[0]
     return (
-        f"It does not fit: a rank needs {best.memory().total / GIB:.1f} GiB of a GPU's "
-        f"{gpu_bytes / GIB:.1f}, {outcome}; what would fit: "
-        f"{' or '.join(fewest + others) or 'a smaller model, or a smaller data.max_length'}"
+        f"It does not fit: a rank needs {on_gpus.memory().total / GIB:.1f} GiB of a GPU's "
+        f"{gpu_bytes / GIB:.1f}, or {plan.memory().total / GIB:.1f} if each step moves all weights "
+        "from the host's memory, which is slow; take more GPUs, or set model.bits=4 peft.kind=lora"
     )
 
 
@@ -436,13 +417,10 @@ def _read_records(source: str, encoding: str) -> list[Record]:
     is_table = kind_of(path) in TABLES
     if len(problems) > len(records):
         place, problem = problems[0]
-        fix = "write one JSON object a line, or one list of objects"
-        if is_table:
-            fix = "let line 1 name the columns, and each row have a value for each of them"
         raise UserError(
             f"{len(problems)} of {len(rows)} rows of {source} are no records; the first{place} "
             f"{problem}",
-            fix=fix,
+            fix="write a value for each column, or one JSON object, in each row",
         )
     for column in records[0] if is_table and records else ():
         if any(record[column] == column for record in records):
@@ -457,10 +435,7 @@ def _read_records(source: str, encoding: str) -> list[Record]:
 def _refuse_no_content(path: Path) -> None:
     """Refuse a directory and an empty file. Another path may be the name of data on the hub."""
     if path.is_dir():
-        files = [str(file) for file in sorted(path.iterdir()) if kind_of(file) in READERS]
-        fix = f"name one of its files: {cut(', '.join(files), 200)}"
-        if not files:
-            fix = f"name a file that ends in {', '.join(READERS)}"
+        fix = f"name a file in it that ends in {', '.join(READERS)}"
         raise UserError(f"{path} is a directory, not a file of records", fix=fix)
     if path.is_file() and path.stat().st_size == 0:
         raise UserError(f"{path} is an empty file", fix="fill it, or write it again")
@@ -490,7 +465,9 @@ def _recipe(draft: _Draft, size: _StepSize, sharing: Mapping[str, object]) -> st
         size: Of a step.
         sharing: Keys that follow from the memory of the GPUs (see `_sharing`).
     """
-    arguments, machine, task = draft.arguments, draft.machine, draft.task
+    arguments = draft.arguments
+    machine = draft.machine
+    task = draft.task
     decoder = load_model_config(draft.directory).get_text_config()
     dtype = machine.dtype_for(decoder.model_type)
     max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
@@ -528,9 +505,8 @@ def _recipe(draft: _Draft, size: _StepSize, sharing: Mapping[str, object]) -> st
     lines: dict[str, str] = {"": "", "zo": "", "train": ""}
     for key, value in of_machine.items():
         section, _, name = key.rpartition(".")
-        note = _SHARING_NOTES.get(key, {}).get(value)
-        comment = f"  # {note}" if note else ""
-        lines[section] += f"{'  ' if section else ''}{name}: {value}{comment}\n"
+        indent = "  " if section else ""
+        lines[section] += f"{indent}{name}: {value}\n"
     task_lines = [f"  {key}: {inline_yaml(value)}\n" for key, value in task.items()]
     objective = ""
     if arguments.reward is not None:
@@ -613,11 +589,11 @@ def describe_task(
             return f"Chat: the messages in {are_turns[0]}", {"messages": are_turns[0]}
         text, answer = _usual_columns(columns, reward)
     if answer is None and label is None and reward is None:
-        label = _only("label", "few different values", _few_valued(columns, without=text), columns)
+        label = _only("label", "few different values", _few_valued(columns, without=text))
     target = str(answer or label)
     if text is None:
         candidates = [name for name in columns if name != target and _are_texts(columns[name])]
-        text = _only("text", "texts", candidates, columns)
+        text = _only("text", "texts", candidates)
     template = {"chat_template": True} if in_chat else {}
     prompt = _field(text)
     if text == "instruction" and any(columns.get("input", ())):
@@ -743,14 +719,8 @@ def _labels(
         frequent = [other for other in classes if classes[other] >= _RARE * number]
         for near in get_close_matches(label, frequent, n=1, cutoff=_NEAR):
             logger.warning(
-                "the label %s (%d records) is almost %s (%d records); to count it as that, add "
-                "--label-map '%s=%s'",
-                label,
-                number,
-                near,
-                classes[near],
-                label,
-                near,
+                f"the label {label} ({number} records) is almost {near} ({classes[near]} records); "
+                f"to count it as that, add --label-map '{label}={near}'"
             )
     if all(label == text for label, text in texts.items()):
         return sorted(texts)
@@ -787,26 +757,14 @@ def _are_turns(value: object) -> bool:
     return isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
 
 
-def _only(
-    option: str,
-    meaning: str,
-    names: Sequence[str],
-    columns: Mapping[str, Sequence[object]],
-) -> str:
+def _only(option: str, meaning: str, names: Sequence[str]) -> str:
     """Return the only column that may be meant, or ask for the option that names it."""
     if len(names) == 1:
         return names[0]
     problem = f"no column holds {meaning}"
-    empty = [name for name, values in columns.items() if all(map(_is_missing, values))]
     if names:
         problem = f"several columns hold {meaning}: {', '.join(names)}"
-    elif empty:
-        problem += f", and all records have nothing in {', '.join(empty)}"
     fix = f"give --{option} COLUMN"
     if option == "label":
         fix += ", or --answer COLUMN for texts to write"
     raise UserError(problem, fix=fix)
-
-
-def _is_missing(value: object) -> bool:
-    return value is None or value == "" or value != value  # only NaN differs from itself

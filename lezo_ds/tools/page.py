@@ -6,16 +6,19 @@ report.html is its template.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 from jinja2 import Template
 
+from lezo_ds.files import read_regular
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tools.charts import Chart, svg
-from lezo_ds.tools.curves import CURVE_KEYS, read_curves
 from lezo_ds.tools.tables import (
+    DAMAGE,
     JUDGES,
     NOTE,
     SEEDS,
@@ -24,6 +27,11 @@ from lezo_ds.tools.tables import (
     short,
     shown_score,
 )
+
+# Runs with the same values of these are drawn together.
+_CHART_KEYS = ["model", "task", "train.objective", "metric"]
+
+logger = logging.getLogger(__name__)
 
 
 def page(runs: pd.DataFrame) -> str:
@@ -66,7 +74,7 @@ def sections(runs: pd.DataFrame) -> Iterator[tuple[str, list[Chart]]]:
 
     The charts are scores by step, and losses by minutes.
     """
-    for (model, task, _, metric), group in read_curves(runs).groupby(CURVE_KEYS, sort=False):
+    for (model, task, _, metric), group in read_curves(runs).groupby(_CHART_KEYS, sort=False):
         factor = 100
         title = f"Validation {metric}, percent"
         if metric == REWARD:  # which has no limits, so a percentage says nothing
@@ -100,3 +108,45 @@ def _points(curves: pd.DataFrame, x: str, y: str) -> dict[str, list[tuple[float,
     for name, curve in curves.dropna(subset=y).groupby("experiment", sort=False):
         points[name] = list(zip(curve[x].tolist(), curve[y].tolist(), strict=True))
     return points
+
+
+def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return validation scores and losses of each experiment by step, as means over its runs.
+
+    The columns are _CHART_KEYS, experiment, step, minutes, loss and score. A run whose metrics are
+    damaged has no curve, and a warning says so.
+    """
+    keys = [*_CHART_KEYS, "experiment", "step"]
+    curves = [pd.DataFrame(columns=[*keys, "minutes", "loss", "score"])]
+    for run in runs[runs["method"].notna()].to_dict("records"):
+        shared = {name: run[name] for name in ("model", "task", "train.objective", "experiment")}
+        try:
+            curves.append(_read_curve(Path(run["directory"])).assign(**shared))
+        except DAMAGE as error:
+            logger.warning("warning: no curve of %s: %s", run["directory"], error)
+    groups = pd.concat(curves).groupby(keys, sort=False)
+    return groups[["minutes", "loss", "score"]].mean().reset_index()
+
+
+def _read_curve(directory: Path) -> pd.DataFrame:
+    """Return a row for each evaluation of a run; no row if it does not train.
+
+    Raises one of DAMAGE if metrics.jsonl is damaged.
+    """
+    rows = []
+    for line in read_regular(directory / "metrics.jsonl").decode().splitlines():
+        if not line.endswith("}"):  # a crash may have cut the last line
+            continue
+        numbers = json.loads(line)
+        if numbers.get("dev_loss") is None:
+            continue
+        score, *_ = (name for name in numbers if name.startswith("dev_") and name != "dev_loss")
+        row = {
+            "metric": score.removeprefix("dev_"),
+            "step": float(numbers["step"]),
+            "minutes": float(numbers["seconds"]) / 60,
+            "loss": float(numbers["dev_loss"]),
+            "score": float(numbers[score]),
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)

@@ -13,7 +13,6 @@ import pandas as pd
 
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
-from lezo_ds.tools.curves import validation_table
 from lezo_ds.tools.tables import NOTE, name_experiments, read_runs, score_table
 
 _FIX = "give the run_dir of runs, or a pattern"
@@ -22,10 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Namespace) -> None:
-    """Print the table, or write the page. A run that is not finished is a warning.
-
-    If none of the runs is finished, the table has their validations.
-    """
+    """Print the table, or write the page. A run that is not finished is a warning."""
     writes_page = arguments.html is not None
     if writes_page and find_spec("matplotlib") is None:
         problem = "report --html draws curves with matplotlib, which is not installed"
@@ -48,11 +44,8 @@ def main(arguments: Namespace) -> None:
             by_label = pd.DataFrame(finished["labels"].iloc[0])
             print(f"\n{by_label.to_string(index=False)}")
     else:
-        table = validation_table(runs)
-        if table.empty:
-            fix = "wait for a validation, or start them again (they resume)"
-            raise UserError("none of these runs has a validation yet", fix=fix)
-        print(table.to_string(index=False, na_rep="-"))
+        fix = "wait, start them again (they resume), or use --html for their curves"
+        raise UserError("none of these runs is finished", fix=fix)
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:

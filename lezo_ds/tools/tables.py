@@ -137,8 +137,9 @@ def _read_run(directory: Path) -> dict[str, Any]:
 
     The method "mezo" is LeZO that drops no block. `problem` says why the run is not finished.
     """
-    columns = ["model", "task", "method", "metric", "model_fingerprint", "test_data", "num_test"]
-    missing = dict.fromkeys([*columns, *MEASURED])
+    settings = ["model", "task", "method", "data.test", "data.num_test", "data.seed"]
+    found = ["metric", "model_fingerprint", "test_data", *MEASURED]
+    missing = dict.fromkeys([*settings, *found])
     row = {"directory": str(directory), "finished": False, "peft.kind": "none", **missing}
     try:
         row |= _settings(recorded_config(directory))
@@ -156,7 +157,7 @@ def _read_run(directory: Path) -> dict[str, Any]:
     predictions = directory / "predictions" / f"step-{results.best_step or 0:08}.jsonl"
     answers = _read_lines(predictions, _ANSWERS)
     if answers:
-        row |= {"test_data": _digest_of_test(answers), "num_test": len(answers)}
+        row["test_data"] = _digest_of_test(answers)
     judge = JUDGES.get(results.metric)
     if judge is not None:
         scores = pd.Series([judge(answer) for answer in answers], dtype=float)
@@ -239,8 +240,7 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
     """Return runs with the column `experiment`, such as "LeZO lora, learning_rate=1e-06".
 
     That is the method, the adapter, and the settings that differ between the runs of both on the
-    same model and task. Runs that are not finished, or on other data, have experiments of their
-    own. A warning names the latter.
+    same model and task. Runs on other test data have experiments of their own (`kept_apart`).
     """
     settings = [name for name in runs if "." in name and name not in _NO_DIFFERENCE]
     experiments = pd.Series(None, runs.index, dtype=object)
@@ -257,65 +257,35 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
                     value = f"{value:.15g}"
                 if pd.notna(run[key]):
                     words.append(f"{key.rpartition('.')[2]}={value}")
-            if not run["finished"]:
-                words.append("unfinished")
             experiments[index] = ", ".join(words)
     named = runs.assign(experiment=experiments)
-    suffixes = kept_apart(named, ["model", "task", "experiment"])
-    is_apart = suffixes != ""
-    named.loc[is_apart, "experiment"] += suffixes[is_apart]
+    named["experiment"] += kept_apart(named, ["model", "task", "experiment"])
     return named
 
 
 def kept_apart(runs: pd.DataFrame, keys: Sequence[str]) -> pd.Series:
     """Return what to add to the name of each run, among those with equal values of the keys.
 
-    That is "", or such as ", other test data" for a run that is not to be averaged with the first
-    one. A warning says so.
+    That is "", or such as ", other test data (3f9a0c)" for a run that is not to be averaged with
+    the first one. A warning says so. An older or unfinished run has no value to compare.
     """
     names = pd.Series("", runs.index)
-    for _, group in runs.groupby(list(keys) or (lambda _: 0), sort=False, dropna=False):
-        parts: list[list[Mapping[str, Any]]] = []
-        for index, run in zip(group.index, group.to_dict("records"), strict=True):
-            problems = [_problem_with(run, part) for part in parts]
-            number = problems.index("") if "" in problems else len(parts)
-            if number == len(parts):
-                parts.append([])
-            parts[number].append(run)
-            if number > 0:
-                suffix = f" ({number})" if number > 1 else ""
-                names[index] = f", {problems[0]}{suffix}"
-                message = "warning: %s is not averaged with %s: it has %s"
-                logger.warning(message, run["directory"], parts[0][0]["directory"], problems[0])
+    same = [runs[key] for key in keys]
+    # data.seed draws the test examples from their file, or the demonstrations in their prompts.
+    takes_all = runs["data.test"].notna() & runs["data.num_test"].isna() & (runs["method"] != "icl")
+    drawn_by = runs["data.seed"].mask(takes_all, 0)
+    everyone = pd.Series(0, runs.index)
+    for problem, column, others in (
+        ("another base model", "model_fingerprint", everyone),
+        ("other test data", "test_data", drawn_by),
+    ):
+        values = runs[column]
+        first = values.groupby([*same, others], sort=False, dropna=False).transform("first")
+        for index in runs.index[values.notna() & (values != first)]:
+            names[index] += f", {problem} ({values[index][:6]})"
+            message = "warning: %s is not averaged with others of its settings: it has %s"
+            logger.warning(message, runs.loc[index, "directory"], problem)
     return names
-
-
-def _problem_with(run: Mapping[str, Any], part: Iterable[Mapping[str, Any]]) -> str:
-    """Return why a run does not belong to others that belong together, or ""."""
-    problems = (_other_data(run, other) for other in part)
-    return next(filter(None, problems), "")
-
-
-def _other_data(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return why two runs with the same settings but their seeds do not belong together, or ""."""
-    if _differ(run, other, "model_fingerprint"):
-        return "another base model"
-    if not _differ(run, other, "test_data"):
-        return ""
-    has_own_file = pd.notna(run["data.test"])
-    takes_all = has_own_file and pd.isna(run["data.num_test"]) and run["method"] != "icl"
-    # Another data.seed draws other records. Some of those that repeat training texts are left out.
-    is_drawn = pd.notna(run["data.train"]) and not has_own_file
-    is_same_source = is_drawn or not _differ(run, other, "num_test")
-    if run["data.seed"] != other["data.seed"] and not takes_all and is_same_source:
-        return ""
-    return "other test data"
-
-
-def _differ(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-    """Return whether both runs have a value, and not the same. An older or unfinished has none."""
-    values = {each[name] for each in (run, other) if pd.notna(each[name])}
-    return len(values) > 1
 
 
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
