@@ -191,19 +191,23 @@ class _Draft:
 
     def with_short_labels(self, config: RunConfig, data: TaskData) -> tuple[RunConfig, TaskData]:
         """Let tokens stand for labels where that works. Return the configuration and its data."""
-        whole = self.task.get("labels")
+        labels = self.task.get("labels")
+        if labels is None:
+            return config, data
+        shorter = _shorter_labels(labels, data)
+        if shorter == labels:
+            return config, data
         heading = self.heading
-        # Alone, a token after a space may be several tokens, of which one is taken again.
-        while _shorten_labels(self.task, data):
-            self.heading = heading + _TOKENS_NOTE
-            config = self.write(_STEP_SIZES[0])
-            data = load_task_data(config)
-        if self.heading != heading and max(data.train.encoded[0].option_lengths) > 1:
-            self.heading = heading
-            self.task["labels"] = whole
-            config = self.write(_STEP_SIZES[0])
-            data = load_task_data(config)
-        return config, data
+        self.heading += _TOKENS_NOTE
+        self.task["labels"] = shorter
+        short_config = self.write(_STEP_SIZES[0])
+        short_data = load_task_data(short_config)
+        if max(short_data.train.encoded[0].option_lengths) == 1:
+            return short_config, short_data
+        # Alone, a token that follows a space in its label may be several tokens.
+        self.heading = heading
+        self.task["labels"] = labels
+        return self.write(_STEP_SIZES[0]), data
 
     def finish_for_gpus(self, config: RunConfig, data: TaskData) -> tuple[str, str]:
         """Choose how GPUs share the weights. Return the dry run, and the problem or ""."""
@@ -333,35 +337,33 @@ def _does_not_fit(plan: Plan, gpu_bytes: float) -> str:
     )
 
 
-def _shorten_labels(task: dict[str, Any], data: TaskData) -> bool:
-    """Let a token of each label be its text, where all labels have one that means something.
+def _shorter_labels(
+    labels: list[str] | dict[str, str], data: TaskData
+) -> list[str] | dict[str, str]:
+    """Return labels with a token for the text of each, or as they are if one has none of its own.
 
     The model then scores all labels after one row of tokens, instead of a row for each label.
 
     Args:
-        task: Keys of the section `data`, of which `labels` may be changed.
-        data: The run's examples, with the labels as their texts.
+        labels: The texts of the labels, or a map to them from the values of the column.
+        data: The run's examples, with these labels.
     """
     example = data.train.encoded[0]
-    if "labels" not in task or max(example.option_lengths) == 1:
-        return False
+    if max(example.option_lengths) == 1:
+        return labels
     options = []
     for ids, length in zip(example.sequences, example.option_lengths, strict=True):
         options.append(ids[-length:])
     counts = Counter(token for option in options for token in set(option))
-    labels = task["labels"]
-    if isinstance(labels, list):
-        labels = {label: label for label in labels}
+    whole = labels if isinstance(labels, dict) else {label: label for label in labels}
     shorter = {}  # by the text of a label, which several values may have
-    for label, option in zip(dict.fromkeys(labels.values()), options, strict=True):
+    for label, option in zip(dict.fromkeys(whole.values()), options, strict=True):
         own = [data.tokenizer.decode([token]).strip() for token in option if counts[token] == 1]
         shorter[label] = shortened_label(label, own)
     different = {text.casefold() for text in shorter.values() if text}
-    texts = {value: shorter[label] for value, label in labels.items()}
-    if len(different) < len(shorter) or texts == labels:
-        return False
-    task["labels"] = texts
-    return True
+    if len(different) < len(shorter):
+        return labels
+    return {value: shorter[label] for value, label in whole.items()}
 
 
 def shortened_label(label: str, tokens: Sequence[str]) -> str:
