@@ -46,7 +46,7 @@ from lezo_ds.tasks.conversations import (
     OTHER_FIELDS,
     SYSTEM,
     SYSTEM_FIELDS,
-    TOOL_FIELDS,
+    TOOLS,
     USER,
     find_tools,
     with_system,
@@ -118,37 +118,33 @@ def not_written(tokenizer: PromptTokenizer, example: Example, read: Collection[s
         read: the fields that the task reads.
     """
     record = example.record
-    fields = (*SYSTEM_FIELDS, *TOOL_FIELDS, *OTHER_FIELDS)
     turns = example.messages
     systems = [turn.content for turn in turns if turn.role == SYSTEM]
     unread = {
         name
-        for name in fields
+        for name in (*SYSTEM_FIELDS, *OTHER_FIELDS)
         if record.get(name) and name not in read and record[name] not in systems
     }
-    # What is changed or left out is not written if the text stays the same.
     template = _Template(tokenizer, example)
-    variants = []
     if systems:
         changed = [
             turn._replace(content=f"{turn.content}~") if turn.role == SYSTEM else turn
             for turn in turns
         ]
-        variants.append((SYSTEM, template, changed))
+        if template.ignores(changed):
+            unread.add(SYSTEM)
     if turns and find_tools(record):
-        unread -= set(TOOL_FIELDS)
         without_tools = _Template(tokenizer, replace(example, record={}))
-        variants.append(("tools", without_tools, list(turns)))
+        with suppress(UserError):  # the template needs them
+            if without_tools.write(turns) == template.write(turns):
+                unread.add(TOOLS)
     for key in {key for turn in turns for key in turn.others} - {"tool_calls"}:
-        without_key = []
-        for turn in turns:
-            others = {name: value for name, value in turn.others.items() if name != key}
-            without_key.append(turn._replace(others=others))
-        variants.append((key, template, without_key))
-    for name, other, other_turns in variants:
-        with suppress(UserError):  # the template needs it
-            if other.write(other_turns) == template.write(turns):
-                unread.add(name)
+        without_key = [
+            turn._replace(others={name: turn.others[name] for name in turn.others if name != key})
+            for turn in turns
+        ]
+        if template.ignores(without_key):
+            unread.add(key)
     return unread
 
 
@@ -335,11 +331,9 @@ class _Template:
     def check_all_written(self) -> None:
         """Refuse a turn that is left out without an error, as many templates do with unknown roles.
 
-        Such a turn is changed. If the text of the conversation stays the same, the template omits
-        it.
+        Such a turn is changed. If the template ignores the change, it omits the turn.
         """
         turns = self.example.messages
-        conversation = self.write(turns)
         for number, turn in enumerate(turns):
             if "tool_calls" in turn.others:
                 changed = turn._replace(others={})
@@ -347,15 +341,17 @@ class _Template:
                 changed = turn._replace(content=f"{turn.content}~")
             else:
                 continue
-            try:
-                written = self.write((*turns[:number], changed, *turns[number + 1 :]))
-            except UserError:  # the template needs what was changed, so it does not omit the turn
-                continue
-            if written == conversation:
+            if self.ignores((*turns[:number], changed, *turns[number + 1 :])):
                 raise UserError(
                     f"the chat template does not write turn {number + 1} of {self.example.where}",
                     fix=f"remove its calls, or use another role than {turn.role}",
                 )
+
+    def ignores(self, changed: Sequence[Message]) -> bool:
+        """Return whether the template writes changed turns as it writes those of the example."""
+        with suppress(UserError):  # the template needs what was changed
+            return self.write(changed) == self.write(self.example.messages)
+        return False
 
     def _answer_start(self, conversation: str, num_turns: int) -> int:
         """Return where the words that open the turn after the first ones end in `conversation`."""

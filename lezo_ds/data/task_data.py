@@ -20,7 +20,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -393,6 +393,8 @@ class _Encoder:
     objective: Objective
     tokenizer: PromptTokenizer
     model_config: Any
+    named: set[str] = field(default_factory=set)
+    """What records have and the model does not read, as far as the log says so."""
 
     def encode(self, examples: tuple[Example, ...], *, has_prompts: bool) -> EncodedSplit:
         """Encode examples that can be used, and with `has_prompts` also their prompts."""
@@ -439,9 +441,10 @@ class _Encoder:
         counts: Counter[str] = Counter()
         for example in examples:
             counts.update(not_written(self.tokenizer, example, self.task.fields))
-        for name, count in sorted(counts.items()):
+        for name in sorted(counts.keys() - self.named):
             message = "the model does not read %s, which %d of %d records have"
-            logger.warning(message, name, count, len(examples))
+            logger.warning(message, name, counts[name], len(examples))
+        self.named.update(counts)
 
     def _texts(self, examples: tuple[Example, ...]) -> list[_Texts]:
         """Return the texts of examples, and log which control tokens are in their records."""

@@ -34,9 +34,9 @@ _OTHER_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinki
 
 SYSTEM_FIELDS = ("system", "system_prompt")
 """Fields next to a conversation with the text of its system turn."""
-TOOL_FIELDS = ("tools", "functions")
-"""Fields next to a conversation with the definitions of tools."""
-OTHER_FIELDS = ("history", "instruction", "input")
+TOOLS = "tools"
+"""The field next to a conversation with the definitions of tools."""
+OTHER_FIELDS = ("history", "instruction", "input", "functions")
 """Fields of other layouts that belong to a conversation."""
 
 
@@ -79,28 +79,19 @@ def read_system(record: Record) -> str | None:
 
 
 def find_tools(record: Record) -> list[Any] | None:
-    """Return the definitions of tools in a field of a record: a list of objects, or JSON of one.
-
-    Those of OpenAI's earlier key `functions` lack what is around a function in `tools`.
-    """
-    for name in TOOL_FIELDS:
-        value = _as_stored(record, record.get(name))
-        with suppress(TypeError, ValueError):
-            value = json.loads(value)  # Arrow cannot store objects of many kinds
-        if not is_conversation(value):
-            continue
-        if name == "tools":
-            return list(value)
-        return [{"type": "function", "function": function} for function in value]
-    return None
+    """Return the definitions of tools in a record: a list of objects, or JSON of one."""
+    tools = _as_stored(record, record.get(TOOLS))
+    with suppress(TypeError, ValueError):
+        tools = json.loads(tools)  # Arrow cannot store objects of many kinds
+    return list(tools) if is_conversation(tools) else None
 
 
 def check_tools(record: Record) -> None:
-    """Refuse what stands in a field of tools and is no list of their definitions."""
-    filled = [name for name in TOOL_FIELDS if record.get(name) not in (None, "", [], "[]")]
-    if filled and find_tools(record) is None:
+    """Refuse a field of tools that has something else."""
+    tools = record.get(TOOLS)
+    if tools not in (None, "", [], "[]") and find_tools(record) is None:
         raise UserError(
-            f"field {filled[0]} is {shown(record[filled[0]])}, not a list of definitions of tools",
+            f"field {TOOLS} is {shown(tools)}, not a list of definitions of tools",
             fix="write a list of objects, or JSON of one, or rename the field",
         )
 
