@@ -18,20 +18,13 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lezo_ds.config.yaml_text import (
-    Unquoted,
-    YamlError,
-    escape_problem,
-    in_double_quotes,
-    load_written,
-)
+from lezo_ds.config.yaml_text import Unquoted, YamlError, escape_problem, load_written
 from lezo_ds.errors import UserError, cut, did_you_mean
 
 KeySchema = Mapping[str, Any]
@@ -175,15 +168,15 @@ class Reader:
         if self._is_text(name, value):
             problem = escape_problem(value)
             if problem:
-                quoted = shlex.quote(f"{name}={in_double_quotes(value)}")
-                raise UserError(f"{name} {problem}", fix=f"{quoted}, with both kinds of quotes")
+                fix = f"""{name}='"...\\n..."', with both kinds of quotes"""
+                raise UserError(f"{name} {problem}", fix=fix)
             return name, value
         try:
             return name, self._as_needed(name, load_written(value))
         except YamlError as error:
             raise UserError(
                 f"{cut(assignment, _SHOWN_CHARACTERS)} is not YAML: {error}",
-                fix=error.fix or f"quote all of it: '{name}=...'",
+                fix=f"quote all of it: '{name}=...', with double quotes around each text",
             ) from error
 
     def _is_text(self, name: str, value: str) -> bool:

@@ -40,15 +40,7 @@ _UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]
 
 
 class YamlError(ValueError):
-    """A text is not YAML, or has what a recipe may not have. The message names the line.
-
-    Attributes:
-        fix: What the user can do, or "" if the text is not YAML.
-    """
-
-    def __init__(self, message: str, fix: str = "") -> None:
-        super().__init__(message)
-        self.fix = fix
+    """A text is not YAML, or has what a recipe may not have. The message names the line."""
 
 
 class Unquoted(str):
@@ -83,8 +75,7 @@ class _WrittenComposer(_Composer):
         event = self.parser.peek_event()
         problem = escape_problem(event.value)
         if problem and event.style in (None, "'"):
-            fix = f"write {in_double_quotes(event.value)}, or \\\\ for a backslash"
-            raise YamlError(f"line {event.start_mark.line + 1} {problem}", fix)
+            raise MarkedYAMLError(problem=f"a text {problem}", problem_mark=event.start_mark)
         return super().compose_scalar_node(anchor)
 
 
@@ -101,11 +92,6 @@ class _WrittenConstructor(SafeConstructor):
 def escape_problem(text: str) -> str:
     r"""Return what is wrong with a text outside double quotes that has \n or \t, or ""."""
     return next((problem for escape, problem in _ESCAPES.items() if escape in text), "")
-
-
-def in_double_quotes(text: str) -> str:
-    r"""Return YAML of a text in double quotes, in which each \n is a line break, and \t a tab."""
-    return inline_yaml(text.replace("\\n", "\n").replace("\\t", "\t"))
 
 
 def inline_yaml(value: Any) -> str:
@@ -139,8 +125,6 @@ def _load(text: str, composer: type[Composer], constructor: type[SafeConstructor
     yaml.Constructor = constructor
     try:
         return yaml.load(text)
-    except YamlError:
-        raise
     except MarkedYAMLError as error:
         raise YamlError(f"line {error.problem_mark.line + 1}: {error.problem}") from error
     except Exception as error:  # many types, for a deep text, a bad date or number, or a character
@@ -189,9 +173,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         values = load_written(text)
     except YamlError as error:
-        if error.fix:
-            raise UserError(f"{path}, {error}", fix=error.fix) from error
-        fix = "correct the line that is named; a text with {, [, # or : in it needs double quotes"
+        fix = r"correct the line that is named; a text with {, [, #, : or \n needs double quotes"
         raise UserError(f"{path} is not valid YAML: {error}", fix=fix) from error
     if not isinstance(values, dict):
         raise UserError(

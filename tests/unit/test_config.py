@@ -172,8 +172,8 @@ def test_an_option_that_takes_a_text_takes_a_number():
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        (r"'{text}\nLabel:'", r'line 6 has a backslash and an n, .*; fix: write "{text}\\nLabel:"'),
-        (r"Text {text}\tLabel", r'line 6 has a backslash and a t, .*; fix: write "Text {text}\\tL'),
+        (r"'{text}\nLabel:'", "line 6: a text has a backslash and an n, .* double quotes; fix: "),
+        (r"Text {text}\tLabel", "line 6: a text has a backslash and a t, .* double quotes; fix: "),
     ],
 )
 def test_an_escape_outside_double_quotes_is_refused_in_a_recipe_as_on_the_command_line(
@@ -181,7 +181,7 @@ def test_an_escape_outside_double_quotes_is_refused_in_a_recipe_as_on_the_comman
 ):
     with pytest.raises(UserError, match=message):
         own_task(tmp_path, prompt=written)
-    with pytest.raises(UserError, match="line 9 has a backslash and an n"):
+    with pytest.raises(UserError, match="line 9: a text has a backslash and an n"):
         own_task(tmp_path, value=r"['a\nb', c]")
     refused = message_of(f"data.prompt={written}")
     assert "has a backslash" in refused
