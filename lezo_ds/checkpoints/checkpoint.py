@@ -296,6 +296,7 @@ def saved_config(model: Any, directory: Path) -> dict[str, Any]:
     if config.tie_word_embeddings != model.config.tie_word_embeddings:
         values["tie_word_embeddings"] = model.config.tie_word_embeddings
     values.pop("torch_dtype", None)  # the older name of dtype
+    values.pop("transformers_weights", None)  # a file of the directory
     return values | {"architectures": [type(model).__name__]}
 
 

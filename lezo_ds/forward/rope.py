@@ -30,9 +30,9 @@ def rope_limit(config: Any) -> int | None:
     decoder = config.get_text_config(decoder=True)
     parameters = getattr(decoder, "rope_parameters", None) or {}
     # Some models have parameters for each kind of layers.
-    sections = [value for value in parameters.values() if isinstance(value, Mapping)]
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     limits = []
-    for section in (parameters, *sections):
+    for section in (parameters, *nested):
         kind = section.get("rope_type") or ""
         if kind == "longrope":
             limits.append(section["original_max_position_embeddings"])
@@ -57,11 +57,10 @@ def _by_row(own_forward: Callable[..., Any], limit: int) -> Callable[..., Any]:
         is_long = position_ids.amax(dim=-1) >= limit
         if is_long.dim() != 1 or is_long.all() or not is_long.any():
             return own_forward(x, position_ids, *args, **kwargs)
-        parts = [
-            own_forward(x, position_ids[rows], *args, **kwargs) for rows in (~is_long, is_long)
-        ]
-        order = torch.cat([torch.nonzero(~is_long), torch.nonzero(is_long)]).flatten().argsort()
-        return tuple(torch.cat(tables)[order] for tables in zip(*parts, strict=True))
+        of_short = own_forward(x, position_ids.clamp(max=limit - 1), *args, **kwargs)
+        of_long = own_forward(x, position_ids, *args, **kwargs)
+        rows = is_long[:, None, None]
+        return tuple(torch.where(rows, *pair) for pair in zip(of_long, of_short, strict=True))
 
     return forward
 

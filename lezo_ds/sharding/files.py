@@ -13,7 +13,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,16 +180,36 @@ class WeightFiles:
 
 def has_safetensors(directory: Path) -> bool:
     """Return whether a directory has the weights of a model."""
-    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    return any((directory / name).is_file() for name in names)
+    return _first_file(directory).is_file()
+
+
+def _first_file(directory: Path) -> Path:
+    """Return the file that transformers opens first: weights, or the index of several files.
+
+    That is what config.json names, or else model.safetensors, or else an index beside it.
+    """
+    named = None
+    with suppress(*DAMAGE):  # load_model_config refuses a damaged config.json
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        named = config.get("transformers_weights")
+    if named is not None:
+        file = directory / str(named)
+        if file.name != named or not file.is_file():
+            raise UserError(
+                f"transformers_weights={named!r} in {directory / 'config.json'} is no file there",
+                fix="download the model again, or correct the name",
+            )
+        return file
+    index: Path = directory / SAFE_WEIGHTS_INDEX_NAME
+    single: Path = directory / SAFE_WEIGHTS_NAME
+    return index if index.is_file() and not single.is_file() else single
 
 
 def _files_of(directory: Path) -> list[Path]:
-    """Return the files that transformers reads: a single file comes before an index beside it."""
-    single = directory / SAFE_WEIGHTS_NAME
-    index = directory / SAFE_WEIGHTS_INDEX_NAME
-    if single.is_file() or not index.is_file():
-        return [single]
+    """Return the files of the weights that transformers reads."""
+    index = _first_file(directory)
+    if index.suffix != ".json":
+        return [index]
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         if any(Path(file).name != file for file in files):

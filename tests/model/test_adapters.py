@@ -23,7 +23,14 @@ from tiny_adapters import (
 )
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tiny_runs import SEED, full_weights, write_model
-from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    Llama4TextConfig,
+    MambaConfig,
+    MistralConfig,
+)
 
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.generation import prompt_batch
@@ -176,6 +183,34 @@ def test_a_target_that_peft_refuses_is_refused_in_one_line():
     model = AutoModelForCausalLM.from_config(config)
     adapter = make_adapter(PeftConfig(kind="lora", lora_targets="out_proj"))
     with pytest.raises(UserError, match=r"peft\.lora_targets=out_proj is not possible"):
+        adapter.attach(model, find_blocks(model))
+
+
+SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def deepseek():
+    sizes = {"moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+    sizes |= {"num_experts_per_tok": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8}
+    return DeepseekV3Config(**SMALL, **sizes, first_k_dense_replace=1)
+
+
+def llama4():
+    return Llama4TextConfig(**SMALL, intermediate_size_mlp=16, head_dim=8, num_local_experts=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "problem"),
+    [
+        (deepseek(), "down_proj", "would adapt the experts"),
+        (llama4(), "router", "names no linear modules"),
+    ],
+)
+def test_experts_and_their_routers_are_not_adapted(config, target, problem):
+    model = AutoModelForCausalLM.from_config(config)
+    adapter = make_adapter(PeftConfig(kind="lora", lora_targets=target))
+    with pytest.raises(UserError, match=problem):
         adapter.attach(model, find_blocks(model))
 
 

@@ -126,6 +126,37 @@ def test_a_single_file_comes_before_an_index_beside_it_as_in_transformers(model,
     assert_reads(directory, newer)
 
 
+def test_the_file_that_a_config_names_is_read_as_in_transformers(sharded, single, tmp_path):
+    directory = shutil.copytree(single, tmp_path / "model")
+    named = tiny_model("opt", torch.bfloat16, seed=1)
+    named.save_pretrained(tmp_path / "named")
+    shutil.copy(tmp_path / "named/model.safetensors", directory / "best.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["transformers_weights"] = "best.safetensors"
+    (directory / "config.json").write_text(json.dumps(config))
+    opened = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(opened.lm_head.weight, named.lm_head.weight)
+    assert_reads(resolve_model(str(directory)), opened)
+    assert "transformers_weights" not in saved_config(opened, directory)
+    # An index may have any name, too.
+    index = "model.safetensors.index.json"
+    directory = shutil.copytree(sharded, tmp_path / "parts")
+    (directory / index).rename(directory / f"best.{index}")
+    config["transformers_weights"] = f"best.{index}"
+    (directory / "config.json").write_text(json.dumps(config))
+    assert_reads(resolve_model(str(directory)), AutoModelForCausalLM.from_pretrained(directory))
+
+
+@pytest.mark.parametrize("name", ["lost.safetensors", "../model.safetensors", 3])
+def test_a_config_that_names_no_file_of_its_directory_is_refused(single, tmp_path, name):
+    directory = shutil.copytree(single, tmp_path / "model")
+    shutil.copy(single / "model.safetensors", tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+    with pytest.raises(UserError, match=r"transformers_weights=.* is no file there"):
+        resolve_model(str(directory))
+
+
 def test_a_tied_parameter_is_read_under_whichever_of_its_names_it_is_stored(model, changed):
     embedding, head = "model.decoder.embed_tokens.weight", "lm_head.weight"
     assert parameter_names(model)[embedding] == (embedding, head)

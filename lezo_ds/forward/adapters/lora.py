@@ -63,6 +63,13 @@ class LoraAdapter:
                 f"peft.lora_targets={','.join(self._targets)} is not possible: {error}",
                 fix="use other linear modules",
             ) from error
+        # peft takes some names, such as down_proj, for those of experts that share a parameter.
+        if self._lora.target_parameters:
+            raise UserError(
+                f"peft.lora_targets={','.join(self._targets)} would adapt the experts of "
+                f"{type(model).__name__}, which are no linear modules",
+                fix="use linear modules of attention only",
+            )
         for parameter in model.parameters():
             if parameter in before:
                 parameter.requires_grad_(False)
@@ -195,7 +202,8 @@ def _factor_names(weight_name: str) -> tuple[str, str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
+    # Other classes derived from Linear, such as the routers of experts, compute something else.
+    return type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")
 
 
 def uniform(key: int, parameter_id: int, elements: Tensor) -> Tensor:
