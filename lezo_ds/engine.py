@@ -9,7 +9,6 @@ All ranks call the same methods in the same order: most of them exchange message
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.integrity import Witness
 from lezo_ds.zo.estimators import Probe
+from lezo_ds.zo.keys import step_key
 from lezo_ds.zo.passes import Groups, Pass, passes_of_step
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import StepUpdate, step_updates
@@ -373,8 +373,16 @@ class LezoEngine(ModelEngine):
 
     @torch.no_grad()
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the output at a probe of scale 0, in the groups and modules of the next step."""
-        plan = replace(step.decide(self), probes=(Probe(direction=0, scale=0.0),))
+        """Return the output at a probe of scale 0 of all layers, in the groups of a step."""
+        plan = step.StepPlan(
+            step=self.global_steps,
+            key=step_key(self.seed, self.global_steps),
+            learning_rate=0.0,
+            perturbation_scale=0.0,
+            dropped_layers=(),
+            layer_weights=(),
+            probes=(Probe(direction=0, scale=0.0),),
+        )
         num_examples = micro_batch.num_examples
         size = min(self.config.examples_per_direction or num_examples, num_examples)
         groups = Groups.of(1, num_examples, size)
