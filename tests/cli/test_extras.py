@@ -35,5 +35,5 @@ def test_tensorboard_is_refused_with_its_extra(recipe, tmp_path):
 
 
 def test_a_launch_by_mpirun_is_refused_with_its_extra(recipe, tmp_path):
-    finished = train(recipe, tmp_path / "run", OMPI_COMM_WORLD_SIZE="1")
+    finished = train(recipe, tmp_path / "run", OMPI_COMM_WORLD_SIZE="2")
     assert_one_error(finished, 2, "mpirun needs mpi4py; fix: pip install 'lezo_ds[mpi]'")
