@@ -237,7 +237,7 @@ def test_a_killed_run_continues_and_another_input_uses_none_of_its_chunks(root, 
     out = tmp_path / "l.jsonl"
     for command in ([*asked, other], [*asked, own, "data.system_prompt=Be kind."]):
         predict(*command)
-        assert "kept" not in out.read_text()
+        assert str(KEPT) not in out.read_text()
         out.unlink()
         chunk = kill_after_a_chunk(root, tmp_path, own)
         mark_as_kept(chunk, 5)
@@ -247,15 +247,18 @@ def test_a_killed_run_continues_and_another_input_uses_none_of_its_chunks(root, 
     assert_one_error(predict(*asked, own, runner=run_forked), 2, "l.jsonl exists")
 
 
+KEPT = 7.25
+
+
 def mark_as_kept(chunk, index):
-    """Change a prediction of a finished chunk, which tells that the chunk was not made again."""
+    """Change the probability in a finished chunk, which tells that the chunk was not made again."""
     rows = json.loads(chunk.read_text())
-    rows[index]["predicted"] = "kept"
+    rows[index]["probability"] = KEPT
     chunk.write_text(json.dumps(rows))
 
 
 def with_kept(records, index):
-    records[index] = {**records[index], "predicted": "kept"}
+    records[index] = {**records[index], "probability": KEPT}
     return records
 
 
