@@ -126,7 +126,7 @@ def _read_line() -> str:
         return ""
     try:
         line = input("> " if sys.stdin.isatty() else "").strip()
-        line.encode()  # some locales read other bytes as halves of characters
+        line.encode()  # fails on bytes that are not UTF-8, which Python reads as lone surrogates
     except (EOFError, KeyboardInterrupt):
         return ""
     except UnicodeError as error:

@@ -201,7 +201,7 @@ class RunDirectory:
     def cut_logs(self, step: int, evaluated: Collection[tuple[str, int]]) -> float:
         """Drop from metrics.jsonl and samples.jsonl what will be done again, and damaged lines.
 
-        A line is written before what it tells of is recorded, so that no kill loses it for good.
+        Log lines are written before the journal records the evaluation, so a kill cannot lose them.
 
         Args:
             step: the number of steps that the run has done.

@@ -186,7 +186,7 @@ def has_safetensors(directory: Path) -> bool:
 def _first_file(directory: Path) -> Path:
     """Return the file that transformers opens first: weights, or the index of several files.
 
-    That is what config.json names, or else model.safetensors, or else an index beside it.
+    It is the file named in config.json, then model.safetensors, then the index.
     """
     named = None
     with suppress(*DAMAGE):  # load_model_config refuses a damaged config.json

@@ -156,7 +156,7 @@ def find_choice(field: str, choice: Choice, *, numbers_first: bool | None = None
     is_number = _WHOLE.fullmatch(label) is not None
     if label_key(label) in texts and not (is_number and numbers_first):
         return texts.index(label_key(label))
-    # Beside choices that are numbers, a number that is none of them is a mistake.
+    # If the choices are numbers, a number that is not among them is a mistake.
     if is_number and (numbers_first or not any(map(_WHOLE.fullmatch, texts))):
         return int(label)
     raise UserError(
@@ -175,8 +175,8 @@ _FROM_1 = "1"
 def numbers_come_first(field: str, choices: Sequence[Choice]) -> bool:
     """Return whether a label that may be the number of a choice or its text is the number.
 
-    One record does not tell: beside the choices 3, 0, 2 and 1, the label 2 may be either. So the
-    reading that fits more records counts. In a tie, integers are numbers, and texts are texts.
+    One record is not enough: with the choices 3, 0, 2 and 1, the label 2 could be either. So the
+    reading that fits more records wins. In a tie, integers are indices, and strings are texts.
 
     Raises:
         UserError: another reading fits more records, and data.labels has to say so.

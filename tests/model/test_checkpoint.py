@@ -114,7 +114,7 @@ def test_weights_in_several_files_or_of_the_base_model_alone_are_read(model, sha
 
 
 def test_a_single_file_comes_before_an_index_beside_it_as_in_transformers(model, sharded, tmp_path):
-    """A model that was saved again, in one file, may have its older parts beside it."""
+    """Saving a model again as one file may leave the old shards and their index in place."""
     directory = shutil.copytree(sharded, tmp_path / "model")
     newer = tiny_model("opt", torch.bfloat16, seed=1)
     newer.save_pretrained(tmp_path / "newer")
