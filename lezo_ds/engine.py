@@ -147,9 +147,8 @@ class ModelEngine:
         return self._perturbed(micro_batch, perturbation, call)
 
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
-        """Return what a training pass makes of inputs on the device at theta. A collective."""
-        (outputs,) = self.run(micro_batch, None)
-        return outputs
+        """Return what a training pass makes of a micro-batch at theta. A collective."""
+        return self.forward(micro_batch)
 
     @torch.no_grad()
     def forward_alone(self, ids: Sequence[int]) -> Tensor:

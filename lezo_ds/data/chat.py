@@ -23,7 +23,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
@@ -202,7 +202,7 @@ def encode_conversation(
     template = _Template(tokenizer, example)
     marks_turns = _MARKED.search(str(tokenizer.backend.chat_template))
     # Transformers has no mask for a text with marked control tokens.
-    if marks_turns and not has_marks(template.write(example.messages)):
+    if marks_turns and not has_marks(template.conversation):
         ids, spans = template.marked_turns()
     else:
         ids, spans = template.measured_turns()
@@ -242,6 +242,11 @@ class _Template:
 
     tokenizer: PromptTokenizer
     example: Example
+
+    @cached_property
+    def conversation(self) -> str:
+        """The text of all turns of the example."""
+        return self.write(self.example.messages)
 
     def write(self, turns: Sequence[Message], *, opened: bool = False) -> str:
         """Return the text of turns; if `opened`, with the words that begin the assistant's turn."""
@@ -286,7 +291,7 @@ class _Template:
 
     def measured_turns(self) -> tuple[list[int], list[Span]]:
         """Return the token ids, and the spans of the trained turns by their prefixes, in tokens."""
-        conversation = self.write(self.example.messages)
+        conversation = self.conversation
         ids, bounds = self._tokens(conversation)
         spans: list[Span] = []
         for number, turn in enumerate(self.example.messages):
@@ -350,7 +355,7 @@ class _Template:
     def ignores(self, changed: Sequence[Message]) -> bool:
         """Return whether the template writes changed turns as it writes those of the example."""
         with suppress(UserError):  # the template needs what was changed
-            return self.write(changed) == self.write(self.example.messages)
+            return self.write(changed) == self.conversation
         return False
 
     def _answer_start(self, conversation: str, num_turns: int) -> int:

@@ -288,16 +288,21 @@ def read_answers(
     What the model thinks before it answers is left out, unless `with_thoughts`.
     """
     answers = []
-    for ids in tokens.tolist():
-        ends = [place for place, token in enumerate(ids, start=1) if token in settings.stop_ids]
+    for new_tokens in tokens.tolist():
         # The stop token itself counts, because it may hold text before a newline.
-        ids = ids[: min(ends, default=None)]
+        ids = up_to_stop(new_tokens, settings)
         if settings.thought is not None and not with_thoughts:
             ids = after_thought(ids, settings.thought, tokenizer)
         written = tokenizer.decode(ids)
         found = [written.find(stop) for stop in settings.stops if stop in written]
         answers.append(written[: min(found, default=None)].strip())
     return answers
+
+
+def up_to_stop(tokens: Sequence[int], settings: GenerationSettings) -> Sequence[int]:
+    """Return the new tokens of an answer with the first that ends it. What follows is padding."""
+    ends = [place for place, token in enumerate(tokens, start=1) if token in settings.stop_ids]
+    return tokens[: min(ends, default=None)]
 
 
 def after_thought(

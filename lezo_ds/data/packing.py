@@ -33,12 +33,12 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import (
     DummyLayer,
-    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from lezo_ds.forward.answer_cache import kinds_of_layers
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.rope import rope_limit
 
@@ -46,7 +46,7 @@ _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 """Keys of a model's config that limit how far attention looks back, in tokens."""
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")
 """Words in the keys of models that locate or mix tokens without position ids and attention."""
-_ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+_ATTENTION_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}
 """What transformers caches of layers that attend to tokens, or reuse another layer's keys."""
 
 FEWEST_DEALT = 4
@@ -91,10 +91,9 @@ def can_pack(config: Any, max_length: int) -> bool:
 def _attends_everywhere(decoder: Any) -> bool:
     """Return whether all layers of a text model mix tokens by attention that a mask limits."""
     try:
-        layers = DynamicCache(config=decoder).layers
+        return kinds_of_layers(decoder) <= _ATTENTION_LAYERS
     except (AttributeError, ValueError):  # transformers makes no such cache for the model
         return False
-    return all(type(layer) in _ATTENTION_LAYERS for layer in layers)
 
 
 def pack(batch: MicroBatch) -> MicroBatch:

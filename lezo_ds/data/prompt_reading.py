@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from lezo_ds.data.packing import can_pack, padding_alone, seen_tokens
+from lezo_ds.forward.answer_cache import kinds_of_layers
 
 _MOST_SHARED = 512
 """About as many tokens share a row. More would take longer to keep apart than to pad."""
@@ -35,8 +36,8 @@ def can_read_apart(model: Any, num_tokens: int) -> bool:
     Elsewhere distances may count the padding: in sliding windows, or in biases of attention.
     """
     rotates = getattr(model.config.get_text_config(), "rope_parameters", None) is not None
-    kinds_of_layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    return rotates and kinds_of_layers == {DynamicLayer} and can_pack(model.config, num_tokens)
+    keeps_all = kinds_of_layers(model.config) == {DynamicLayer}
+    return rotates and keeps_all and can_pack(model.config, num_tokens)
 
 
 @torch.no_grad()

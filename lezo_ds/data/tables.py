@@ -294,6 +294,16 @@ class Layout(NamedTuple):
 def layout_of(path: Path, encoding: str) -> Layout:
     """Return how a table is written. What is unusual for its suffix is said once.
 
+    A table is read several times, and looked at again only if its file has changed.
+    """
+    facts = path.stat()
+    return _layout(path, encoding, (facts.st_size, facts.st_mtime_ns))
+
+
+@cache
+def _layout(path: Path, encoding: str, _: tuple[int, int]) -> Layout:
+    """Look at a table of this size and time of change; see `layout_of`.
+
     The separator is a tab in .tsv files and else a comma, unless another one divides the header,
     and the first rows in as many values.
     """
@@ -311,16 +321,18 @@ def layout_of(path: Path, encoding: str) -> Layout:
     if _lines_are_rows(path, encoding, layout):
         if delimiter == "\t":
             layout = layout._replace(quoting=csv.QUOTE_NONE)
-            _say(f"{path}: each line is a row, and quotation marks are part of the texts")
+            message = "%s: each line is a row, and quotation marks are part of the texts"
+            logger.warning(message, path)
         else:  # where texts have commas, this may be so by chance
-            _say(
-                f"{path}: quotation marks join lines, each of which would be a row: if they are "
-                "part of the texts, save it as .tsv"
+            logger.warning(
+                "%s: quotation marks join lines, each of which would be a row: if they are part of "
+                "the texts, save it as .tsv",
+                path,
             )
     if delimiter != usual:
-        _say(f"{path}: the separator is {delimiter!r}")
+        logger.warning("%s: the separator is %r", path, delimiter)
     if skips_spaces:
-        _say(f"{path}: the space after each separator is left out")
+        logger.warning("%s: the space after each separator is left out", path)
     return layout
 
 
@@ -354,12 +366,6 @@ def _lines_are_rows(path: Path, encoding: str, layout: Layout) -> bool:
         except csv.Error:
             return True
         return num_rows < int(rows.line_num)
-
-
-@cache
-def _say(message: str) -> None:
-    """Warn of something in a file once, however often it is read."""
-    logger.warning(message)
 
 
 def _refuse_repeated(path: Path, names: Sequence[str]) -> None:

@@ -108,14 +108,14 @@ def takes_padding(model: Any) -> bool:
     """
     if "position_ids" not in _inputs(model) or keeps_states_apart(model):
         return False
-    return _kinds_of_layers(model) <= _KEYS_AND_VALUES | _STATES
+    return kinds_of_layers(model.config) <= _KEYS_AND_VALUES | _STATES
 
 
 def keeps_states_apart(model: Any) -> bool:
     """Return whether a model keeps states that are in no layer of a cache of transformers."""
     if not model._supports_default_dynamic_cache():
         return True
-    return bool(model._is_stateful) and _kinds_of_layers(model) <= _KEYS_AND_VALUES
+    return bool(model._is_stateful) and kinds_of_layers(model.config) <= _KEYS_AND_VALUES
 
 
 def changes_cache(module: Any) -> bool:
@@ -127,5 +127,10 @@ def _inputs(module: Any) -> set[str]:
     return set(inspect.signature(module.forward).parameters)
 
 
-def _kinds_of_layers(model: Any) -> set[Any]:
-    return {type(layer) for layer in DynamicCache(config=model.config).layers}
+def kinds_of_layers(config: Any) -> set[Any]:
+    """Return the classes of the layers in which transformers keeps what a model has read.
+
+    Args:
+        config: the model's configuration, of transformers.
+    """
+    return {type(layer) for layer in DynamicCache(config=config).layers}

@@ -30,6 +30,7 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig
 from lezo_ds.data.encoding import TokenIds
+from lezo_ds.data.generation import up_to_stop
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
@@ -226,7 +227,7 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
     chosen = _shortest_to_longest([len(prompt) for prompt in prompts])
     passes = []
     for place in chosen:
-        answer = _up_to_stop(written[place], settings.stop_ids)
+        answer = up_to_stop(written[place], settings)
         passes.append(partial(_choices_alone, engine, prompts[place], answer))
     return [
         Reading(rows[place], scores[:, :1], scores[:, 1:])
@@ -234,13 +235,7 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
     ]
 
 
-def _up_to_stop(tokens: Sequence[int], stop_ids: Sequence[int]) -> TokenIds:
-    """Return the tokens of an answer with the first that ends it. What follows is padding."""
-    ends = [place for place, token in enumerate(tokens, start=1) if token in stop_ids]
-    return tuple(tokens[: min(ends, default=None)])
-
-
-def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: TokenIds) -> Tensor:
+def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: Sequence[int]) -> Tensor:
     """Return the log-probabilities of an answer's tokens and of the model's first choices there.
 
     A collective. The result is float32 [tokens, 2].

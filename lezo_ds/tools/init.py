@@ -721,8 +721,14 @@ def _labels(
         frequent = [other for other in classes if classes[other] >= _RARE * number]
         for near in get_close_matches(label, frequent, n=1, cutoff=_NEAR):
             logger.warning(
-                f"the label {label} ({number} records) is almost {near} ({classes[near]} records); "
-                f"to count it as that, add --label-map '{label}={near}'"
+                "the label %s (%d records) is almost %s (%d records); to count it as that, add "
+                "--label-map '%s=%s'",
+                label,
+                number,
+                near,
+                classes[near],
+                label,
+                near,
             )
     if all(label == text for label, text in texts.items()):
         return sorted(texts)

@@ -16,7 +16,8 @@ from typing import Any
 import peft
 import torch
 import transformers
-from family_models import TOKENS, published_class, random_values, small_config
+from family_models import TOKENS, published_class, small_config
+from tiny_models import random_values
 from tiny_runs import full_weights, start_engine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy

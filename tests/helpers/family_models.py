@@ -1,15 +1,14 @@
 """A tiny random model of any architecture of transformers that AutoModelForCausalLM knows.
 
-The config of a family is the default one of its class, with small numbers in the place of large
-ones. `_SIZES` has a small number for each key of a config that is a size. It applies to the parts
-of a multimodal config, too. `_OWN` has what the rules do not cover, by family.
+Each family uses the default config of its class with smaller sizes. `_SIZES` maps each size key to
+its small value, and also applies to the parts of a multimodal config. `_OWN` has overrides by
+family.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -161,7 +160,7 @@ def small_config(family: str) -> Any:
 
 
 def _changes(default: Any) -> dict[str, Any]:
-    """Return the keys of a config that are to be smaller, and those of its parts."""
+    """Return the overrides that shrink a config and its parts."""
     values = default.to_dict()
     num_layers = values.get("num_hidden_layers")
     changes: dict[str, Any] = {}
@@ -199,15 +198,6 @@ def _of_fewer_layers(values: list[Any]) -> list[Any]:
     if len(kinds) == len(values):
         return values[:NUM_LAYERS]
     return [kinds[layer % len(kinds)] for layer in range(NUM_LAYERS)]
-
-
-def random_values(model: Any, seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_((1 if parameter.dim() == 1 else 0) + 0.2 * noise)
-    return model
 
 
 def published_class(family: str) -> Any:

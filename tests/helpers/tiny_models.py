@@ -82,7 +82,10 @@ it."""
 def random_model(config, dtype=torch.float32, seed=0):
     """Return a model whose every parameter, biases and norms too, is random and matters to the
     logits."""
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return random_values(AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), seed)
+
+
+def random_values(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
