@@ -110,10 +110,10 @@ def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
 
 
 def not_written(tokenizer: PromptTokenizer, example: Example, read: Collection[str]) -> set[str]:
-    """Return what the record of an example in a chat has, and the model does not read.
+    """Return what the record of an example has of a conversation, and the model does not read.
 
     Args:
-        tokenizer: the model's tokenizer, with a chat template.
+        tokenizer: the model's tokenizer; with a chat template, if the example has messages.
         example: an example with a record.
         read: the fields that the task reads.
     """
@@ -125,6 +125,10 @@ def not_written(tokenizer: PromptTokenizer, example: Example, read: Collection[s
         for name in (*SYSTEM_FIELDS, *OTHER_FIELDS)
         if record.get(name) and name not in read and record[name] not in systems
     }
+    if not turns:
+        if find_tools(record) and TOOLS not in read and not example.is_written:
+            unread.add(TOOLS)
+        return unread
     template = _Template(tokenizer, example)
     if systems:
         changed = [
@@ -133,7 +137,7 @@ def not_written(tokenizer: PromptTokenizer, example: Example, read: Collection[s
         ]
         if template.ignores(changed):
             unread.add(SYSTEM)
-    if turns and find_tools(record):
+    if find_tools(record):
         without_tools = _Template(tokenizer, replace(example, record={}))
         with suppress(UserError):  # the template needs them
             if without_tools.write(turns) == template.write(turns):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,8 @@ from transformers.utils.chat_template_utils import mark_control_tokens
 
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Message, with_fields
-from lezo_ds.tasks.conversations import ASSISTANT
+from lezo_ds.tasks.conversations import ASSISTANT, SYSTEM_FIELDS
+from lezo_ds.tasks.template import field_value
 
 _BEGIN_MARK, _END_MARK = mark_control_tokens("|", re.compile(r"\|")).split("|")
 
@@ -55,22 +57,24 @@ class ControlTokens:
 
         Its label and its references, which are compared with other texts, have no marks.
         """
-        found = self._found_in(example.record)
-        if not found:
-            return example, found
-        if self._built(task, example, found) == example:  # the task does not read these fields
-            return example, set()
-        return self._built(task, example, self._kept_as_text(found)), found
+        read = (*task.fields, *SYSTEM_FIELDS) if task.kind == "chat" else task.fields
+        found = set()
+        for name in read:
+            with suppress(KeyError, TypeError):  # a conversation may have no system prompt
+                found |= self._found_in(field_value(example.record, name))
+        return (self._built(task, example, found) if found else example), found
 
     def become_tokens(self, found: Iterable[str]) -> list[str]:
         """Return which of some control tokens the tokenizer cannot read as text."""
         return sorted(set(found) - self._kept_as_text(found))
 
-    def _built(self, task: Task, example: Example, tokens: Collection[str]) -> Example:
-        """Return the example of the record in which `tokens` are marked."""
-        fields = dict(_marked(dict(example.record), tokens))
-        if task.labels:  # the right answer is one of these
-            for name in task.answer_fields:
+    def _built(self, task: Task, example: Example, found: Collection[str]) -> Example:
+        """Return the example of the record in which control tokens are marked."""
+        fields = dict(_marked(dict(example.record), self._kept_as_text(found)))
+        for name in task.answer_fields:
+            if task.survey is not None:  # all records say what the label means, not this one
+                fields[name] = None
+            elif task.labels:  # the right answer is one of these
                 fields.pop(name, None)
         built = task.build_example(with_fields(example.record, fields), example.index)
         return replace(

@@ -19,6 +19,7 @@ import csv
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, islice
@@ -27,12 +28,14 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 import charset_normalizer
 import datasets
+import pyarrow as pa
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from lezo_ds.checkpoints.checkpoint import hub_problem
 from lezo_ds.errors import HubError, UserError
-from lezo_ds.tasks.base import ArrowRecord
+from lezo_ds.tasks.base import ArrowRecord, Record
+from lezo_ds.tasks.conversations import are_objects, are_turns
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ _SNIFFED_BYTES = 64  # that tell what a file is, if it is not what its name says
 _SNIFFED_LINES = 20  # of a table, from which its separator is found
 _SEPARATORS = (",", ";", "\t", "|")
 _SEPARATOR_LINE = re.compile('"?sep=(.)"?[\r\n]*')
+_CONTAINERS = ("data", "rows", "records", "examples")  # usual keys of a list that is the table
 _COMMA = re.compile(r"\s*(?:,\s*|\Z)")
 _SPACE = re.compile(r"\s*,?\s*")
 _FOREIGN: Mapping[bytes, tuple[str, str]] = {
@@ -93,54 +97,49 @@ def read_source(key: str, source: str, encoding: str = UTF_8) -> list[Row]:
 
 def _refuse_misread(path: Path, rows: Sequence[Row]) -> None:
     """Refuse a file whose structure is another one, so that none of its rows is a record."""
-    problems = [(place, row) for place, row in rows if isinstance(row, ValueError)]
+    problems = [
+        (place, row)
+        for place, row in rows
+        if isinstance(row, ValueError) and not isinstance(row, RepeatedKeyError)
+    ]
     if rows and len(problems) == len(rows):
         (place, problem), *_ = problems
         fix = "write one object a line, or one list of objects"
         if kind_of(path) in TABLES:
             fix = "let line 1 name the columns, and remove what is before it"
         raise UserError(f"{path} has no record: the first row{place} {problem}", fix=fix)
-    if len(rows) == 1 and isinstance(rows[0][1], Mapping):
-        ((_, record),) = rows
-        refuse_container(str(path), record)
+    for _, record in rows[:1]:
+        if isinstance(record, Mapping):
+            _refuse_container(path, record, is_alone=len(rows) == 1)
 
 
-def refuse_container(name: str, record: Mapping[str, Any]) -> None:
-    """Refuse the only object of a file if it holds the records, and is none.
+def _refuse_container(path: Path, record: Mapping[str, Any], *, is_alone: bool) -> None:
+    """Refuse the first object of a file if it holds records, and is none.
 
     Args:
-        name: what messages call the file.
+        path: the file.
         record: the object.
+        is_alone: whether the file has no other one.
     """
-    values = record.values()
-    lists = [key for key, value in record.items() if _are_objects(value)]
-    nested = [key for key in lists if "paragraphs" in record[key][0]]
-    columns = [value for value in values if isinstance(value, list | Mapping)]
-    has_turns = any(isinstance(value, list) and _is_turn(value[0]) for value in columns if value)
+    lists = [key for key, value in record.items() if are_objects(value) and not are_turns(value)]
+    nested = [key for key in lists if record[key][0].keys() & {"paragraphs", "qas"}]
+    several = [key for key in lists if len(record[key]) > 1 or key in _CONTAINERS]
+    columns = [value for value in record.values() if isinstance(value, list | Mapping)]
     if nested:
         shape = f"has the nested layout of SQuAD in {nested[0]}"
         fix = "write an object with question, context and answers for each question"
-    elif lists:
-        shape = f"holds the records in {', '.join(lists)}"
+    elif not is_alone:
+        return
+    elif several or (lists and len(lists) == len(record)):
+        shape = f"holds the records in {', '.join(several or lists)}"
         fix = "write each of these lists to a file of its own"
-    elif len(columns) == len(record) > 1 and not has_turns:
+    elif len(columns) == len(record) > 1 and not any(map(are_turns, columns)):
         shape = "holds columns, not a list of records"
         fix = 'write it with pandas\' to_json(PATH, orient="records", lines=True)'
     else:
         return
-    raise UserError(f"{name} is one JSON object that {shape}", fix=fix)
-
-
-def _are_objects(value: object) -> bool:
-    """Return whether a value is a list of several objects that are not turns of a conversation."""
-    if not isinstance(value, list) or len(value) < 2 or not isinstance(value[0], Mapping):
-        return False
-    return not _is_turn(value[0])
-
-
-def _is_turn(value: object) -> bool:
-    """Return whether a value is a turn of a conversation."""
-    return isinstance(value, Mapping) and ("role" in value or "from" in value)
+    which = "is one JSON object that" if is_alone else "has JSON objects, the first of which"
+    raise UserError(f"{path} {which} {shape}", fix=fix)
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -234,7 +233,8 @@ def read_hub(
         name = f"{hub_id} ({config or 'default'})"
         message = f"cannot load {name} from the Hugging Face hub: {reason}"
         raise HubError(message, fix=fix) from error
-    return [[("", ArrowRecord(record)) for record in split.to_list()] for split in loaded]
+    tables = [split.with_format("arrow")[:] for split in loaded]
+    return [[("", record) for record in _arrow_records(table)] for table in tables]
 
 
 _Records = Iterator[tuple[str, int, object]]
@@ -318,17 +318,22 @@ def _layout(path: Path, encoding: str, _: tuple[int, int]) -> Layout:
     names = next(csv.reader([header], delimiter=delimiter), [])
     skips_spaces = len(names) > 1 and all(name.startswith(" ") for name in names[1:])
     layout = Layout(delimiter, bool(named), skips_spaces)
-    if _lines_are_rows(path, encoding, layout):
+    each_is_row, joined = _joined_lines(path, encoding, layout)
+    if each_is_row and delimiter == "\t":
+        layout = layout._replace(quoting=csv.QUOTE_NONE)
+        message = "%s: each line is a row, and quotation marks are part of the texts"
+        logger.warning(message, path)
+    elif joined and (delimiter != "," or each_is_row or len(names) > 2):
+        problem = (
+            f"the quotation mark that opens in line {joined[0]} closes in line {joined[-1]}, and "
+            "lines between them would be rows"
+        )
+        fix = 'write a " of a text as "", and the text in quotation marks'
         if delimiter == "\t":
-            layout = layout._replace(quoting=csv.QUOTE_NONE)
-            message = "%s: each line is a row, and quotation marks are part of the texts"
-            logger.warning(message, path)
-        else:  # where texts have commas, this may be so by chance
-            logger.warning(
-                "%s: quotation marks join lines, each of which would be a row: if they are part of "
-                "the texts, save it as .tsv",
-                path,
-            )
+            fix += "; if the lines are one text, save the table as .csv"
+            raise UserError(f"{path}: {problem}", fix=fix)
+        # Where texts have the separator, this may be so by chance.
+        logger.warning("%s: %s; if it is part of a text, %s", path, problem, fix)
     if delimiter != usual:
         logger.warning("%s: the separator is %r", path, delimiter)
     if skips_spaces:
@@ -349,23 +354,40 @@ def _separator(usual: str, lines: Sequence[str]) -> str:
     return ";" if usual not in header and ";" in header else usual
 
 
-def _lines_are_rows(path: Path, encoding: str, layout: Layout) -> bool:
-    """Return whether each line of a table is a row, though quotation marks would join some.
+def _joined_lines(path: Path, encoding: str, layout: Layout) -> tuple[bool, range | None]:
+    """Look for quotation marks that join rows, since they are part of texts.
 
-    A quoted value with a line break, as programs write it, leaves lines with too few values.
+    Returns:
+        Whether quotation marks join lines (or fit no rule) though each line of the table is a row.
+        And the first lines that one joins though several of them are rows, or None. The first value
+        of such a row is not empty: a value of several lines may have indented ones.
     """
     codec = codec_of(path, encoding)
-    with path.open(encoding=codec, newline="") as file:
-        rows = layout._replace(quoting=csv.QUOTE_NONE).rows(file)
-        if len({len(row) for row in rows if row}) != 1:
-            return False
-    with path.open(encoding=codec, newline="") as file:
+    skipped = int(layout.has_separator_line)
+    joined = None
+    are_joined = False
+    each_is_row = True
+    with (
+        path.open(encoding=codec, newline="") as file,
+        path.open(encoding=codec, newline="") as raw,
+    ):
         rows = layout.rows(file)
+        lines = layout._replace(quoting=csv.QUOTE_NONE).rows(raw)
+        width = 0
         try:
-            num_rows = sum(1 for _ in rows)
+            for row in rows:
+                width = width or len(row)
+                first = lines.line_num + skipped + 1
+                of_row = list(islice(lines, rows.line_num - lines.line_num))
+                are_joined |= len(of_row) > 1
+                each_is_row &= all(len(line) in (0, width) for line in of_row)
+                num_rows = sum(len(line) == width and bool(line[0].strip()) for line in of_row)
+                if num_rows > 1 and joined is None:
+                    joined = range(first, first + len(of_row))
         except csv.Error:
-            return True
-        return num_rows < int(rows.line_num)
+            are_joined = True
+        each_is_row &= all(len(line) in (0, width) for line in lines)
+    return are_joined and each_is_row, joined
 
 
 def _refuse_repeated(path: Path, names: Sequence[str]) -> None:
@@ -453,12 +475,28 @@ def _items(text: str, between: re.Pattern[str]) -> Iterator[tuple[str, int, str]
         place = gap.end()
 
 
+class RepeatedKeyError(ValueError):
+    """A JSON object has several values with one key."""
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. RepeatedKeyError: it has several values with one key."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [key for key, _ in pairs]
+        (key, _), *_ = Counter(names).most_common(1)
+        raise RepeatedKeyError(f"has the key {key!r} {names.count(key)} times in one object")
+    return values
+
+
 def _read_json(path: Path, _: str) -> _Records:
     """Yield the objects of a JSON file."""
     for unit, number, text in json_texts(path):
         record: object
         try:
-            record = json.loads(text.encode())
+            record = json.loads(text.encode(), object_pairs_hook=_object)
+        except RepeatedKeyError as error:
+            record = error
         except (ValueError, RecursionError):
             record = ValueError(f"is not JSON: {text[:80]!r}")
         yield unit, number, record
@@ -468,9 +506,33 @@ def _read_parquet(path: Path, _: str) -> _Records:
     table = ParquetFile(path)
     _refuse_repeated(path, table.schema_arrow.names)
     batches = table.iter_batches(_PARQUET_ROWS)
-    records = chain.from_iterable(batch.to_pylist() for batch in batches)
+    records = chain.from_iterable(map(_arrow_records, batches))
     for row, record in enumerate(records, start=1):
-        yield "row", row, ArrowRecord(record)
+        yield "row", row, record
+
+
+def _arrow_records(table: pa.RecordBatch | pa.Table) -> list[Record]:
+    """Return the rows of a table."""
+    names = table.schema.names
+    columns = [
+        [_as_python(value, field.type) for value in column.to_pylist()]
+        for field, column in zip(table.schema, table.columns, strict=True)
+    ]
+    return [ArrowRecord(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _as_python(value: Any, kind: pa.DataType) -> Any:
+    """Return a value of Arrow. A float of fewer bits has the digits that it was written with: 0.1.
+
+    Its own value is 0.10000000149011612.
+    """
+    if isinstance(value, float) and kind in (pa.float16(), pa.float32()):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, dict):
+        return {field.name: _as_python(value[field.name], field.type) for field in kind}
+    if isinstance(value, list) and hasattr(kind, "value_type"):  # a map has none
+        return [_as_python(item, kind.value_type) for item in value]
+    return value
 
 
 READERS: Mapping[str, Callable[[Path, str], _Records]] = {

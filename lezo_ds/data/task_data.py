@@ -75,6 +75,7 @@ from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.registry import names_code
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example
+from lezo_ds.tasks.conversations import OF_CONVERSATIONS
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
 
@@ -82,6 +83,8 @@ logger = logging.getLogger(__name__)
 
 FEWEST_COMMON = 8
 """Tokens with which all prompts begin run on their own if they are at least this many."""
+
+_EMPTY: tuple[object, ...] = (None, "", [])  # values of a field that a record does not have
 
 _MEZO_LOSS_BATCH = 8
 """Examples in a batch of MeZO's validation loss, the default of transformers' Trainer."""
@@ -411,6 +414,8 @@ class _Encoder:
 
         def encode_candidates(texts: _Texts) -> EncodedExample:
             example = texts.read
+            if example.messages and not data.in_chat:
+                self._refuse_turns(example)
             if example.messages and self.task.has_answers:
                 return encode_conversation(
                     self.tokenizer, example, max_length, keep_end=not is_chat
@@ -420,8 +425,7 @@ class _Encoder:
         pairs = usable(self._texts(examples), encode_candidates, skip=data.skip_unusable)
         where = "at their end" if is_chat else "on the left"
         warn_of_cuts([encoded.truncated for _, encoded in pairs], max_length, where)
-        if data.in_chat:
-            self._warn_of_unread([texts.read for texts, _ in pairs])
+        self._warn_of_unread([texts.read for texts, _ in pairs])
         prompts: tuple[TokenIds, ...] = ()
         if has_prompts:
             encode = encode_question if examples[0].messages else encode_prompt
@@ -436,15 +440,33 @@ class _Encoder:
         self._check_model(split)
         return split
 
+    def _refuse_turns(self, example: Example) -> None:
+        """Refuse turns of a conversation in an example that no chat template writes."""
+        fix = "set data.chat_template=true"
+        if not self.tokenizer.backend.chat_template:
+            fix = "use a model with a chat template: this one has none; or write texts, not turns"
+        fields = " or ".join(self.task.fields)
+        raise UserError(f"field {fields} of {example.where} is a list of turns", fix=fix)
+
     def _warn_of_unread(self, examples: Sequence[Example]) -> None:
-        """Log what records have that belongs to a conversation, and the model does not read."""
+        """Log what records have, and the model does not read."""
+        task = self.task
+        read = {*task.fields, *task.answer_fields}
+        read |= {name.partition(".")[0] for name in read}
         counts: Counter[str] = Counter()
+        others: Counter[str] = Counter()
         for example in examples:
-            counts.update(not_written(self.tokenizer, example, self.task.fields))
+            counts.update(not_written(self.tokenizer, example, read))
+            if task.hub_id is None and not self.objective.is_reward:
+                filled = {name for name, value in example.record.items() if value not in _EMPTY}
+                others.update(filled - read - OF_CONVERSATIONS)
         for name in sorted(counts.keys() - self.named):
             message = "the model does not read %s, which %d of %d records have"
             logger.warning(message, name, counts[name], len(examples))
-        self.named.update(counts)
+        new = [f"{name} ({others[name]})" for name in others if name not in self.named]
+        if new:
+            logger.info("fields that the recipe leaves out (records): %s", ", ".join(new))
+        self.named.update(counts, others)
 
     def _texts(self, examples: tuple[Example, ...]) -> list[_Texts]:
         """Return the texts of examples, and log which control tokens are in their records."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import ArrowRecord, Message, Record
@@ -38,11 +38,18 @@ TOOLS = "tools"
 """The field next to a conversation with the definitions of tools."""
 OTHER_FIELDS = ("history", "instruction", "input", "functions")
 """Fields of other layouts that belong to a conversation."""
+OF_CONVERSATIONS = {*SYSTEM_FIELDS, TOOLS, *OTHER_FIELDS}
+"""All fields that belong to a conversation, besides that of its turns."""
 
 
-def is_conversation(value: object) -> bool:
-    """Return whether a field holds turns, and not texts."""
+def are_objects(value: object) -> TypeGuard[list[Mapping[str, Any]]]:
+    """Return whether a field holds a list of objects, such as turns, and not texts."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
+def are_turns(value: object) -> bool:
+    """Return whether a field holds a conversation, with OpenAI's names of keys or ShareGPT's."""
+    return are_objects(value) and not {"role", "from"}.isdisjoint(value[0])
 
 
 def read_messages(record: Record, field: str) -> tuple[Message, ...]:
@@ -83,7 +90,7 @@ def find_tools(record: Record) -> list[Any] | None:
     tools = _as_stored(record, record.get(TOOLS))
     with suppress(TypeError, ValueError):
         tools = json.loads(tools)  # Arrow cannot store objects of many kinds
-    return list(tools) if is_conversation(tools) else None
+    return list(tools) if are_objects(tools) else None
 
 
 def check_tools(record: Record) -> None:

@@ -29,8 +29,8 @@ from lezo_ds.tasks.base import BuildExample, Example, Message, Record, Survey, T
 from lezo_ds.tasks.conversations import (
     ASSISTANT,
     USER,
+    are_objects,
     check_tools,
-    is_conversation,
     read_messages,
     read_system,
     with_system,
@@ -41,7 +41,7 @@ from lezo_ds.tasks.labels import (
     find_choice,
     label_key,
     label_text,
-    numbers_come_first,
+    labels_are_numbers,
     warn_of_merged,
 )
 from lezo_ds.tasks.metrics import REWARD
@@ -220,7 +220,7 @@ def _classification(
         return label_text(label_field, value), value
 
     def survey(records: Sequence[Record]) -> BuildExample:
-        warn_of_merged(label_field, _readable(label_of, records))
+        warn_of_merged(label_field, readable(label_of, records))
         return build_example
 
     return _Reading("classification", prompt.fields, (label_field,), build_example, survey)
@@ -250,14 +250,9 @@ def _multiple_choice(
 
     known = Labels(labels or ())
 
-    def choice_of(record: Record) -> Choice:
-        texts = []
-        for template in templates:
-            texts += template.texts(record)
-        value = field_value(record, label_field)
-        return Choice(texts, label_text(label_field, value), type(value) is int)
+    choice_of = partial(read_choice, templates, label_field)
 
-    def build_example(record: Record, index: int, *, numbers_first: bool | None = None) -> Example:
+    def build_example(record: Record, index: int, *, are_numbers: bool | None = None) -> Example:
         filled = _filled(prompt, record)
         choice = choice_of(record)
         texts = choice.texts
@@ -266,15 +261,15 @@ def _multiple_choice(
             raise UserError(f"data.choices gives {shown(texts)}, not two or more texts", fix=fix)
         candidates = tuple(_after(filled, text) for text in texts)
         if labels is None:
-            label = find_choice(label_field, choice, numbers_first=numbers_first)
+            label = find_choice(label_field, choice, are_numbers=are_numbers)
         else:
             label = known.find(label_field, field_value(record, label_field))
         return Example(filled, candidates, label, index)
 
     def survey(records: Sequence[Record]) -> BuildExample:
-        choices = list(_readable(choice_of, records))
-        numbers_first = numbers_come_first(label_field, choices)
-        return partial(build_example, numbers_first=numbers_first)
+        choices = list(readable(choice_of, records))
+        are_numbers = labels_are_numbers(label_field, choices)
+        return partial(build_example, are_numbers=are_numbers)
 
     return _Reading(
         "multiple_choice",
@@ -285,17 +280,19 @@ def _multiple_choice(
     )
 
 
+def read_choice(templates: Sequence[Template], label_field: str, record: Record) -> Choice:
+    """Return the texts that templates of data.choices give of a record, and its label."""
+    texts = [text for template in templates for text in template.texts(record)]
+    value = field_value(record, label_field)
+    return Choice(texts, label_text(label_field, value), type(value) is int)
+
+
 def _generation(described: Description, prompt: Template, completion: Template | None) -> _Reading:
     """Return how a task reads records with right answers, or with none if a reward judges them."""
 
     def build_example(record: Record, index: int) -> Example:
         templates = [template for template in (prompt, completion) if template is not None]
         if any(_turns(template, record) for template in templates):
-            if not described.chat_template:
-                raise UserError(
-                    f"field {', '.join(prompt.fields)} or its answer is a list of turns",
-                    fix="set data.chat_template=true",
-                )
             return _conversation(prompt, completion, record, index, described.system_prompt)
         filled = _filled(prompt, record)
         texts = [] if completion is None else completion.texts(record)
@@ -318,7 +315,7 @@ def _turns(template: Template | None, record: Record) -> tuple[Message, ...]:
     if template is None or template.pieces != (("", template.fields[0]),):
         return ()
     (field,) = template.fields
-    if not is_conversation(field_value(record, field)):
+    if not are_objects(field_value(record, field)):
         return ()
     return read_messages(record, field)
 
@@ -383,7 +380,7 @@ def _filled(prompt: Template, record: Record) -> str:
     return prompt.fill(record)
 
 
-def _readable(read: Callable[[Record], T], records: Iterable[Record]) -> Iterator[T]:
+def readable(read: Callable[[Record], T], records: Iterable[Record]) -> Iterator[T]:
     """Yield what records hold. Others are refused, with their places, when they are built."""
     for record in records:
         try:

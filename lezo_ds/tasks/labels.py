@@ -16,8 +16,7 @@ import logging
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from string import ascii_lowercase, ascii_uppercase
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lezo_ds.errors import UserError, cut, did_you_mean
@@ -132,36 +131,37 @@ class Choice(NamedTuple):
     is_integer: bool
 
 
-def find_choice(field: str, choice: Choice, *, numbers_first: bool | None = None) -> int | None:
+def find_choice(field: str, choice: Choice, *, are_numbers: bool | None = None) -> int | None:
     """Return the index of the right text from its number, which begins at 0, or from the text.
 
     Args:
         field: the name of the label field, for messages.
         choice: the texts and the label of a record.
-        numbers_first: whether a label that may be either is a number (`numbers_come_first`). None
-            takes integers for numbers.
+        are_numbers: whether labels are numbers, or else texts (`labels_are_numbers`). None takes an
+            integer for a number, and a text for one if no choice is a number.
 
     Returns:
         The index, which is out of range if the number is; None if the record has no label.
 
     Raises:
-        UserError: the label is neither.
+        UserError: the label is something else.
     """
     label = choice.label
     if label is None:
         return None
-    if numbers_first is None:
-        numbers_first = choice.is_integer
     texts = list(map(label_key, choice.texts))
     is_number = _WHOLE.fullmatch(label) is not None
-    if label_key(label) in texts and not (is_number and numbers_first):
-        return texts.index(label_key(label))
-    # If the choices are numbers, a number that is not among them is a mistake.
-    if is_number and (numbers_first or not any(map(_WHOLE.fullmatch, texts))):
+    expected = "the number of a choice, from 0, as other records have"
+    if are_numbers is None:
+        are_numbers = is_number and (choice.is_integer or not any(map(_WHOLE.fullmatch, texts)))
+    if are_numbers and is_number:
         return int(label)
+    if not are_numbers:
+        if label_key(label) in texts:
+            return texts.index(label_key(label))
+        expected = f"one of the choices {shown(choice.texts)}"
     raise UserError(
-        f"field {field} is {shown(label)}, which is neither one of the choices "
-        f"{shown(choice.texts)} nor the number of one, from 0",
+        f"field {field} is {shown(label)}, not {expected}",
         fix="correct the record, or list in data.labels what the field holds for the first, "
         "second, ... choice",
     )
@@ -172,8 +172,19 @@ _FROM_0 = "0"
 _FROM_1 = "1"
 
 
-def numbers_come_first(field: str, choices: Sequence[Choice]) -> bool:
-    """Return whether a label that may be the number of a choice or its text is the number.
+def labels_that_read(choices: Sequence[Choice]) -> tuple[list[int] | list[str] | None, int]:
+    """Return what data.labels must list to read most labels of records, and how many it reads.
+
+    It is None if these are texts of choices, or numbers from 0, which count first.
+    """
+    counts = _count_readings(choices)
+    best = max(counts, key=lambda way: (counts[way], way in (_TEXT, _FROM_0)), default=_TEXT)
+    names = None if best in (_TEXT, _FROM_0) else _names(best, choices)
+    return names, counts[best]
+
+
+def labels_are_numbers(field: str, choices: Sequence[Choice]) -> bool:
+    """Return whether the labels of choices are their numbers, from 0, and not their texts.
 
     One record is not enough: with the choices 3, 0, 2 and 1, the label 2 could be either. So the
     reading that fits more records wins. In a tie, integers are indices, and strings are texts.
@@ -181,69 +192,71 @@ def numbers_come_first(field: str, choices: Sequence[Choice]) -> bool:
     Raises:
         UserError: another reading fits more records, and data.labels has to say so.
     """
-    counts: Counter[str] = Counter()
-    num_unlike = 0  # records in which the number and the text are different choices
-    for choice in choices:
-        readings = dict(_readings(choice))
-        counts.update(readings.keys())
-        if readings.keys() >= {_TEXT, _FROM_0} and readings[_TEXT] != readings[_FROM_0]:
-            num_unlike += 1
-    by_text = counts[_TEXT]
-    by_number = counts[_FROM_0]
-    size = max((len(choice.texts) for choice in choices), default=0)
-    for reading, number in counts.most_common(1):
-        if number > max(by_text, by_number):
-            raise UserError(
-                f"field {field} numbers the choices of {number} of {len(choices)} records as "
-                f"{reading}, ..., not from 0",
-                fix=f"set data.labels={_names(reading, size)}",
-            )
+    names, number = labels_that_read(choices)
+    if names is not None:
+        raise UserError(
+            f"field {field} numbers the choices of {number} of {len(choices)} records as "
+            f"{names[0]}, ..., not from 0",
+            fix=f"set data.labels={json.dumps(names)}",
+        )
+    counts = _count_readings(choices)
+    is_tie = counts[_FROM_0] == counts[_TEXT]
     are_integers = all(choice.is_integer for choice in choices)
-    numbers_first = by_number > by_text or (by_number == by_text and are_integers)
-    if numbers_first and counts[_FROM_1] == by_number:
+    are_numbers = counts[_FROM_0] > counts[_TEXT] or (is_tie and are_integers)
+    if are_numbers and counts[_FROM_1] == counts[_FROM_0]:
         logger.warning(
             "no record has the number 0 or that of its last choice in field %s: numbers are taken "
             "to begin at 0; if they begin at 1, set data.labels=%s",
             field,
-            _names(_FROM_1, size),
+            _names(_FROM_1, choices),
         )
-    elif num_unlike and by_number == by_text:
+        return are_numbers
+    unlike = 0  # records in which the number and the text are different choices
+    for readings in map(_readings, choices):
+        if len({readings[way] for way in (_TEXT, _FROM_0) if way in readings}) > 1:
+            unlike += 1
+    if unlike and is_tie:
         logger.warning(
             "%d labels in field %s may be the number of a choice or the text of another; they are "
             "taken for %s; to take them for numbers, set data.labels=%s",
-            num_unlike,
+            unlike,
             field,
-            "numbers" if numbers_first else "texts",
-            _names(_FROM_0, size),
+            "numbers" if are_numbers else "texts",
+            _names(_FROM_0, choices),
         )
-    return numbers_first
+    return are_numbers
 
 
-def _readings(choice: Choice) -> Iterator[tuple[str, int]]:
-    """Yield each way to read the label of a choice, and the index that it gives.
+def _count_readings(choices: Sequence[Choice]) -> Counter[str]:
+    """Return the number of records that each way to read a label fits."""
+    return Counter(way for choice in choices for way in _readings(choice))
+
+
+def _readings(choice: Choice) -> dict[str, int]:
+    """Return each way to read the label of a choice, with the index that it gives.
 
     A way is _TEXT, or what the label of the first choice would be: 0, 1, A or (a).
     """
+    readings = {}
     label = choice.label or ""
     texts = list(map(label_key, choice.texts))
     if label and label_key(label) in texts:
-        yield _TEXT, texts.index(label_key(label))
+        readings[_TEXT] = texts.index(label_key(label))
     if _WHOLE.fullmatch(label):
         for first in (_FROM_0, _FROM_1):
-            if 0 <= int(label) - int(first) < len(texts):
-                yield first, int(label) - int(first)
+            readings[first] = int(label) - int(first)
     letter = _LETTER.fullmatch(label)
     if letter:
         before, name, after = letter.groups()
-        index = ascii_lowercase.index(name.lower())
-        if index < len(texts):
-            yield f"{before}{'A' if name.isupper() else 'a'}{after}", index
+        first = "A" if name.isupper() else "a"
+        readings[f"{before}{first}{after}"] = ord(name) - ord(first)
+    return {way: index for way, index in readings.items() if 0 <= index < len(texts)}
 
 
-def _names(first: str, number: int) -> str:
-    """Return the labels of so many choices as a recipe has them, given that of the first."""
+def _names(first: str, choices: Sequence[Choice]) -> list[int] | list[str]:
+    """Return the labels of the first, second, ... choice, given that of the first."""
+    places = range(max(len(choice.texts) for choice in choices))
     if first.isdecimal():
-        return str([int(first) + place for place in range(number)])
+        return [int(first) + place for place in places]
     letter = "A" if "A" in first else "a"
-    alphabet = ascii_uppercase if letter == "A" else ascii_lowercase
-    return json.dumps([first.replace(letter, other) for other in alphabet[:number]])
+    return [first.replace(letter, chr(ord(letter) + place)) for place in places]

@@ -1,6 +1,6 @@
 """lezo-ds init: writes a commented recipe for a model and a table of records.
 
-The task follows from the columns of the table (`describe_task`), the sizes of a step from the
+The task follows from the columns of the table (columns.py), the sizes of a step from the
 number of records and GPUs, and the learning rate from the width of the model. On GPUs, the memory
 plan chooses how they share the weights. On a CPU, a step that would take long is made smaller. A
 dry run of the recipe then checks it, and a recipe that is refused is removed.
@@ -14,7 +14,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +25,11 @@ from lezo_ds.config import Dtype, RunConfig, load_config
 from lezo_ds.config.run_config import tokens_of_turn
 from lezo_ds.config.yaml_text import inline_yaml
 from lezo_ds.data.encoding import load_tokenizer
-from lezo_ds.data.tables import READERS, TABLES, UTF_8, kind_of, read_source
+from lezo_ds.data.tables import READERS, UTF_8, kind_of
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.errors import UserError, cut, did_you_mean, printable
+from lezo_ds.errors import UserError, printable
 from lezo_ds.files import failures_named, make_directory, write_atomically
-from lezo_ds.tasks.base import Record
-from lezo_ds.tasks.labels import label_text
-from lezo_ds.tasks.template import parse_template
+from lezo_ds.tools.columns import answers_have_lines, describe_task, read_records
 from lezo_ds.tools.dry_run import LONG_STEP, Plan, dry_run
 from lezo_ds.tools.memory_plan import GIB
 from lezo_ds.tools.sizes import measured_inputs, model_sizes
@@ -40,18 +37,10 @@ from lezo_ds.tools.time_plan import plan_time
 
 logger = logging.getLogger(__name__)
 
-_FEWEST_RECORDS = 10
-_MAX_LABELS = 200  # a column with more different values is not taken for labels, unless it is named
-_MAX_LABEL_LENGTH = 60  # characters
-# A label may be misspelt if another one is so many times as frequent and so similar.
-_RARE = 10
-_NEAR = 0.85
 _BATCH_SIZE = 16
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of LeZO's
 _MAX_STEPS = 1000
 _DEFAULT_POSITIONS = 2048
-_QUESTIONS = {"completion": "prompt", "response": "prompt", "output": "instruction"}
-"""The usual names of columns with questions, by those of the columns with their answers."""
 
 # Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
 # wider models are smaller by the root of the width, and FZOO's perturbations and steps with them.
@@ -170,6 +159,7 @@ class _Draft:
         directory: The model's folder.
         task: Keys of the section `data` that describe the task.
         num_records: Number of the records.
+        has_lines: Whether answers to learn have several lines.
         heading: The first lines, which are comments.
     """
 
@@ -178,6 +168,7 @@ class _Draft:
     directory: Path
     task: dict[str, Any]
     num_records: int
+    has_lines: bool
     heading: str
 
     def write(self, size: _StepSize, sharing: Mapping[str, object] | None = None) -> RunConfig:
@@ -192,7 +183,7 @@ class _Draft:
     def with_short_labels(self, config: RunConfig, data: TaskData) -> tuple[RunConfig, TaskData]:
         """Let tokens stand for labels where that works. Return the configuration and its data."""
         labels = self.task.get("labels")
-        if labels is None:
+        if labels is None or "choices" in self.task:
             return config, data
         shorter = _shorter_labels(labels, data)
         if shorter == labels:
@@ -245,7 +236,7 @@ def main(arguments: Namespace) -> None:
         fix = f"lezo-ds init {arguments.data} {arguments.model}"
         raise UserError(f"{arguments.model} is a file, not the directory of a model", fix=fix)
     distributed.init_distributed()
-    records = _read_records(arguments.data, arguments.encoding)
+    records = read_records(arguments.data, arguments.encoding)
     directory = resolve_model(arguments.model)
     title, task = describe_task(
         records,
@@ -267,7 +258,8 @@ def main(arguments: Namespace) -> None:
     command = f"{launcher} train --config {shlex.quote(str(target))}"
     title = " ".join(title.split())
     heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
-    draft = _Draft(arguments, machine, directory, task, len(records), heading)
+    has_lines = answers_have_lines(records, task)
+    draft = _Draft(arguments, machine, directory, task, len(records), has_lines, heading)
     problem = ""
     try:
         config = draft.write(_STEP_SIZES[0])
@@ -404,45 +396,6 @@ def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float]:
     return size, seconds * share
 
 
-def _read_records(source: str, encoding: str) -> list[Record]:
-    """Return the records. A few rows that are none are left to the dry run, which names their line.
-
-    Raises:
-        UserError: There is no file of records, most rows are no records, or the first row of a
-            table is probably a record, since a later one has its value.
-    """
-    path = Path(source)
-    _refuse_no_content(path)
-    rows = read_source("DATA", source, encoding)
-    records = [record for _, record in rows if isinstance(record, Mapping)]
-    problems = [(place, row) for place, row in rows if not isinstance(row, Mapping)]
-    is_table = kind_of(path) in TABLES
-    if len(problems) > len(records):
-        place, problem = problems[0]
-        raise UserError(
-            f"{len(problems)} of {len(rows)} rows of {source} are no records; the first{place} "
-            f"{problem}",
-            fix="write a value for each column, or one JSON object, in each row",
-        )
-    for column in records[0] if is_table and records else ():
-        if any(record[column] == column for record in records):
-            raise UserError(
-                f"the first row of {source} is taken for the names of its columns, but {column} "
-                "is also a value in its column",
-                fix="add a first row with names such as text,label, or rename this column",
-            )
-    return records
-
-
-def _refuse_no_content(path: Path) -> None:
-    """Refuse a directory and an empty file. Another path may be the name of data on the hub."""
-    if path.is_dir():
-        fix = f"name a file in it that ends in {', '.join(READERS)}"
-        raise UserError(f"{path} is a directory, not a file of records", fix=fix)
-    if path.is_file() and path.stat().st_size == 0:
-        raise UserError(f"{path} is an empty file", fix="fill it, or write it again")
-
-
 def _this_machine() -> _Machine:
     if distributed.device().type == "cpu":
         return _Machine(num_ranks=1, gpu_bytes=None, has_bf16=False)
@@ -515,9 +468,9 @@ def _recipe(draft: _Draft, size: _StepSize, sharing: Mapping[str, object]) -> st
         objective = f"  objective: {arguments.reward}  # judges answers\n"
     max_length = min(_DEFAULT_POSITIONS, max_positions)
     generation = ""
-    if "labels" not in task:
+    if not {"labels", "choices"} & task.keys():
         generation = _GENERATION.format(stop="null", max_new_tokens=50)
-        if "messages" in task or "chat_template" in task:
+        if draft.has_lines or "messages" in task or "chat_template" in task:
             generation = _GENERATION.format(stop="[]", max_new_tokens=tokens_of_turn(max_length))
     return _TEMPLATE.format(
         run_dir=inline_yaml(f"runs/{Path(arguments.data).stem}"),
@@ -550,229 +503,3 @@ def num_steps(num_records: int, batch_size: int = _BATCH_SIZE) -> int:
     num_train = num_records - num_validation - num_test
     five_passes = 5 * num_train // batch_size
     return max(100, min(_MAX_STEPS, five_passes // 10 * 10))
-
-
-def describe_task(
-    records: Sequence[Record],
-    *,
-    text: str | None = None,
-    label: str | None = None,
-    answer: str | None = None,
-    reward: str | None = None,
-    in_chat: bool = False,
-    label_map: Mapping[str, str] | None = None,
-) -> tuple[str, dict[str, Any]]:
-    """Describe the task of a table's records.
-
-    A table with a column of conversations is a chat. Otherwise the model reads the column `text`,
-    by default the only one that holds texts, and gives what `label`, `answer` or `reward` asks for.
-    Columns with the usual names of questions and answers need not be named.
-
-    Args:
-        records: The rows of the table.
-        text: Column that the model reads.
-        label: Column with the right label, by default the only one with few different values.
-        answer: Column with a text that the model shall write.
-        reward: package.module:function that judges what the model writes.
-        in_chat: Whether the model's chat template writes the prompt.
-        label_map: What labels of the table count as. They may also differ in case.
-
-    Returns:
-        A title, and the keys of a recipe's section `data` that describe the task.
-
-    Raises:
-        UserError: The task is not clear, or the records are too few for it.
-    """
-    named = {"--text": text, "--label": label, "--answer": answer}
-    columns = _columns(records, named, needs_target=reward is None)
-    if text is None and label is None and answer is None:
-        are_turns = _with_turns(columns)
-        if len(are_turns) == 1:
-            return f"Chat: the messages in {are_turns[0]}", {"messages": are_turns[0]}
-        text, answer = _usual_columns(columns, reward)
-    if answer is None and label is None and reward is None:
-        label = _only("label", "few different values", _few_valued(columns, without=text))
-    target = str(answer or label)
-    if text is None:
-        candidates = [name for name in columns if name != target and _are_texts(columns[name])]
-        text = _only("text", "texts", candidates)
-    template = {"chat_template": True} if in_chat else {}
-    prompt = _field(text)
-    if text == "instruction" and any(columns.get("input", ())):
-        prompt += "\n\n{input}"
-    if reward is not None:
-        return f"Answers to {text}, judged by {reward}", {"prompt": prompt, **template}
-    if text != "prompt" or answer is None:
-        question = target.replace("_", " ").replace("{", "{{").replace("}", "}}")
-        prompt += f"\n{question.capitalize()}:"  # such as "{body}\nTopic:"
-    if answer is not None:
-        task = {"prompt": prompt, "completion": _field(answer), **template}
-        return f"Generation of {answer} from {text}", task
-    labels = _labels(target, columns[target], label_map or {})
-    task = {"prompt": prompt, "label_field": label, "labels": labels, **template}
-    return f"Classification of {text} by {label}", task
-
-
-def _columns(
-    records: Sequence[Record], named: Mapping[str, str | None], *, needs_target: bool
-) -> dict[str, list[object]]:
-    """Return the values of each column, None where a record lacks it.
-
-    Args:
-        records: The rows of the table.
-        named: By option, the column that it names.
-        needs_target: Whether a column of texts alone is too little.
-
-    Raises:
-        UserError: The columns are not those of a table with a task, or the records are too few.
-            What the columns show comes first: misread, a file has few records as well.
-    """
-    names = dict.fromkeys(name for record in records for name in record)
-    columns = {name: [record.get(name) for record in records] for name in names}
-    for option, name in named.items():
-        if name is not None and name not in columns:
-            fix = f"use one of {', '.join(columns)}"
-            raise UserError(f"{option} {name} is not a column", fix=fix)
-    if len(columns) == 1 and needs_target and not _with_turns(columns):
-        raise UserError(
-            f"there is one column only, {cut(next(iter(columns)), 80)!r}",
-            fix="add one with labels or answers, or give --reward; if it holds several, separate "
-            "them by commas, or by tabs in a .tsv file",
-        )
-    if len(records) < _FEWEST_RECORDS:
-        fix = f"add records: {_FEWEST_RECORDS} at least, and better 30 of each kind"
-        raise UserError(f"{len(records)} records are too few to train on and to score", fix=fix)
-    return columns
-
-
-def _with_turns(columns: Mapping[str, Sequence[object]]) -> list[str]:
-    """Return the columns that hold conversations."""
-    return [name for name, values in columns.items() if any(map(_are_turns, values))]
-
-
-def _field(column: str) -> str:
-    """Return the template of a column's value. UserError: no template can name the column."""
-    template = f"{{{column}}}"
-    try:
-        fields = parse_template("data.prompt", template).fields
-    except UserError:
-        fields = ()
-    if fields != (column,):
-        raise UserError(
-            f"no template can name the column {column!r}",
-            fix="rename it in the data, without braces, colons and spaces at its ends",
-        )
-    return template
-
-
-def _usual_columns(
-    columns: Mapping[str, object], reward: str | None
-) -> tuple[str | None, str | None]:
-    """Return the columns of questions and answers if they have the usual names, or None twice.
-
-    Raises:
-        UserError: The columns hold pairs of preference.
-    """
-    if reward is None and "rejected" in columns:
-        raise UserError(
-            "the column rejected holds one of two answers, and no objective learns from pairs",
-            fix="give --text COLUMN --answer chosen, or without --answer remove this column",
-        )
-    for answer, question in _QUESTIONS.items():
-        if answer in columns and question in columns:
-            return question, answer
-    return None, None
-
-
-def _labels(
-    name: str, values: Sequence[object], label_map: Mapping[str, str]
-) -> list[str] | dict[str, str]:
-    """Return the labels in a column, sorted, or a map if some count as others.
-
-    Labels that differ in case only are one: the most frequent of them. Cells without one are left
-    out.
-    """
-    labels = (label_text(name, value) for value in values)
-    counts = Counter(label for label in labels if label is not None)
-    for label in label_map:
-        if label not in counts:
-            fix = did_you_mean(label, counts, "write --label-map LABEL=LABEL")
-            raise UserError(f"--label-map: the column {name} has no label {label}", fix=fix)
-    texts: dict[str, str] = {}
-    spellings: dict[str, str] = {}
-    classes: Counter[str] = Counter()
-    for label, number in counts.most_common():
-        text = label_map.get(label, label)
-        texts[label] = spellings.setdefault(text.casefold(), text)
-        classes[texts[label]] += number
-        if texts[label] != label:
-            logger.warning("%d records with the label %s count as %s", number, label, texts[label])
-    if not counts:
-        problem = f"all {len(values)} records lack a label: the column {name} is empty"
-        raise UserError(problem, fix="fill it in, or give --label with another column")
-    if len(classes) > len(values) / 2:
-        problem = f"the column {name} has {len(classes)} different labels in {len(values)} records"
-        fix = f"add records of each class or, if the model shall write them, give --answer {name}"
-        raise UserError(problem, fix=fix)
-    if len(classes) < 2:
-        problem = f"the column {name} has no two labels, only {list(classes)}"
-        raise UserError(problem, fix="add records of another label, or name another column")
-    for label, number in classes.items():
-        frequent = [other for other in classes if classes[other] >= _RARE * number]
-        for near in get_close_matches(label, frequent, n=1, cutoff=_NEAR):
-            logger.warning(
-                "the label %s (%d records) is almost %s (%d records); to count it as that, add "
-                "--label-map '%s=%s'",
-                label,
-                number,
-                near,
-                classes[near],
-                label,
-                near,
-            )
-    if all(label == text for label, text in texts.items()):
-        return sorted(texts)
-    return dict(sorted(texts.items()))
-
-
-def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) -> list[str]:
-    """Return the columns of short values that repeat, except for one column."""
-    found = []
-    for name, values in columns.items():
-        labels = set()
-        for value in values:
-            if isinstance(value, str | int | float):
-                labels.add(label_text(name, value) or "")
-        labels.discard("")
-        is_few = 1 < len(labels) <= min(_MAX_LABELS, len(values) / 2)
-        if name != without and is_few and max(map(len, labels)) <= _MAX_LABEL_LENGTH:
-            found.append(name)
-    return found
-
-
-def _are_texts(values: Sequence[object]) -> bool:
-    """Return whether most values are different strings, most of them of several words."""
-    strings = {value for value in values if isinstance(value, str)}
-    num_sentences = sum(" " in string.strip() for string in strings)
-    return len(strings) > len(values) / 2 and num_sentences > len(strings) / 2
-
-
-def _are_turns(value: object) -> bool:
-    """Return whether a value is a conversation, with OpenAI's names of its fields or ShareGPT's."""
-    if not isinstance(value, list) or not value:
-        return False
-    turn = value[0]
-    return isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
-
-
-def _only(option: str, meaning: str, names: Sequence[str]) -> str:
-    """Return the only column that may be meant, or ask for the option that names it."""
-    if len(names) == 1:
-        return names[0]
-    problem = f"no column holds {meaning}"
-    if names:
-        problem = f"several columns hold {meaning}: {', '.join(names)}"
-    fix = f"give --{option} COLUMN"
-    if option == "label":
-        fix += ", or --answer COLUMN for texts to write"
-    raise UserError(problem, fix=fix)

@@ -130,3 +130,10 @@ def test_a_token_that_cannot_be_read_as_text_is_named(tmp_path, caplog):
     data = load(directory, tmp_path, record, prompt="{text}", **described)
     assert "a" in special_tokens(data, data.train.encoded[0].sequences[0])
     assert "cannot read it as text, so the model reads the token" in caplog.text
+
+
+def test_a_record_with_control_tokens_is_read_as_all_records_say(model, tmp_path):
+    record = {"text": "Use </s>?", "options": ["12", "34"], "right": "1", "other": "</s>"}
+    keys = {"prompt": "{text}", "label_field": "right", "choices": ["{options}"]}
+    data = load(model, tmp_path, record, chat_template=True, **keys)
+    assert {example.label for example in data.train.examples} == {1}

@@ -7,7 +7,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from own_data import PLAIN, own_values, write_chat_model
+from own_data import PLAIN, own_values, write_byte_model, write_chat_model
 from transformers import AutoTokenizer
 
 from lezo_ds.config import config_from_dict
@@ -56,6 +56,7 @@ def models(tmp_path_factory):
     return {
         "tools": write_chat_model(root / "tools", TEMPLATE),
         "no tools or system": write_chat_model(root / "plain", plain),
+        "no template": write_byte_model(root / "bytes"),
     }
 
 
@@ -63,7 +64,7 @@ def load(model, path, rows=(), **data):
     if rows:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     described = {"messages": "turns"} if "prompt" not in data else {"chat_template": True}
-    values = own_values(model, train=str(path), **described, **data) | {"run_dir": "none"}
+    values = own_values(model, train=str(path), **described | data) | {"run_dir": "none"}
     values["data"]["max_length"] = 2048
     config_file = model / "config.json"
     config = json.loads(config_file.read_text())
@@ -237,9 +238,32 @@ def test_a_prompt_of_turns_is_asked_without_an_answer():
     example = task.build_example({"prompt": PROMPT}, 0)
     assert [turn.content for turn in example.messages] == [turn["content"] for turn in PROMPT]
     assert (example.label, example.prompt, task.has_answers) == (None, "Where?", False)
-    plain = make_task(Description(prompt="{prompt}"))
-    with pytest.raises(UserError, match=r"list of turns; fix: set data.chat_template=true"):
-        plain.build_example({"prompt": PROMPT}, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "fix"),
+    [("tools", "set data.chat_template=true"), ("no template", "use a model with a chat template")],
+)
+def test_turns_without_a_template_are_refused_with_a_fix_that_helps(model, fix, models, tmp_path):
+    rows = [{"prompt": PROMPT, "completion": ANSWER}] * 10
+    keys = {"prompt": "{prompt}", "completion": "{completion}", "chat_template": False}
+    with pytest.raises(
+        UserError, match=f"prompt or completion of .* is a list of turns; fix: {fix}"
+    ):
+        load(models[model], tmp_path / "a.jsonl", rows, **keys)
+
+
+def test_fields_that_the_recipe_leaves_out_are_named_without_a_template(models, tmp_path, caplog):
+    caplog.set_level("INFO")
+    rows = [{"instruction": f"Add {n}", "output": f"{n}", "system": "Be kind"} for n in range(10)]
+    rows = [row | {"tools": TOOLS, "id": n, "note": ""} for n, row in enumerate(rows)]
+    keys = {"prompt": "{instruction}", "completion": "{output}", "chat_template": False}
+    load(models["no template"], tmp_path / "a.jsonl", rows, **keys)
+    for name in ("system", "tools"):
+        message = f"the model does not read {name}, which 6 of 6 records have"
+        assert caplog.messages.count(message) == 1
+    assert "fields that the recipe leaves out (records): id (6)" in caplog.messages
+    assert "note" not in caplog.text and "does not read instruction" not in caplog.text
 
 
 def test_conversations_without_answers_are_pointed_to_a_prompt(models, tmp_path):

@@ -77,7 +77,16 @@ def test_all_records_decide_whether_labels_are_numbers_or_texts():
     assert labels_of(texts) == [2, 2, 0]
     integers = [([12, 3, 1], 3), ([7, 9, 5], 5), ([4, 6, 1], 1)]
     assert labels_of(integers) == [1, 2, 2]
-    assert labels_of([(COLORS, "red"), (COLORS, 2), (COLORS, None)]) == [0, 2, None]
+    assert labels_of([(COLORS, "red"), (COLORS, "green"), (COLORS, None)]) == [0, 2, None]
+
+
+@pytest.mark.parametrize("odd", ["1", 1, "B", "pink"])
+@pytest.mark.parametrize("usual", ["red", 2, "2"])
+def test_a_record_whose_label_is_read_in_another_way_than_others_is_refused(usual, odd):
+    rows = [(COLORS, usual)] * 9 + [(COLORS, "blue" if str(odd) == "1" and usual != "red" else odd)]
+    with pytest.raises(UserError, match=r"one of the choices|the number of a choice") as error:
+        labels_of(rows)
+    assert repr(str(rows[-1][1])) in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -75,13 +77,42 @@ def test_quotation_marks_of_a_tsv_are_text_if_each_line_is_a_row(tmp_path, caplo
     ]
     path.with_suffix(".csv").write_text('text,label\n"Great,1\nit is,1\nthe end",1\n')
     assert len(records_in(path.with_suffix(".csv"))) == 1
-    assert "quotation marks join lines, each of which would be a row" in caplog.messages[1]
+    assert "opens in line 2 closes in line 4, and lines between them would be" in caplog.messages[1]
     quoted = 'text\tlabel\n"two\nlines"\t1\n"say ""no"""\t0\n'
     (tmp_path / "quoted.tsv").write_text(quoted)
     texts = [record["text"] for record in records_in(tmp_path / "quoted.tsv")]
     assert texts == ["two\nlines", 'say "no"']
     (tmp_path / "one_line.tsv").write_text('text\tlabel\n"say ""no"""\t0\n')
     assert records_in(tmp_path / "one_line.tsv")[0]["text"] == 'say "no"'
+
+
+@pytest.mark.parametrize(
+    "others",
+    [(), ('8\t"two\n\nlines"\tgood',), ("8\tshort",), ('8\t"two\nlines"\tgood', "9\tshort")],
+)
+@pytest.mark.parametrize("first_line", ["", "sep=\t\n"])
+def test_a_quotation_mark_that_joins_rows_of_a_tsv_is_refused_beside_other_rows(
+    others, first_line, tmp_path
+):
+    rows = ["1\tfine\tgood", '2\t"Great, she said\tgood', "3\tfine\tbad", '4\tby a box\tbad']
+    rows += ["5\tshort", '6\tthe end"\tbad', *others]
+    lines = "\n".join(["id\ttext\tlabel", *rows])
+    (tmp_path / "t.tsv").write_text(first_line + lines)
+    line = 4 if first_line else 3
+    expected = f"the quotation mark that opens in line {line} closes in line {line + 4}, and"
+    assert expected in refusal_of(tmp_path / "t.tsv")
+
+
+def test_quoted_values_of_a_tsv_may_have_any_lines(tmp_path, caplog):
+    values = ["two\nlines", "a\n\nb", 'say "no"\n', "def f():\n\tx = 1\t# one\n\treturn x", "a\tb"]
+    for names in (["id", "text", "label"], ["text", "id", "label"], ["id", "label", "text"]):
+        rows = [{"id": "1", "label": "good", "text": value} for value in values]
+        with (tmp_path / "t.tsv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, names, delimiter="\t", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        assert records_in(tmp_path / "t.tsv") == rows
+    assert not caplog.messages
 
 
 def test_a_table_whose_rows_are_all_refused_is_one_error(tmp_path):
@@ -128,6 +159,9 @@ def test_a_byte_that_is_no_text_is_an_error_of_its_record(tmp_path):
         assert sorted(kinds, key=str) == [ValueError, dict]
 
 
+SQUAD = {"title": "x", "paragraphs": [{"context": "c", "qas": [{"question": "q"}]}]}
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -137,6 +171,10 @@ def test_a_byte_that_is_no_text_is_an_error_of_its_record(tmp_path):
             {"version": "2.0", "data": [{"title": "x", "paragraphs": [{"qas": []}]}] * 2},
             "has the nested layout of SQuAD in data; fix: write an object with question",
         ),
+        ({"version": "2.0", "data": [SQUAD]}, "has the nested layout of SQuAD in data"),
+        (SQUAD, "has the nested layout of SQuAD in paragraphs; fix: write an object with question"),
+        ({"data": RECORDS[:1]}, "holds the records in data"),
+        ({"train": RECORDS[:1], "test": RECORDS[:1]}, "holds the records in train, test"),
         ({"text": ["a", "b"], "label": [0, 1]}, "holds columns, not a list of records"),
         ({"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}, "holds columns, not a list"),
         ({"columns": ["text"], "index": [0, 1], "data": [["a"], ["b"]]}, "holds columns"),
@@ -146,6 +184,26 @@ def test_a_byte_that_is_no_text_is_an_error_of_its_record(tmp_path):
 def test_an_object_that_holds_records_is_named(document, message, indent, tmp_path):
     (tmp_path / "t.json").write_text(json.dumps(document, indent=indent))
     assert message in refusal_of(tmp_path / "t.json")
+
+
+def test_articles_of_squad_are_named(tmp_path):
+    (tmp_path / "t.jsonl").write_text(lines_of([SQUAD] * 2))
+    assert "the first of which has the nested layout of SQuAD" in refusal_of(tmp_path / "t.jsonl")
+    (tmp_path / "t.jsonl").write_text('{"question": "q", "answers": [{"text": "a"}]}')
+    assert len(records_in(tmp_path / "t.jsonl")) == 1
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "b": {"c": 1, "c": 1}}', '{"c": 2, "a": [], "c": 3}'])
+@pytest.mark.parametrize("others", [[], ['{"a": 1}']])
+def test_a_key_that_an_object_repeats_is_an_error_of_its_record(text, others, tmp_path):
+    for name, content in (
+        ("t.jsonl", "\n".join([text, *others])),
+        ("t.json", f"[{','.join([text, *others])}]"),
+    ):
+        (tmp_path / name).write_text(content)
+        first, *rest = records_in(tmp_path / name)
+        assert str(first) == "has the key 'c' 2 times in one object"
+        assert rest == list(map(json.loads, others))
 
 
 def test_one_conversation_is_a_record(tmp_path):
@@ -172,3 +230,22 @@ def test_a_parquet_file_with_two_columns_of_a_name_is_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     parquet.write_table(table, tmp_path / "t.parquet")
     assert "several columns with the name 'text'" in refusal_of(tmp_path / "t.parquet")
+
+
+def test_floats_of_parquet_have_the_digits_that_they_were_written_with(tmp_path):
+    numbers = [0.1, 1e-7, 3.0, None]
+    inner = pa.struct([("n", pa.float32())])
+    columns = {
+        "single": pa.array(numbers, pa.float32()),
+        "half": pa.array(np.array([0.1, 0.25, 3, 0.3], np.float16)),
+        "double": pa.array(numbers),
+        "lists": pa.array([[n] for n in numbers], pa.list_(pa.float32())),
+        "structs": pa.array([[{"n": n}] for n in numbers], pa.list_(inner)),
+        "text": pa.array(["a", None, "b", "c"]),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    records = records_in(tmp_path / "t.parquet")
+    for number, half, record in zip(numbers, [0.1, 0.25, 3.0, 0.3], records, strict=True):
+        assert record["single"] == record["double"] == number and record["half"] == half
+        assert (record["lists"], record["structs"]) == ([number], [{"n": number}])
+    assert [record["text"] for record in records] == ["a", None, "b", "c"]

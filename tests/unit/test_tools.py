@@ -19,7 +19,8 @@ from lezo_ds.config.yaml_text import inline_yaml
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.tools import init
-from lezo_ds.tools.init import describe_task, num_steps
+from lezo_ds.tools.columns import answers_have_lines, describe_task, read_records
+from lezo_ds.tools.init import num_steps
 
 REWARD = """
 from lezo_ds import reward
@@ -59,7 +60,7 @@ def test_init_takes_the_only_columns_of_texts_and_labels():
         records(text=[f"say {number}" for number in range(400)], intent=intents)
     )
     assert task["label_field"] == "intent" and len(task["labels"]) == 80
-    turns = [[{"from": "human", "value": "hi"}]] * 40
+    turns = [[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]] * 40
     assert describe_task(records(turns=turns, source=CLASSES))[1] == {"messages": "turns"}
 
 
@@ -82,6 +83,100 @@ def test_init_knows_the_usual_columns_of_questions_and_answers_and_keeps_their_i
 
 
 TURNS = [[{"role": "user", "content": "hi"}]] * 40
+ANSWERS = [[{"role": "assistant", "content": "yes"}]] * 40
+
+
+def test_init_takes_turns_as_prompts_with_answers_or_a_reward():
+    pairs = {"prompt": TURNS, "completion": ANSWERS}
+    for columns in (pairs, pairs | {"completion": TEXTS}):
+        _, task = describe_task(records(**columns), in_chat=True)
+        expected = {"prompt": "{prompt}", "completion": "{completion}", "chat_template": True}
+        assert task == expected
+        with pytest.raises(
+            UserError, match=r"prompt holds turns .* no chat template to write them"
+        ):
+            describe_task(records(**columns))
+    _, task = describe_task(records(turns=TURNS, n=CLASSES), reward="a:b", in_chat=True)
+    assert task == {"prompt": "{turns}", "chat_template": True}
+    _, task = describe_task(records(turns=TURNS, reply=TEXTS), answer="reply", in_chat=True)
+    assert (task["prompt"], task["completion"]) == ("{turns}", "{reply}")
+    with pytest.raises(UserError, match=r"no conversation in turns has .* fix: .* --reward"):
+        describe_task(records(turns=TURNS, n=CLASSES), in_chat=True)
+
+
+COLORS = ("red", "blue", "green", "white")
+LETTERS = {letter: [color] * 40 for letter, color in zip("ABCD", COLORS, strict=True)}
+SHIFTED = [[*COLORS[n % 4 :], *COLORS[: n % 4]] for n in range(40)]
+NUMBERS = [n * 7 % 4 for n in range(40)]
+STRUCTS = [{"label": list("ABCD"), "text": texts} for texts in SHIFTED]
+BY_LETTER = [dict(zip("ABCD", texts, strict=True)) for texts in SHIFTED]
+
+
+@pytest.mark.parametrize(
+    ("columns", "choices", "labels"),
+    [
+        ({"choices": SHIFTED, "answer": NUMBERS}, ["{choices}"], None),
+        ({"words": SHIFTED, "answer": list(map(str, NUMBERS))}, ["{words}"], None),
+        ({"endings": SHIFTED, "gold": COLORS * 10}, ["{endings}"], None),
+        ({"choices": STRUCTS, "answerKey": ["ABCD"[n] for n in NUMBERS]}, ["{choices.text}"], "A"),
+        ({"options": BY_LETTER, "cop": [n + 1 for n in NUMBERS]}, "options.", 1),
+        (LETTERS | {"answer": ["ABCD"[n] for n in NUMBERS]}, "", "A"),
+        (LETTERS | {"answer": ["abcd"[n] for n in NUMBERS[:36]] + ["1"] * 4}, "", "a"),
+        (LETTERS | {"answer": [*COLORS * 9, "red", "red", "red", "2"]}, "", None),
+        (
+            {"option1": TEXTS, "option2": CLASSES, "answer": ["1", "2"] * 20},
+            ["{option1}", "{option2}"],
+            1,
+        ),
+        ({"opa": COLORS * 10, "opb": CLASSES, "opc": CLASSES, "n": NUMBERS}, None, None),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_init_finds_choices_and_which_is_right(columns, choices, labels, named):
+    *_, right = columns
+    questions = [f"question {n} of all" for n in range(40)]
+    options = {"label": right} if named else {}
+    if choices is None:  # n is no choice of three
+        _, task = describe_task(records(question=questions, **columns), label="n")
+        assert "choices" not in task
+        return
+    if isinstance(choices, str):
+        choices = [f"{{{choices}{letter}}}" for letter in "ABCD"]
+    first = {"question": questions}
+    title, task = describe_task(records(**first, **columns), text="question", **options)
+    expected = {"prompt": "{question}\nAnswer:", "label_field": right, "choices": choices}
+    if labels is not None:
+        number = len(choices) if len(choices) > 1 else 4
+        expected["labels"] = (
+            [1, 2, 3, 4] if labels == 1 else [chr(ord(labels) + n) for n in range(4)]
+        )
+        expected["labels"] = expected["labels"][:number]
+    assert task == expected and title == f"Multiple choice: question, answered by {right}"
+
+
+def test_init_says_what_to_do_with_choices_that_it_cannot_read(caplog):
+    texts = [str(texts) for texts in SHIFTED]
+    with pytest.raises(
+        UserError, match=r"choices has lists as texts; fix: save the table as .jsonl"
+    ):
+        describe_task(records(question=TEXTS, choices=texts, answer=CLASSES))
+    two = records(question=TEXTS, choices=SHIFTED, answer=COLORS * 10, index=NUMBERS)
+    with pytest.raises(UserError, match="hold the right choice: answer, index; fix: give --label"):
+        describe_task(two)
+    _, task = describe_task(records(text=TEXTS, choices=SHIFTED, topic=CLASSES), label="topic")
+    assert task["labels"] == ["billing", "bug"]
+    assert "choices may hold choices, and column topic does not say which is right" in caplog.text
+    tokens = [text.split() * 3 for text in TEXTS]
+    _, task = describe_task(records(text=TEXTS, tokens=tokens, spam=[0, 1] * 20))
+    assert task["labels"] == ["0", "1"]
+
+
+def test_answers_of_several_lines_are_found():
+    rows = records(q=TEXTS, a=["one\n"] * 39 + ["- one\n- two"])
+    task = {"prompt": "{q}", "completion": "{a}"}
+    assert answers_have_lines(rows, task) and not answers_have_lines(rows[:39], task)
+    assert answers_have_lines([{}, {"a": ["x", "- one\n- two"]}], task)
+    assert not answers_have_lines(rows, {"prompt": "{q}", "labels": ["a", "b"]})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +268,7 @@ def test_init_names_what_is_wrong_with_a_file_before_it_counts(
 ):
     (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with pytest.raises(UserError, match=message):
-        describe_task(init._read_records(str(tmp_path / "t.jsonl"), "utf-8"))
+        describe_task(read_records(str(tmp_path / "t.jsonl"), "utf-8"))
 
 
 def test_init_names_a_directory_and_an_empty_file(tmp_path):
@@ -183,7 +278,7 @@ def test_init_names_a_directory_and_an_empty_file(tmp_path):
         ("t.csv", "t.csv is an empty file; fix: fill it"),
     ):
         with pytest.raises(UserError, match=message):
-            init._read_records(str(tmp_path / name), "utf-8")
+            read_records(str(tmp_path / name), "utf-8")
 
 
 def test_init_writes_labels_with_characters_that_yaml_escapes(tmp_path, monkeypatch):

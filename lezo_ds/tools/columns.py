@@ -1,0 +1,465 @@
+"""The columns of a table: its records, and the task that a recipe for them describes.
+
+    conversations                           chat
+    conversations or texts, and answers     generation
+    texts, choices, and which is right      multiple choice
+    texts, and few different values         classification
+
+What is not clear is asked for, by the option of `lezo-ds init` that names a column.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from lezo_ds.data.tables import READERS, TABLES, kind_of, read_source
+from lezo_ds.errors import UserError, cut, did_you_mean
+from lezo_ds.tasks.base import Record
+from lezo_ds.tasks.conversations import ASSISTANT, are_objects, are_turns, read_messages
+from lezo_ds.tasks.custom import read_choice, readable
+from lezo_ds.tasks.labels import label_text, labels_that_read
+from lezo_ds.tasks.template import parse_template
+
+logger = logging.getLogger(__name__)
+
+_FEWEST_RECORDS = 10
+_MAX_LABELS = 200  # a column with more different values is not taken for labels, unless it is named
+_MAX_LABEL_LENGTH = 60  # characters
+# A label may be misspelt if another one is so many times as frequent and so similar.
+_RARE = 10
+_NEAR = 0.85
+_MOST = 0.8  # of the records must fit a reading of a column
+_QUESTIONS = {"completion": "prompt", "response": "prompt", "output": "instruction"}
+"""The usual names of columns with questions, by those of the columns with their answers."""
+_CHOICE = "(option|choice|answer|ans|ending|candidate|alternative|solution|sol|opt|op)s?"
+_LETTERED = re.compile(
+    rf"(?P<stem>({_CHOICE})?[ _.-]?)\(?(?P<mark>[A-Za-z]|[0-9])\)?", re.IGNORECASE
+)
+"""A column with one of several choices: A, b, option_c, Answer1 or opa."""
+
+
+def read_records(source: str, encoding: str) -> list[Record]:
+    """Return the records. A few rows that are none are left to the dry run, which names their line.
+
+    Raises:
+        UserError: There is no file of records, most rows are no records, or the first row of a
+            table is probably a record, since a later one has its value.
+    """
+    path = Path(source)
+    _refuse_no_content(path)
+    rows = read_source("DATA", source, encoding)
+    records = [record for _, record in rows if isinstance(record, Mapping)]
+    problems = [(place, row) for place, row in rows if not isinstance(row, Mapping)]
+    is_table = kind_of(path) in TABLES
+    if len(problems) > len(records):
+        place, problem = problems[0]
+        raise UserError(
+            f"{len(problems)} of {len(rows)} rows of {source} are no records; the first{place} "
+            f"{problem}",
+            fix="write a value for each column, or one JSON object with different keys, in each "
+            "row",
+        )
+    for column in records[0] if is_table and records else ():
+        if any(record[column] == column for record in records):
+            raise UserError(
+                f"the first row of {source} is taken for the names of its columns, but {column} "
+                "is also a value in its column",
+                fix="add a first row with names such as text,label, or rename this column",
+            )
+    return records
+
+
+def _refuse_no_content(path: Path) -> None:
+    """Refuse a directory and an empty file. Another path may be the name of data on the hub."""
+    if path.is_dir():
+        fix = f"name a file in it that ends in {', '.join(READERS)}"
+        raise UserError(f"{path} is a directory, not a file of records", fix=fix)
+    if path.is_file() and path.stat().st_size == 0:
+        raise UserError(f"{path} is an empty file", fix="fill it, or write it again")
+
+
+def describe_task(
+    records: Sequence[Record],
+    *,
+    text: str | None = None,
+    label: str | None = None,
+    answer: str | None = None,
+    reward: str | None = None,
+    in_chat: bool = False,
+    label_map: Mapping[str, str] | None = None,
+) -> tuple[str, dict[str, Any]]:
+    """Describe the task of a table's records.
+
+    A table with a column of conversations is a chat. Otherwise the model reads the column `text`,
+    by default the only one that holds texts, and gives what `label`, `answer` or `reward` asks for.
+    Columns with the usual names of questions and answers need not be named, nor those with choices.
+
+    Args:
+        records: The rows of the table.
+        text: Column that the model reads.
+        label: Column with the right label, by default the only one with few different values, or
+            the only one that says which choice is right.
+        answer: Column with a text that the model shall write.
+        reward: package.module:function that judges what the model writes.
+        in_chat: Whether the model has a chat template, which then writes the prompt.
+        label_map: What labels of the table count as. They may also differ in case.
+
+    Returns:
+        A title, and the keys of a recipe's section `data` that describe the task.
+
+    Raises:
+        UserError: The task is not clear, or the records are too few for it.
+    """
+    named = {"--text": text, "--label": label, "--answer": answer}
+    columns = _columns(records, named, needs_target=reward is None)
+    conversations = [name for name, values in columns.items() if any(map(are_turns, values))]
+    if text is None and label is None and answer is None:
+        text, answer = _usual_columns(columns, reward)
+        if text is None and reward is None and len(conversations) == 1:
+            (messages,) = conversations
+            _refuse_no_answers(messages, records)
+            return f"Chat: the messages in {messages}", {"messages": messages}
+    choices = None
+    if answer is None and reward is None and not label_map:
+        choices = _find_choices(columns, records, label)
+        label = choices.label if choices else label
+    if answer is None and label is None and reward is None:
+        label = _only("label", "few different values", _few_valued(columns, without=text))
+    target = str(answer or label)
+    if text is None:
+        taken = {target, *(choices.columns if choices else ())}
+        others = {name: columns[name] for name in columns if name not in taken}
+        texts = [name for name in others if _are_texts(others[name])]
+        text = _only("text", "texts", texts or [name for name in others if name in conversations])
+    if not in_chat:
+        _refuse_turns([name for name in (text, answer) if name in conversations])
+    template: dict[str, Any] = {"chat_template": True} if in_chat else {}
+    prompt = _field(text)
+    if text == "instruction" and any(columns.get("input", ())):
+        prompt += "\n\n{input}"
+    if reward is not None:
+        return f"Answers to {text}, judged by {reward}", {"prompt": prompt, **template}
+    if choices:
+        task = {"prompt": f"{prompt}\nAnswer:", **choices.keys(), **template}
+        return f"Multiple choice: {text}, answered by {label}", task
+    if text not in conversations and (text != "prompt" or answer is None):
+        question = target.replace("_", " ").replace("{", "{{").replace("}", "}}")
+        prompt += f"\n{question.capitalize()}:"  # such as "{body}\nTopic:"
+    if answer is not None:
+        task = {"prompt": prompt, "completion": _field(answer), **template}
+        return f"Generation of {answer} from {text}", task
+    labels = _labels(target, columns[target], label_map or {})
+    task = {"prompt": prompt, "label_field": label, "labels": labels, **template}
+    return f"Classification of {text} by {label}", task
+
+
+def answers_have_lines(records: Sequence[Record], task: Mapping[str, Any]) -> bool:
+    """Return whether an answer that a task learns has several lines.
+
+    Args:
+        records: The rows of the table.
+        task: Their task, by `describe_task`.
+    """
+    if "completion" not in task:
+        return False
+    answers = readable(parse_template("data.completion", task["completion"]).texts, records)
+    return any("\n" in text.strip() for texts in answers for text in texts)
+
+
+def _columns(
+    records: Sequence[Record], named: Mapping[str, str | None], *, needs_target: bool
+) -> dict[str, list[object]]:
+    """Return the values of each column, None where a record lacks it.
+
+    Args:
+        records: The rows of the table.
+        named: By option, the column that it names.
+        needs_target: Whether a column of texts alone is too little.
+
+    Raises:
+        UserError: The columns are not those of a table with a task, or the records are too few.
+            What the columns show comes first: misread, a file has few records as well.
+    """
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {name: [record.get(name) for record in records] for name in names}
+    for option, name in named.items():
+        if name is not None and name not in columns:
+            fix = f"use one of {', '.join(columns)}"
+            raise UserError(f"{option} {name} is not a column", fix=fix)
+    has_turns = any(are_turns(value) for values in columns.values() for value in values)
+    if len(columns) == 1 and needs_target and not has_turns:
+        raise UserError(
+            f"there is one column only, {cut(next(iter(columns)), 80)!r}",
+            fix="add one with labels or answers, or give --reward; if it holds several, separate "
+            "them by commas, or by tabs in a .tsv file",
+        )
+    if len(records) < _FEWEST_RECORDS:
+        fix = f"add records: {_FEWEST_RECORDS} at least, and better 30 of each kind"
+        raise UserError(f"{len(records)} records are too few to train on and to score", fix=fix)
+    return columns
+
+
+def _refuse_no_answers(name: str, records: Sequence[Record]) -> None:
+    """Refuse a column of conversations of which none has a turn of the assistant."""
+    for turns in readable(partial(read_messages, field=name), records):
+        if any(turn.role == ASSISTANT for turn in turns):
+            return
+    raise UserError(
+        f"no conversation in {name} has a turn of the assistant to learn",
+        fix="add turns of the assistant, give --answer COLUMN with the answers, or give --reward "
+        "MODULE:FUNCTION that judges answers of the model",
+    )
+
+
+def _refuse_turns(names: Sequence[str]) -> None:
+    """Refuse columns of conversations, since the model has no chat template."""
+    if names:
+        raise UserError(
+            f"the column {names[0]} holds turns of conversations, and the model has no chat "
+            "template to write them",
+            fix="use a model that was trained for conversations, or write texts in their place",
+        )
+
+
+def _field(column: str) -> str:
+    """Return the template of a column's value. UserError: no template can name the column."""
+    template = f"{{{column}}}"
+    try:
+        fields = parse_template("data.prompt", template).fields
+    except UserError:
+        fields = ()
+    if fields != (column,):
+        raise UserError(
+            f"no template can name the column {column!r}",
+            fix="rename it in the data, without braces, colons and spaces at its ends",
+        )
+    return template
+
+
+def _usual_columns(
+    columns: Mapping[str, object], reward: str | None
+) -> tuple[str | None, str | None]:
+    """Return the columns of questions and answers if they have the usual names, or None twice.
+
+    Raises:
+        UserError: The columns hold pairs of preference.
+    """
+    if reward is None and "rejected" in columns:
+        raise UserError(
+            "the column rejected holds one of two answers, and no objective learns from pairs",
+            fix="give --text COLUMN --answer chosen, or without --answer remove this column",
+        )
+    for answer, question in _QUESTIONS.items():
+        if answer in columns and question in columns:
+            return question, answer
+    return None, None
+
+
+class _Choices(NamedTuple):
+    """The columns of a table that hold choices, and the one that says which is right.
+
+    Attributes:
+        columns: Those with the choices.
+        templates: Of data.choices.
+        are_usual: Whether their names say that they hold choices.
+        label: The column that says which choice is right.
+        labels: Of data.labels; None if that column has texts of choices, or numbers from 0.
+    """
+
+    columns: tuple[str, ...]
+    templates: list[str]
+    are_usual: bool
+    label: str = ""
+    labels: list[int] | list[str] | None = None
+
+    def keys(self) -> dict[str, Any]:
+        """Return the keys of the section `data` that say so."""
+        keys = {"label_field": self.label, "choices": self.templates, "labels": self.labels}
+        return {key: value for key, value in keys.items() if value is not None}
+
+
+def _find_choices(
+    columns: Mapping[str, Sequence[object]], records: Sequence[Record], label: str | None
+) -> _Choices | None:
+    """Return the columns with choices and with the right ones, or None if there are none.
+
+    Args:
+        columns: The values of each column.
+        records: The rows of the table.
+        label: The column that says which choice is right, if it is given.
+
+    Raises:
+        UserError: Several columns may say which choice is right, or lists of choices are texts.
+    """
+    found: dict[str, _Choices] = {}
+    unused: list[str] = []
+    for choices in _with_choices(columns):
+        others = [name for name in columns if name not in choices.columns]
+        right = [_with_right(choices, name, records) for name in ([label] if label else others)]
+        found |= {each.label: each for each in right if each}
+        if choices.are_usual and not any(right):
+            unused += choices.columns
+    if found:
+        return found[_only("label", "the right choice", list(found))]
+    if unused:
+        logger.warning(
+            "%s may hold choices, and %s does not say which is right: they are not used",
+            ", ".join(unused),
+            f"column {label}" if label else "no column",
+        )
+    return None
+
+
+def _with_choices(columns: Mapping[str, Sequence[object]]) -> Iterator[_Choices]:
+    """Yield the columns that may hold choices: lists, objects with a list or with letters, letters.
+
+    Raises:
+        UserError: Lists of choices are texts.
+    """
+    lettered: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for name, values in columns.items():
+        value = next((value for value in values if value), None)
+        is_usual = re.fullmatch(_CHOICE, name, re.IGNORECASE) is not None
+        if isinstance(value, str) and is_usual and value[0] + value[-1] == "[]":
+            raise UserError(
+                f"the column {name} has lists as texts",
+                fix="save the table as .jsonl or .parquet with lists, or write each choice in a "
+                "column of its own: A, B, ...",
+            )
+        if isinstance(value, list) and not are_objects(value):
+            yield _Choices((name,), [_field(name)], is_usual)
+        elif isinstance(value, Mapping):
+            lists = {key: str(inner) for key, inner in value.items() if isinstance(inner, list)}
+            keys = [max(lists, key=lambda key: len(lists[key]))] if lists else _letters(value)
+            if keys:
+                yield _Choices((name,), [_field(f"{name}.{key}") for key in keys], is_usual)
+        elif isinstance(value, str | int | float):
+            mark = _LETTERED.fullmatch(name)
+            if mark:
+                lettered[mark["stem"]][mark["mark"]] = name
+    for stem, names in lettered.items():
+        found = tuple(names[letter] for letter in _letters(names))
+        if len(found) > 2 or (found and (stem or found[0].isupper())):
+            yield _Choices(found, list(map(_field, found)), are_usual=True)
+
+
+def _letters(names: Collection[str]) -> list[str]:
+    """Return those of some names that are letters or digits from A, a, 0 or 1 on, if two are."""
+    for first in "Aa01":
+        letters: list[str] = []
+        while chr(ord(first) + len(letters)) in names:
+            letters.append(chr(ord(first) + len(letters)))
+        if len(letters) > 1:
+            return letters
+    return []
+
+
+def _with_right(choices: _Choices, name: str, records: Sequence[Record]) -> _Choices | None:
+    """Return columns with choices, with a column if it says which is right in most records.
+
+    If nothing else tells choices from other lists, each place in them is right at times.
+    """
+    templates = [parse_template("data.choices", each) for each in choices.templates]
+    read = readable(partial(read_choice, templates, name), records)
+    given = [choice for choice in read if choice.label is not None and len(choice.texts) > 1]
+    labels, number = labels_that_read(given)
+    if not given or number < _MOST * len(given):
+        return None
+    size = median(len(choice.texts) for choice in given)
+    if not choices.are_usual and len({choice.label for choice in given}) < size:
+        return None
+    return choices._replace(label=name, labels=labels)
+
+
+def _labels(
+    name: str, values: Sequence[object], label_map: Mapping[str, str]
+) -> list[str] | dict[str, str]:
+    """Return the labels in a column, sorted, or a map if some count as others.
+
+    Labels that differ in case only are one: the most frequent of them. Cells without one are left
+    out.
+    """
+    labels = (label_text(name, value) for value in values)
+    counts = Counter(label for label in labels if label is not None)
+    for label in label_map:
+        if label not in counts:
+            fix = did_you_mean(label, counts, "write --label-map LABEL=LABEL")
+            raise UserError(f"--label-map: the column {name} has no label {label}", fix=fix)
+    texts: dict[str, str] = {}
+    spellings: dict[str, str] = {}
+    classes: Counter[str] = Counter()
+    for label, number in counts.most_common():
+        text = label_map.get(label, label)
+        texts[label] = spellings.setdefault(text.casefold(), text)
+        classes[texts[label]] += number
+        if texts[label] != label:
+            logger.warning("%d records with the label %s count as %s", number, label, texts[label])
+    if not counts:
+        problem = f"all {len(values)} records lack a label: the column {name} is empty"
+        raise UserError(problem, fix="fill it in, or give --label with another column")
+    if len(classes) > len(values) / 2:
+        problem = f"the column {name} has {len(classes)} different labels in {len(values)} records"
+        fix = f"add records of each class or, if the model shall write them, give --answer {name}"
+        raise UserError(problem, fix=fix)
+    if len(classes) < 2:
+        problem = f"the column {name} has no two labels, only {list(classes)}"
+        raise UserError(problem, fix="add records of another label, or name another column")
+    for label, number in classes.items():
+        frequent = [other for other in classes if classes[other] >= _RARE * number]
+        for near in get_close_matches(label, frequent, n=1, cutoff=_NEAR):
+            logger.warning(
+                "the label %s (%d records) is almost %s (%d records); to count it as that, add "
+                "--label-map '%s=%s'",
+                label,
+                number,
+                near,
+                classes[near],
+                label,
+                near,
+            )
+    if all(label == text for label, text in texts.items()):
+        return sorted(texts)
+    return dict(sorted(texts.items()))
+
+
+def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) -> list[str]:
+    """Return the columns of short values that repeat, except for one column."""
+    found = []
+    for name, values in columns.items():
+        labels = set()
+        for value in values:
+            if isinstance(value, str | int | float):
+                labels.add(label_text(name, value) or "")
+        labels.discard("")
+        is_few = 1 < len(labels) <= min(_MAX_LABELS, len(values) / 2)
+        if name != without and is_few and max(map(len, labels)) <= _MAX_LABEL_LENGTH:
+            found.append(name)
+    return found
+
+
+def _are_texts(values: Sequence[object]) -> bool:
+    """Return whether most values are different strings, most of them of several words."""
+    strings = {value for value in values if isinstance(value, str)}
+    num_sentences = sum(" " in string.strip() for string in strings)
+    return len(strings) > len(values) / 2 and num_sentences > len(strings) / 2
+
+
+def _only(option: str, meaning: str, names: Sequence[str]) -> str:
+    """Return the only column that may be meant, or ask for the option that names it."""
+    if len(names) == 1:
+        return names[0]
+    problem = f"no column holds {meaning}"
+    if names:
+        problem = f"several columns hold {meaning}: {', '.join(names)}"
+    fix = f"give --{option} COLUMN"
+    if option == "label":
+        fix += ", or --answer COLUMN for texts to write"
+    raise UserError(problem, fix=fix)
