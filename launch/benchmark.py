@@ -31,6 +31,7 @@ import itertools
 import math
 import re
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -61,7 +62,6 @@ from lezo_ds.runs.trainer import make_engine
 from lezo_ds.step import decide, perturbation
 from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.tools.sizes import OPT_SHAPES, opt_config
-from lezo_ds.tools.time_plan import now
 from lezo_ds.zo.laws import DenseLaw, LowRankLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
@@ -420,6 +420,13 @@ def interleaved(actions: Mapping[str, Callable[[], object]], rounds: int) -> dic
             distributed.barrier()
             times[name].append(now() - start)
     return times
+
+
+def now() -> float:
+    """Return a clock in seconds, when the GPU has done what it was given."""
+    if distributed.device().type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def answer_speeds(config: RunConfig, rounds: int) -> str:

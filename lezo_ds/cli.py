@@ -169,9 +169,9 @@ def run_train(arguments: argparse.Namespace) -> None:
 
     if arguments.dry_run:
         distributed.init_distributed()  # the plan depends on the number of ranks
-        plan = dry_run(config, arguments.gpus, arguments.gpu_memory)
-        if distributed.rank() == 0:
-            print(plan)
+        for line in dry_run(config, arguments.gpus, arguments.gpu_memory):
+            if distributed.rank() == 0:
+                print(line, flush=True)
         return
     results = train(config)
     if distributed.rank() == 0:

@@ -12,6 +12,7 @@ from lezo_ds.distributed.accelerator import (
     cpu_name,
     describe_arithmetic,
     device,
+    free_memory,
     local_rank,
     out_of_memory,
     supports_fp16,

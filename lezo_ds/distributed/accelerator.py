@@ -143,6 +143,11 @@ def out_of_memory(error: Exception) -> LezoError | None:
     )
 
 
+def free_memory() -> int:
+    """Return the bytes that are free on this rank's GPU, or on its host if it computes there."""
+    return int(get_accelerator().available_memory())
+
+
 def cpu_name() -> str:
     """Return the name of this machine's CPU, or of its architecture if Linux does not tell it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():

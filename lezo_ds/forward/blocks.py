@@ -169,6 +169,17 @@ def quantized_matrices(model: nn.Module, layout: BlockLayout) -> frozenset[str]:
     return frozenset(names)
 
 
+def key_value_shape(decoder: Any) -> tuple[int, int]:
+    """Return the number of heads of the keys and values in a block, and the width of a head.
+
+    Args:
+        decoder: the configuration of a text model.
+    """
+    num_heads = getattr(decoder, "num_attention_heads", None) or 1
+    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // num_heads
+    return getattr(decoder, "num_key_value_heads", None) or num_heads, width
+
+
 class GatherSizes(NamedTuple):
     """Numbers of elements that are gathered at a time: a block, or a module outside the blocks.
 

@@ -30,10 +30,9 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError, printable
 from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.tools.columns import answers_have_lines, describe_task, read_records
-from lezo_ds.tools.dry_run import LONG_STEP, Plan, dry_run
-from lezo_ds.tools.memory_plan import GIB
-from lezo_ds.tools.sizes import measured_inputs, model_sizes
-from lezo_ds.tools.time_plan import plan_time
+from lezo_ds.tools.dry_run import LONG_STEP, dry_run, measured_step
+from lezo_ds.tools.memory_plan import GIB, Plan
+from lezo_ds.tools.sizes import ModelSizes, measured_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -203,28 +202,34 @@ class _Draft:
     def finish_for_gpus(self, config: RunConfig, data: TaskData) -> tuple[str, str]:
         """Choose how GPUs share the weights. Return the dry run, and the problem or ""."""
         assert self.machine.gpu_bytes is not None
-        plan = _plan(config, self.directory, data, self.machine.num_ranks)
-        best = best_plan(plan, self.machine.gpu_bytes)
-        problem = ""
-        if best is None:
-            best = _rounding_at_random(plan).offloaded(self.machine.gpu_bytes)
-            problem = _does_not_fit(best, self.machine.gpu_bytes)
+        best, problem = best_plan(self._plan(config, data), self.machine.gpu_bytes)
+        if problem:
             self.heading += f"# {problem}\n"
-        config = self.write(_STEP_SIZES[0], _sharing(best))
-        return dry_run(config, num_gpus=plan.num_ranks), problem
+        sharing = best.keys_from(config)
+        if best.config.partition_size == best.num_ranks:
+            del sharing["partition_size"]  # the default, for any number of ranks
+        config = self.write(_STEP_SIZES[0], sharing)
+        return "\n".join(dry_run(config, num_gpus=best.num_ranks)), problem
 
-    def finish_for_cpus(self, config: RunConfig, data: TaskData) -> str:
+    def finish_for_cpus(self, data: TaskData) -> str:
         """Make a step smaller that would take long, and return the dry run."""
-        num_blocks = model_sizes(config, self.directory).num_blocks
-        full_step, example = plan_time(config, self.directory, data, num_blocks)
-        size, step = _affordable(config, full_step)
-        if full_step > LONG_STEP:
+        config = self.write(_STEP_SIZES[-1])
+        seconds = measured_step(self._plan(config, data), data)
+        if seconds is None:
+            return "\n".join(dry_run(self.write(_STEP_SIZES[0])))
+        size, step, full_step = _affordable(config, seconds)
+        if size != _STEP_SIZES[0]:
             self.heading += (
                 f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
                 f"directions, it would take {full_step:.0f} s.\n"
             )
-            config = self.write(size)
-        return dry_run(config, seconds=(step, example))
+        return "\n".join(dry_run(self.write(size), step_seconds=step))
+
+    def _plan(self, config: RunConfig, data: TaskData) -> Plan:
+        model = ModelSizes(config, self.directory)
+        inputs = measured_inputs(config, data)
+        on_gpu = self.machine.gpu_bytes is not None
+        return Plan(config, model, inputs, self.machine.num_ranks, on_gpu)
 
 
 def main(arguments: Namespace) -> None:
@@ -266,7 +271,7 @@ def main(arguments: Namespace) -> None:
         data = load_task_data(config)
         config, data = draft.with_short_labels(config, data)
         if machine.gpu_bytes is None:
-            plan = draft.finish_for_cpus(config, data)
+            plan = draft.finish_for_cpus(data)
         else:
             plan, problem = draft.finish_for_gpus(config, data)
     except BaseException:  # Ctrl-C, too: the same command then works again
@@ -276,56 +281,27 @@ def main(arguments: Namespace) -> None:
     print(f"{plan}\n\n{target} {ending}")
 
 
-def _plan(config: RunConfig, directory: Path, data: TaskData, num_ranks: int) -> Plan:
-    return Plan(config, model_sizes(config, directory), measured_inputs(config, data), num_ranks)
-
-
-def best_plan(plan: Plan, gpu_bytes: float) -> Plan | None:
+def best_plan(plan: Plan, gpu_bytes: float) -> tuple[Plan, str]:
     """Return the fastest way of a run to share the weights among GPUs of so many bytes.
 
     Where updates in two numbers do not fit, they are rounded at random, which needs no low bits.
 
     Returns:
-        The plan of the run with this way; None if the GPUs cannot hold the weights.
+        The plan of the run with this way, and "". If the GPUs cannot hold the weights, the plan
+        with the weights in the host's memory, and what the problem is and what may help.
     """
     usable = _USABLE_PART * gpu_bytes
-    stochastic = _rounding_at_random(plan)
-    for ways, size in ((plan, usable), (stochastic, usable), (stochastic, gpu_bytes)):
-        best = ways.ordered(size)[0]
+    stochastic = plan.changed(zo=replace(plan.config.zo, update_precision="stochastic"))
+    for run, size in ((plan, usable), (stochastic, usable), (stochastic, gpu_bytes)):
+        best = run.ways(size)[0]
         if best.fits(size):
-            return best
-    return None
-
-
-def _rounding_at_random(plan: Plan) -> Plan:
-    return plan.changed(zo=replace(plan.config.zo, update_precision="stochastic"))
-
-
-def _sharing(plan: Plan) -> dict[str, object]:
-    """Return the keys, with their values, that make a plan of the recipe for GPUs."""
-    config = plan.config
-    keys = {
-        "zo.update_precision": config.zo.update_precision,
-        "train.micro_batch_size": config.train.micro_batch_size,
-        "train.eval_batch_size": config.train.eval_batch_size,
-        "tensor_parallel": config.tensor_parallel,
-        "deepspeed": config.deepspeed,
-    }
-    if config.partition_size != plan.num_ranks:
-        keys["partition_size"] = config.partition_size
-    return {key: value for key, value in keys.items() if value is not None}
-
-
-def _does_not_fit(plan: Plan, gpu_bytes: float) -> str:
-    """Return that GPUs of so many bytes cannot hold a run's weights, and what may help.
-
-    `plan` is the run with its weights in the host's memory.
-    """
-    on_gpus = plan.changed(deepspeed=None).ordered(gpu_bytes)[0]
-    return (
-        f"It does not fit: a rank needs {on_gpus.memory().total / GIB:.1f} GiB of a GPU's "
-        f"{gpu_bytes / GIB:.1f}, or {plan.memory().total / GIB:.1f} if each step moves all weights "
-        "from the host's memory, which is slow; take more GPUs, or set model.bits=4 peft.kind=lora"
+            return best, ""
+    offloaded = stochastic.offloaded(gpu_bytes)
+    return offloaded, (
+        f"It does not fit: a rank needs {best.peak / GIB:.1f} GiB of a GPU's "
+        f"{gpu_bytes / GIB:.1f}, or {offloaded.peak / GIB:.1f} if each step moves all "
+        "weights from the host's memory, which is slow; take more GPUs, or set model.bits=4 "
+        "peft.kind=lora"
     )
 
 
@@ -379,21 +355,25 @@ def shortened_label(label: str, tokens: Sequence[str]) -> str:
     return ""
 
 
-def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float]:
-    """Return the first size whose step is not long, or the fastest one; and its seconds.
+def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float, float]:
+    """Return the first size whose step is not long, or the last one.
 
     Args:
-        config: A run whose steps have the first of the sizes.
+        config: A run whose steps have the last of the sizes.
         seconds: Of such a step. They are in proportion to examples and probes.
+
+    Returns:
+        The size, the seconds of its step, and those of a step of the first size.
     """
-    full = _STEP_SIZES[0]
+    times = {}
     for size in _STEP_SIZES:
-        share = size.examples / full.examples
+        share = size.examples / _STEP_SIZES[-1].examples
         if config.zo.directions > 1:
-            share *= (size.directions + 1) / (full.directions + 1)
-        if seconds * share <= LONG_STEP:
-            break
-    return size, seconds * share
+            share *= (size.directions + 1) / (_STEP_SIZES[-1].directions + 1)
+        times[size] = seconds * share
+    short = [size for size in _STEP_SIZES if times[size] <= LONG_STEP]
+    chosen = (*short, _STEP_SIZES[-1])[0]
+    return chosen, times[chosen], times[_STEP_SIZES[0]]
 
 
 def _this_machine() -> _Machine:
@@ -418,7 +398,7 @@ def _recipe(draft: _Draft, size: _StepSize, sharing: Mapping[str, object]) -> st
     Args:
         draft: What it is for.
         size: Of a step.
-        sharing: Keys that follow from the memory of the GPUs (see `_sharing`).
+        sharing: Keys that follow from the memory of the GPUs.
     """
     arguments = draft.arguments
     machine = draft.machine

@@ -1,11 +1,10 @@
-"""The memory of one rank as a formula, and the disk space of a run.
+"""A run whose ranks may not be here: the memory and messages of a rank, and the ways to share.
 
-Measured peaks are within 20 % of it (tests/unit/test_memory_plan.py).
+Measured peaks are within 20 % of the formula (tests/unit/test_memory_plan.py). With b bytes a
+weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a forward pass
+(zo.probes_per_pass), a rank has
 
-With b bytes a weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a
-forward pass (zo.probes_per_pass), a rank has
-
-    shards       its part of all parameters:
+    weights      its part of all parameters:
                      b x parameters / R
     low bits     the low bits of its part of trained weights, if zo.update_precision is
                  fp32_master and b is 2:
@@ -35,11 +34,12 @@ forward pass (zo.probes_per_pass), a rank has
                  exceeds their copies + activations counts, unless answers are written
     snapshot     on rank 0, which writes one file after the other: a file of 1 GiB (on a GPU, in
                  the host's memory), and the largest parameter with rank 0's part of it. A forward
-                 pass and a snapshot do not happen at the same time, so only what exceeds
-                 gathered + copies + activations + logits counts
+                 pass and a snapshot do not happen at the same time, so only what exceeds the terms
+                 of a pass counts
 
-Each term is at its own maximum, although not all of them are at the same moment. On CPUs, loading
-16-bit weights may need more. AdamW is left out: its memory depends on DeepSpeed's buckets.
+If N ranks split each weight (tensor parallelism), a rank has its part of all weights, and of the
+activations inside a block. Each term is at its own maximum, although not all of them are at the
+same moment. On CPUs, loading 16-bit weights may need more.
 """
 
 from __future__ import annotations
@@ -47,22 +47,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from lezo_ds.checkpoints.checkpoint import DTYPES
 from lezo_ds.checkpoints.snapshots import MAX_FILE_BYTES
 from lezo_ds.config import (
     TRAINED,
     ZEROTH_ORDER,
     RunConfig,
+    config_to_dict,
     copies_per_pass,
-    eval_every,
     num_passes,
 )
-from lezo_ds.config.deepspeed import ds_config_of, offloads_weights, tensor_parallel_size
+from lezo_ds.config.deepspeed import (
+    ds_config_of,
+    needs_zero3,
+    offloads_weights,
+    tensor_parallel_size,
+)
+from lezo_ds.config.schema import READER
 from lezo_ds.forward.perturber import PROBES_AT_ONCE
 from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
-from lezo_ds.tools.sizes import HIDDEN_STATES, InputSizes, ModelSizes
+from lezo_ds.tools.sizes import InputSizes, ModelSizes
 
 GIB = 1 << 30
 # What CUDA finds, in GiB, in a card by the gigabytes that it is sold with.
@@ -83,8 +89,16 @@ GPU_RESERVE = int(2.0 * GIB)
 # Bytes of the low bits of a 16-bit weight, and of a float32 number.
 _LOW_BITS = 2
 _FP32 = 4
-# Bytes of a trained parameter in AdamW's checkpoint: a float32 weight and two float32 moments.
-_ADAMW = 12
+# Activations of the model's width that are in memory while a block runs: the embeddings of tokens
+# and of positions, the input of the block, the residual, and the output of the norm.
+_HIDDEN_STATES = 5
+
+# Bytes a second between two GPUs (PCIe), and of the memory of a GPU. They only order what fits.
+_LINK = 25e9
+_GPU_MEMORY = 1e12
+
+# Models whose blocks AutoTP does not split (docs/clusters.md).
+_UNSPLIT = ("GPT2", "Mixtral", "Qwen3Moe", "Phi3", "Olmo2", "Falcon", "Bloom")
 
 
 def memory_of_card(size: float) -> int:
@@ -97,288 +111,281 @@ def memory_of_card(size: float) -> int:
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Peak memory of one rank.
+class Plan:
+    """A run whose ranks may not be here. UserError: its DeepSpeed JSON does not fit its keys.
 
     Attributes:
-        parts: Bytes on the rank's device by the names of the terms above; those of 0 are left out.
-        host: Bytes of weights that are offloaded to the host's memory.
-    """
-
-    parts: Mapping[str, int]
-    host: int
-
-    @property
-    def total(self) -> int:
-        """Bytes on the rank's device."""
-        return sum(self.parts.values())
-
-    def __str__(self) -> str:
-        terms = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts.items())
-        line = f"{self.total / GIB:.2f} GiB: {terms}"
-        if self.host:
-            line += f"; {self.host / GIB:.2f} GiB of the host's memory"
-        return line
-
-
-def rank_memory(
-    config: RunConfig,
-    model: ModelSizes,
-    inputs: InputSizes,
-    *,
-    world_size: int,
-    on_gpu: bool = True,
-) -> RankMemory:
-    """Return the peak memory of the rank that needs most, rank 0.
-
-    Args:
         config: The run.
         model: The sizes of its whole model.
         inputs: The sizes of its largest forward passes.
-        world_size: Number of ranks.
+        num_ranks: Number of ranks.
         on_gpu: Whether each rank has a GPU; otherwise the ranks compute on CPUs.
-
-    Raises:
-        UserError: The run's DeepSpeed JSON does not fit its other settings.
     """
-    ds_config = ds_config_of(config, world_size)
-    split = tensor_parallel_size(ds_config)
-    if split > 1:
-        own_model = split_sizes(model, split)
-        num_shards = 1
-    else:
-        own_model = model
-        num_shards = config.partition_size or world_size
-    offload = ds_config["zero_optimization"].get("offload_param") or {}
-    # A CPU has no other memory to offload to.
-    is_offloaded = on_gpu and offloads_weights(ds_config)
-    weights = {"shards": _shards(own_model, num_shards, offload, is_offloaded=is_offloaded)}
-    keeps_low_bits = config.zo.update_precision == "fp32_master" and model.itemsize < _FP32
-    if config.method in ZEROTH_ORDER and keeps_low_bits:
-        weights["low bits"] = _LOW_BITS * own_model.num_trained // num_shards
-    in_pass = {}
-    if num_shards > 1 or is_offloaded:
-        largest, tied = own_model.parts
-        num_largest = 3 if on_gpu else 2
-        # While the tied weights are gathered, there is also the message that brings them.
-        num_gathered = max(tied + num_largest * largest, 2 * tied)
-        in_pass["gathered"] = num_gathered * model.itemsize
-    whole_blocks = on_gpu and not is_offloaded
-    in_pass["dequantized"] = own_model.dequantized * model.itemsize
-    in_pass["copies"] = _copies(config, own_model, inputs, whole_blocks=whole_blocks)
-    in_pass |= _activations(config, own_model, inputs)
-    if not inputs.new_tokens:  # otherwise keys and values stay while the head runs
-        of_blocks = in_pass["copies"] + in_pass["activations"]
-        of_head = in_pass["logits"]
-        if config.method in ZEROTH_ORDER and inputs.num_labels is None:
-            num_copies = min(copies_per_pass(config), PROBES_AT_ONCE)
-            of_head += num_copies * own_model.head * model.itemsize
-        in_pass["logits"] = max(0, of_head - of_blocks)
-    snapshot = _snapshot(config, model, num_shards * split, on_gpu=on_gpu)
-    terms = {
-        "reserve": GPU_RESERVE if on_gpu else CPU_RESERVE,
-        **in_pass,
-        "snapshot": max(0, snapshot - sum(in_pass.values())),
-    }
-    host = 0
-    if is_offloaded:
-        host = sum(weights.values())
-    else:
-        terms = {**weights, **terms}
-    return RankMemory({name: size for name, size in terms.items() if size}, host)
 
+    config: RunConfig
+    model: ModelSizes
+    inputs: InputSizes
+    num_ranks: int
+    on_gpu: bool = True
 
-def split_sizes(model: ModelSizes, size: int) -> ModelSizes:
-    """Return the sizes of what one rank has of a model that `size` ranks split."""
-    splittable_share = model.splittable / model.num_stored
-    own_share = 1 - splittable_share + splittable_share / size
-    # A rank has the activations between layers whole, and its part of those inside a layer.
-    whole_width = HIDDEN_STATES * model.hidden_width
-    inside_width = model.activation_width - whole_width
-    return replace(
-        model,
-        stored=(round(model.num_stored * own_share),),
-        dequantized=model.dequantized // size,
-        num_trained=round(model.num_trained * own_share),
-        largest_perturbed=model.largest_perturbed // size,
-        head=model.head // size if model.has_split_vocabulary else model.head,
-        blocks_perturbed=model.blocks_perturbed // size,
-        activation_width=whole_width + inside_width // size,
-        cached_width=model.cached_width // size,
-    )
+    def keys_from(self, config: RunConfig) -> dict[str, object]:
+        """Return the keys that turn a run into this one, and those that say how it shares."""
+        shown = ["train.micro_batch_size", "partition_size"]
+        if self.split > 1:
+            shown[1] = "tensor_parallel"
+        before = READER.flatten(config_to_dict(config))
+        after = READER.flatten(config_to_dict(self.config))
+        return {key: after[key] for key in after if key in shown or after[key] != before[key]}
 
+    def changed(self, **keys: Any) -> Plan:
+        """Return the plan of the run with other values of some keys."""
+        return replace(self, config=replace(self.config, **keys))
 
-def received_bytes(
-    config: RunConfig, model: ModelSizes, inputs: InputSizes, *, ranks: int, split: int
-) -> int:
-    """Return the bytes that a rank receives in a step.
+    # The memory of the rank that needs most, rank 0.
 
-    Under ZeRO-3 (`split` is 1), each forward pass gathers the weights that the rank does not store:
+    @cached_property
+    def memory(self) -> dict[str, float]:
+        """The bytes at the peak on the rank's device, by the names of the terms above."""
+        model = self.model
+        part_of_rank = self._part_of_split / self._num_shards
+        in_pass = self._pass()
+        snapshot = 0.0
+        if self.config.method in TRAINED and self.config.peft.kind == "none":
+            snapshot = max(model.stored) * model.itemsize * (1 + part_of_rank)
+            if not self.on_gpu:
+                snapshot += min(sum(model.stored) * model.itemsize, MAX_FILE_BYTES)
+        on_device = 0 if self._is_offloaded else part_of_rank
+        return {
+            "weights": sum(model.stored) * model.itemsize * on_device,
+            "low bits": model.num_trained * self._low_bits * on_device,
+            "reserve": GPU_RESERVE if self.on_gpu else CPU_RESERVE,
+            **in_pass,
+            "snapshot": max(0, snapshot - sum(in_pass.values())),
+        }
 
-        passes of a rank x parameters x b x (R - 1) / R
+    @property
+    def peak(self) -> float:
+        """The bytes at the peak on the rank's device."""
+        return sum(self.memory.values())
 
-    If `split` ranks split each weight, a block sums two activations of each token by an all-reduce,
-    and a split embedding one more. A ring sends each number twice, except for the rank's own part:
-
-        (2 x blocks + 1) x tokens x width x b x 2 x (split - 1) / split
-
-    Logits are left out because they are much smaller.
-    """
-    if split == 1:
-        sharing = config.partition_size or ranks
-        # Micro-batches may be smaller than those of split weights: a rank has one pass at least.
-        passes_of_rank = max(1, num_passes(config) / ranks)
-        weight_bytes = model.num_stored * model.itemsize
-        return round(passes_of_rank * weight_bytes * (sharing - 1) / sharing)
-    num_groups = ranks // split
-    num_examples = num_passes(config) * copies_per_pass(config) * config.train.micro_batch_size
-    tokens = num_examples / num_groups * inputs.rows * (inputs.mean_length or inputs.length)
-    num_sums = 2 * model.num_blocks
-    if model.has_split_vocabulary:
-        num_sums += 1
-    summed_bytes = num_sums * tokens * model.hidden_width * model.itemsize
-    return round(summed_bytes * 2 * (split - 1) / split)
-
-
-def _shards(
-    model: ModelSizes, num_shards: int, offload: Mapping[str, Any], *, is_offloaded: bool
-) -> int:
-    """Return the bytes of a rank's part of the weights, wherever they are."""
-    if is_offloaded and offload.get("pin_memory"):
+    @property
+    def in_host(self) -> float:
+        """The bytes of weights that a rank offloads to the host's memory."""
+        if not self._is_offloaded:
+            return 0.0
+        num_bytes = self.model.num_trained * self._low_bits / self._num_shards
         # torch rounds each block of pinned memory up to a power of two (CachingHostAllocator.h,
         # 2.13). DeepSpeed pins one block for each parameter.
-        num_bytes = 0
-        for numel in model.stored:
-            shard_bytes = math.ceil(numel / num_shards) * model.itemsize
+        for numel in self.model.stored:
+            shard_bytes = math.ceil(numel / self._num_shards) * self.model.itemsize
             num_bytes += 1 << (shard_bytes - 1).bit_length()
         return num_bytes
-    return model.num_stored * model.itemsize // num_shards
 
+    def fits(self, gpu_bytes: float) -> bool:
+        """Return whether a GPU of so many bytes can hold what a rank needs."""
+        return self.peak <= gpu_bytes
 
-def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_blocks: bool) -> int:
-    """Return the bytes of perturbed weights of blocks, or while answers are written, of all.
+    @property
+    def snapshot(self) -> int:
+        """The bytes of a snapshot on the disk."""
+        size = self.model.num_trained
+        if self.config.peft.kind == "none":
+            size = self.model.num_parameters
+        return size * self.model.itemsize + self.model.num_trained * self._low_bits
 
-    Directions of low rank perturb no copies: these are the bytes of their vectors.
+    @cached_property
+    def _ds_config(self) -> dict[str, Any]:
+        return ds_config_of(self.config, self.num_ranks)
 
-    Args:
-        config: The run.
-        model: The sizes of what the rank has of the model.
-        inputs: The sizes of the largest forward passes.
-        whole_blocks: Whether all weights of a block are perturbed before it runs. This needs a
-            forward pass with at most PROBES_AT_ONCE copies, too.
-    """
-    if config.method not in ZEROTH_ORDER:
-        return 0
-    num_copies = copies_per_pass(config)
-    kept_share = 1 - model.num_dropped / model.num_blocks
-    if config.zo.noise_rank:
-        size = config.zo.examples_per_direction or config.train.batch_size
-        num_groups = max(1, config.train.micro_batch_size // size)
-        num_vectors = num_groups * min(config.zo.directions, num_copies)
-        kept = model.largest_perturbed
-        if inputs.trains_on_answers:
-            kept = int(model.blocks_perturbed * kept_share)
-        # They are drawn in float32.
-        return num_vectors * (kept * model.itemsize + model.largest_perturbed * _FP32)
-    if inputs.trains_on_answers:
-        perturbed = model.blocks_perturbed * kept_share + model.head
-        return int(num_copies * perturbed) * model.itemsize
-    largest = model.largest_perturbed
-    if inputs.new_tokens:
-        largest = max(largest, model.head)
-    if whole_blocks and num_copies <= PROBES_AT_ONCE:
-        largest = max(largest, model.blocks_perturbed // model.num_blocks)
-    return min(num_copies, PROBES_AT_ONCE) * largest * model.itemsize
+    @cached_property
+    def split(self) -> int:
+        """The number of ranks that split each weight by tensor parallelism, or 1."""
+        return tensor_parallel_size(self._ds_config)
 
+    @property
+    def _is_offloaded(self) -> bool:
+        # A CPU has no other memory to offload to.
+        return self.on_gpu and offloads_weights(self._ds_config)
 
-def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> dict[str, int]:
-    """Return the bytes of activations and of logits in the largest pass.
+    @property
+    def _num_shards(self) -> int:
+        """The number of ranks that share the weights by ZeRO-3."""
+        if self.split > 1:
+            return 1
+        return self.config.partition_size or self.num_ranks
 
-    That is a pass of training or of an evaluation.
-    """
-    # An evaluation runs one copy, and compares all entries of the vocabulary.
-    scored_rows = config.train.eval_batch_size
-    largest_rows: float = scored_rows
-    logits = _logits(model, inputs, scored_rows * inputs.answer_tokens, 1)
-    if config.method in TRAINED:
-        num_examples = config.train.micro_batch_size
-        if inputs.trains_on_answers:  # that are drawn for prompts
-            num_examples *= config.generation.num_samples
-        num_copies = copies_per_pass(config)
-        largest_rows = max(scored_rows, num_copies * num_examples * inputs.rows)
-        # The logits of a few entries, one row for each example, take next to nothing.
-        if inputs.num_labels is None:
-            num_targets = math.ceil(num_examples * inputs.targets)
-            logits = max(logits, _logits(model, inputs, num_targets, num_copies))
-    size = largest_rows * inputs.length * model.activation_width
-    if inputs.new_tokens:
-        written_rows = largest_rows if inputs.trains_on_answers else scored_rows
-        written_length = inputs.length + inputs.new_tokens
-        size += written_rows * written_length * model.num_blocks * model.cached_width
-    return {"activations": math.ceil(size * model.itemsize), "logits": logits}
+    @property
+    def _part_of_split(self) -> float:
+        """The part of a weight that tensor parallelism leaves to a rank, on average."""
+        share = self.model.share_split
+        return 1 - share + share / self.split
 
+    @property
+    def _low_bits(self) -> int:
+        """The bytes that a trained weight has in addition to its own."""
+        is_master = self.config.zo.update_precision == "fp32_master"
+        has_low_bits = is_master and self.config.method in ZEROTH_ORDER
+        return _LOW_BITS if has_low_bits and self.model.itemsize < _FP32 else 0
 
-def _logits(model: ModelSizes, inputs: InputSizes, num_targets: int, num_copies: int) -> int:
-    """Return the bytes of a pass's logits, and of the float32 tensors that the loss makes."""
-    if inputs.reads_logits:
+    def _pass(self) -> dict[str, float]:
+        """Return the bytes that only a forward pass needs: the largest of training or scoring."""
+        model = self.model
+        inputs = self.inputs
+        num_copies = copies_per_pass(self.config)
+        scored_rows = self.config.train.eval_batch_size
+        rows: float = scored_rows
+        head = self._logits(scored_rows * inputs.targets, 1)
+        if self.config.method in TRAINED:
+            num_examples = self.config.train.micro_batch_size
+            if inputs.trains_on_answers:  # that are drawn for prompts
+                num_examples *= self.config.generation.num_samples
+            rows = max(rows, num_copies * num_examples * inputs.rows)
+            head = max(head, self._logits(num_examples * inputs.targets, num_copies))
+        inner_width = model.inner_width / self.split
+        width = _HIDDEN_STATES * model.hidden_width + inner_width
+        activations = rows * inputs.length * width * model.itemsize
+        answers = 0.0
+        if inputs.new_tokens:
+            written_rows = rows if inputs.trains_on_answers else scored_rows
+            cached = model.num_blocks * model.cached_width / self.split
+            answers = written_rows * (inputs.length + inputs.new_tokens) * cached * model.itemsize
+        weight_bytes = model.itemsize * self._part_of_split
+        copies = self._copies() * weight_bytes
+        if self.config.method in ZEROTH_ORDER and inputs.targets:
+            head += min(num_copies, PROBES_AT_ONCE) * model.head * weight_bytes
+        gathered = 0
+        if self._num_shards > 1 or self._is_offloaded:
+            num_ahead = 3 if self.on_gpu else 2
+            # While the tied weights are gathered, there is also the message that brings them.
+            gathered = model.parts.tied + max(num_ahead * model.parts.largest, model.parts.tied)
+        return {
+            "gathered": gathered * model.itemsize,
+            "dequantized": model.largest_matrix * weight_bytes if self.config.model.bits else 0,
+            "copies": copies,
+            "activations": activations,
+            "answers": answers,
+            "logits": max(0, head - copies - activations),
+        }
+
+    def _copies(self) -> float:
+        """Return the perturbed weights of blocks, or while answers are written, of all.
+
+        Directions of low rank perturb no copies: these are the numbers of all their vectors.
+        """
+        if self.config.method not in ZEROTH_ORDER:
+            return 0
+        zo = self.config.zo
+        train = self.config.train
+        model = self.model
+        num_copies = copies_per_pass(self.config)
+        if zo.noise_rank:
+            size = zo.examples_per_direction or train.batch_size
+            num_copies = max(1, train.micro_batch_size // size) * min(zo.directions, num_copies)
+        if self.inputs.trains_on_answers or zo.noise_rank:
+            kept = 1.0 - model.num_dropped / model.num_blocks
+            return num_copies * (model.blocks_perturbed * kept + model.head)
+        perturbed = model.blocks_perturbed / model.num_blocks
+        if not self.on_gpu or self._is_offloaded or num_copies > PROBES_AT_ONCE:
+            perturbed = min(perturbed, model.largest_matrix)
+        return min(num_copies, PROBES_AT_ONCE) * perturbed
+
+    def _logits(self, num_targets: float, num_copies: int) -> float:
+        """Return the bytes of a pass's logits, and of the float32 tensors that the loss makes."""
         num_logits = num_targets * num_copies
         num_reduced = num_targets
-    else:
-        num_logits = num_targets * min(num_copies, PROBES_AT_ONCE)
-        num_reduced = min(num_targets, TARGETS_AT_ONCE)
-    return (num_logits * model.itemsize + num_reduced * 2 * _FP32) * model.vocabulary_size
+        if not self.inputs.reads_logits:
+            num_logits = num_targets * min(num_copies, PROBES_AT_ONCE)
+            num_reduced = min(num_targets, TARGETS_AT_ONCE)
+        bytes_of_entry = num_logits * self.model.itemsize + num_reduced * 2 * _FP32
+        return bytes_of_entry * self.model.vocabulary_size
 
+    # What a rank does in a step.
 
-def _snapshot(config: RunConfig, model: ModelSizes, num_shards: int, *, on_gpu: bool) -> int:
-    """Return the bytes that rank 0 needs to write a snapshot.
+    @property
+    def _passes_of_rank(self) -> float:
+        # A rank has one at least.
+        return max(1, num_passes(self.config) * self.split / self.num_ranks)
 
-    Args:
-        config: The run.
-        model: The sizes of the whole model.
-        num_shards: Number of ranks that have a part of each parameter.
-        on_gpu: Whether rank 0 computes on a GPU; the file's content is then in the host's memory.
-    """
-    if config.method not in TRAINED:
-        return 0
-    # With an adapter, a snapshot has only the adapter.
-    sizes = model.stored if config.peft.kind == "none" else (model.num_trained,)
-    largest_bytes = max(sizes) * model.itemsize
-    total_bytes = sum(sizes) * model.itemsize
-    num_bytes = largest_bytes + largest_bytes // num_shards
-    if not on_gpu:
-        num_bytes += max(largest_bytes, min(total_bytes, MAX_FILE_BYTES))
-    return num_bytes
+    def received(self) -> float:
+        """Return the bytes that a rank receives in a step.
 
+        Under ZeRO-3, each forward pass gathers the weights that the rank does not store:
 
-def snapshot_sizes(config: RunConfig, num_parameters: int, num_trained: int) -> list[int]:
-    """Return the most snapshots and checkpoints that are on the disk at one time.
+            passes of a rank x parameters x b x (R - 1) / R
 
-    That is while the last of them is written, before the oldest is removed.
+        If N ranks split each weight, a block sums two activations of each token by an all-reduce,
+        and the embedding one more. A ring sends each number twice, except for the rank's own part:
 
-    Args:
-        config: of the run.
-        num_parameters: number of the model's parameters.
-        num_trained: number of those that are trained, which are all that an adapter's snapshot has.
+            (2 x blocks + 1) x tokens x width x b x 2 x (N - 1) / N
 
-    Returns:
-        The bytes of each.
-    """
-    train = config.train
-    if config.method not in TRAINED or train.steps is None:
-        return []
-    itemsize = DTYPES[config.model.dtype].itemsize
-    num_stored = num_parameters if config.peft.kind == "none" else num_trained
-    size = num_stored * itemsize
-    is_master = config.zo.update_precision == "fp32_master"
-    if config.method in ZEROTH_ORDER and is_master and itemsize == 2:
-        size += _LOW_BITS * num_trained
-    every = train.snapshot_every
-    if every is None:
-        every = eval_every(config)
-    num_due = -(-train.steps // every) if every > 0 else 1
-    num_kept = max(1, train.keep_snapshots)
-    checkpoints = []
-    if config.method == "adamw":
-        num_kept += 1  # that of the best step
-        checkpoints = [_ADAMW * num_trained] * 2
-    return [size] * min(num_kept + 1, num_due) + checkpoints
+        Logits are left out because they are much smaller.
+        """
+        model = self.model
+        if self.split == 1:
+            gathered = sum(model.stored) * (1 - 1 / self._num_shards)
+            return self._passes_of_rank * gathered * model.itemsize
+        num_rows = self.config.train.micro_batch_size * self.inputs.rows
+        num_tokens = copies_per_pass(self.config) * num_rows * self.inputs.mean_length
+        summed = (2 * model.num_blocks + 1) * num_tokens * model.hidden_width
+        return self._passes_of_rank * summed * model.itemsize * 2 * (1 - 1 / self.split)
+
+    def step_seconds(self) -> float:
+        """Return the seconds of messages, and of weights on their way through a GPU's memory.
+
+        The products of a step are the same number in all plans, and left out.
+        """
+        kept = 1 - self.model.num_dropped / self.model.num_blocks
+        # A weight is read, and its copies are written and read.
+        num_accesses = 1 + 2 * copies_per_pass(self.config) * kept
+        weight_bytes = sum(self.model.stored) * self.model.itemsize / self.split
+        accessed = self._passes_of_rank * num_accesses * weight_bytes
+        return self.received() / _LINK + accessed / _GPU_MEMORY
+
+    # The ways to share the weights.
+
+    def ways(self, gpu_bytes: float) -> list[Plan]:
+        """Return the run with each way to share the weights, and its largest micro-batch that fits.
+
+        The ways are ZeRO-3 among `partition_size` ranks, and tensor parallelism; a part of all
+        ranks then holds the model. Those that fit GPUs of so many bytes come first, and the fastest
+        of them first.
+        """
+        sizes = [size for size in range(1, self.num_ranks + 1) if self.num_ranks % size == 0]
+        ways = [self._by_zero3(size) for size in sizes]
+        if not (self.model.class_name.startswith(_UNSPLIT) or needs_zero3(self.config)):
+            source = None if offloads_weights(self._ds_config) else self.config.deepspeed
+            for size in sizes[1:]:
+                if self.model.num_heads % size == 0:
+                    keys = {"tensor_parallel": size, "partition_size": None, "deepspeed": source}
+                    ways.append(self.changed(**keys))
+        plans = [way._largest_fitting(gpu_bytes) for way in ways]
+        plans = [plan for plan in plans if plan._shares_evenly()]
+        return sorted(plans, key=lambda plan: (not plan.fits(gpu_bytes), plan.step_seconds()))
+
+    def offloaded(self, gpu_bytes: float) -> Plan:
+        """Return the plan whose weights are in the memory of the hosts, likewise."""
+        offloaded = self._by_zero3(self.num_ranks).changed(deepspeed="zero3_cpu_offload")
+        return offloaded._largest_fitting(gpu_bytes)
+
+    def _by_zero3(self, size: int) -> Plan:
+        return self.changed(partition_size=size, tensor_parallel=1 if self.split > 1 else None)
+
+    def _shares_evenly(self) -> bool:
+        """Return whether all ranks have the same share of a step."""
+        num_groups = self.num_ranks // self.split
+        return self.config.method not in TRAINED or num_passes(self.config) % num_groups == 0
+
+    def _largest_fitting(self, gpu_bytes: float) -> Plan:
+        """Return the plan with the largest micro-batch that fits, or of 1 example."""
+        train = self.config.train
+        plan = self
+        for size in range(train.batch_size, 0, -1):
+            if train.batch_size % size != 0:
+                continue
+            # An evaluation then needs no more than training, whose passes have several copies.
+            num_scored = min(train.eval_batch_size, size * copies_per_pass(self.config))
+            sizes = replace(train, micro_batch_size=size, eval_batch_size=num_scored)
+            plan = self.changed(train=sizes)
+            if plan._shares_evenly() and plan.fits(gpu_bytes):
+                break
+        return plan

@@ -108,5 +108,5 @@ def test_a_run_is_not_resumed_with_other_settings_or_inputs_and_left_as_it_was(i
         )
         assert_one_error(finished, 2, fragment)
         assert "loading" not in finished.err or "fingerprint" in fragment
-    assert "run directory" in run_forked_well([*whole, "train.steps=2", "--dry-run"]).out
+    assert "time " in run_forked_well([*whole, "train.steps=2", "--dry-run"]).out
     assert contents() == before

@@ -28,7 +28,6 @@ from lezo_ds.runs.screen import run_summary
 from lezo_ds.runs.signals import launchers
 from lezo_ds.runs.trainer import monitor_sections
 from lezo_ds.tasks import TASKS
-from lezo_ds.tools.memory_plan import snapshot_sizes
 from lezo_ds.tools.tables import read_runs
 
 VALUES = {
@@ -558,18 +557,6 @@ def test_report_to_names_sections_of_deepspeeds_json():
         UserError, match=r"train\.report_to needs the package comet_ml; fix: pip install"
     ):
         monitor_sections(config("train.report_to=[comet]"))
-
-
-# The disk.
-
-
-def test_snapshots_that_are_kept_and_the_one_that_is_written_take_disk():
-    opt_30b = {"num_parameters": 30 * 10**9, "num_trained": 30 * 10**9}
-    assert snapshot_sizes(config(), **opt_30b) == [120 * 10**9] * 3
-    assert snapshot_sizes(config("zo.update_precision=stochastic"), **opt_30b) == [60 * 10**9] * 3
-    assert snapshot_sizes(config("train.snapshot_every=0"), **opt_30b) == [120 * 10**9]
-    adamw = snapshot_sizes(config("method=adamw", "train.keep_snapshots=0"), **opt_30b)
-    assert adamw == [60 * 10**9] * 3 + [360 * 10**9] * 2
 
 
 def test_a_file_of_an_unknown_kind_is_refused_before_the_name_of_the_output(tmp_path):

@@ -457,14 +457,22 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
     text = init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
     config = load_config(tmp_path / "recipe.yaml")
     assert (config.train.batch_size, config.zo.directions, config.zo.probes_per_pass) == (4, 7, 4)
-    ways = "labels of one token each (a map in data.labels), train.batch_size=2 "
+    ways = "labels of one token each (a map in data.labels), fewer examples"
     assert "# A step takes about 0 s here; with 16 examples" in text
     captured = capsys.readouterr()
     assert f"faster        {ways}" in captured.out and "measuring" in captured.err
     monkeypatch.setattr(init, "LONG_STEP", 10.0)
-    sizes = [init._affordable(config, seconds) for seconds in (9, 20, 40, 80, 800)]
-    steps = [(*size, seconds) for size, seconds in sizes]
-    assert steps == [(16, 15, 9), (8, 15, 10), (4, 15, 10), (4, 7, 10), (4, 7, 100)]
+    steps = []
+    for full_step in (9, 20, 40, 80, 800):
+        size, *seconds = init._affordable(config, full_step / 8)
+        steps.append((*size, *seconds))
+    assert steps == [
+        (16, 15, 9, 9),
+        (8, 15, 10, 20),
+        (4, 15, 10, 40),
+        (4, 7, 10, 80),
+        (4, 7, 100, 800),
+    ]
 
 
 def test_init_that_is_stopped_leaves_no_recipe(tmp_path, monkeypatch):
@@ -473,7 +481,7 @@ def test_init_that_is_stopped_leaves_no_recipe(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopping:
-        stopping.setattr(init, "plan_time", stop)
+        stopping.setattr(init, "measured_step", stop)
         with pytest.raises(KeyboardInterrupt):
             init_tickets(stopping, tmp_path, ("bug", "billing"))
     assert not (tmp_path / "recipe.yaml").exists()
@@ -487,7 +495,7 @@ def init_on_gpus(tmp_path, monkeypatch, capsys):
     write_chat_model(tmp_path / "model")
     write_tickets(tmp_path / "tickets.csv")
     monkeypatch.setattr(init.distributed, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(init, "dry_run", lambda config, num_gpus: f"a plan for {num_gpus} GPUs")
+    monkeypatch.setattr(init, "dry_run", lambda config, num_gpus: [f"a plan for {num_gpus} GPUs"])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # it counts emulation
 
     def write(number, gigabytes, *words, capability=(9, 0), **changes):

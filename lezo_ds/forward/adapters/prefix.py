@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
-from lezo_ds.forward.blocks import BlockLayout, find_blocks
+from lezo_ds.forward.blocks import BlockLayout, find_blocks, key_value_shape
 from lezo_ds.sharding.gather import GatherAhead
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import prefix_key
@@ -85,11 +85,7 @@ class PrefixAdapter:
                 fix=_FIX,
             )
         model.requires_grad_(False)
-        config = model.config.get_text_config()
-        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None)
-        if width is None:
-            width = config.hidden_size // config.num_attention_heads
+        num_heads, width = key_value_shape(model.config.get_text_config())
         like = next(model.parameters())
         for block in model.get_submodule(layout.path).children():
             # Attention functions of transformers read these attributes of their module.
