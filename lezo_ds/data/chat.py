@@ -24,7 +24,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +35,7 @@ from lezo_ds.data.encoding import (
     PromptTokenizer,
     TokenIds,
     cut_left,
+    num_alike,
     num_begin_ids,
 )
 from lezo_ds.errors import UserError
@@ -371,8 +371,7 @@ class _Template:
             if not conversation.startswith(opened) and conversation.startswith(before):
                 # The words that open a turn to be written may also open a thought, and those of a
                 # turn that is there need not. What both have is not learned.
-                pairs = zip(opened, before, strict=False)
-                return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                return num_alike(opened, before)
         return self._prefix_length(conversation, num_turns, opened=True)
 
     def _prefix_length(self, conversation: str, num_turns: int, *, opened: bool = False) -> int:

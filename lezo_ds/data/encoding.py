@@ -288,6 +288,12 @@ def cut_left(tokenizer: PromptTokenizer, ids: Sequence[int], max_length: int) ->
     return (*ids[:num_kept], *ids[num_kept + num_over :])
 
 
+def num_alike(left: Sequence[object], right: Sequence[object]) -> int:
+    """Return the number of equal tokens or characters with which two sequences begin."""
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def num_begin_ids(tokenizer: PromptTokenizer, ids: Sequence[int]) -> int:
     """Return with how many of the tokens that begin every sequence `ids` begin: all, or 0."""
     number = len(tokenizer.begin_ids)

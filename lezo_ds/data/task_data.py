@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +49,7 @@ from lezo_ds.data.encoding import (
     encode_example,
     encode_prompt,
     load_tokenizer,
+    num_alike,
     prompt_room,
     warn_of_cuts,
 )
@@ -111,8 +111,7 @@ class EncodedSplit:
         """Number of tokens with which all prompts begin; 0 if they are few."""
         # All prompts lie between the first and the last in lexical order, and begin as these two
         # do. One token of a prompt is left to continue.
-        pairs = zip(min(self.prompts)[:-1], max(self.prompts), strict=False)
-        number = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        number = num_alike(min(self.prompts)[:-1], max(self.prompts))
         return number if number >= FEWEST_COMMON else 0
 
     def fingerprint(self) -> str:

@@ -297,7 +297,7 @@ def _find_choices(
         label: The column that says which choice is right, if it is given.
 
     Raises:
-        UserError: Several columns may say which choice is right, or lists of choices are texts.
+        UserError: Several columns may say which choice is right, or choices are no lists of texts.
     """
     found: dict[str, _Choices] = {}
     unused: list[str] = []
@@ -311,7 +311,8 @@ def _find_choices(
         return found[_only("label", "the right choice", list(found))]
     if unused:
         logger.warning(
-            "%s may hold choices, and %s does not say which is right: they are not used",
+            "%s may hold choices, and %s does not say by their numbers, letters or texts which is "
+            "right: they are not used",
             ", ".join(unused),
             f"column {label}" if label else "no column",
         )
@@ -322,17 +323,18 @@ def _with_choices(columns: Mapping[str, Sequence[object]]) -> Iterator[_Choices]
     """Yield the columns that may hold choices: lists, objects with a list or with letters, letters.
 
     Raises:
-        UserError: Lists of choices are texts.
+        UserError: Choices are no lists of texts.
     """
     lettered: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, values in columns.items():
         value = next((value for value in values if value), None)
         is_usual = re.fullmatch(_CHOICE, name, re.IGNORECASE) is not None
-        if isinstance(value, str) and is_usual and value[0] + value[-1] == "[]":
+        is_text = isinstance(value, str) and value[0] + value[-1] == "[]"
+        if is_usual and (is_text or (are_objects(value) and not are_turns(value))):
             raise UserError(
-                f"the column {name} has lists as texts",
-                fix="save the table as .jsonl or .parquet with lists, or write each choice in a "
-                "column of its own: A, B, ...",
+                f"the column {name} has {'lists as texts' if is_text else 'lists of objects'}",
+                fix="write lists of texts in a .jsonl or .parquet file, or each choice in a column "
+                "of its own: A, B, ...",
             )
         if isinstance(value, list) and not are_objects(value):
             yield _Choices((name,), [_field(name)], is_usual)

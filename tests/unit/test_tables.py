@@ -94,7 +94,7 @@ def test_quotation_marks_of_a_tsv_are_text_if_each_line_is_a_row(tmp_path, caplo
 def test_a_quotation_mark_that_joins_rows_of_a_tsv_is_refused_beside_other_rows(
     others, first_line, tmp_path
 ):
-    rows = ["1\tfine\tgood", '2\t"Great, she said\tgood', "3\tfine\tbad", '4\tby a box\tbad']
+    rows = ["1\tfine\tgood", '2\t"Great, she said\tgood', "3\tfine\tbad", "4\tby a box\tbad"]
     rows += ["5\tshort", '6\tthe end"\tbad', *others]
     lines = "\n".join(["id\ttext\tlabel", *rows])
     (tmp_path / "t.tsv").write_text(first_line + lines)

@@ -156,16 +156,16 @@ def test_init_finds_choices_and_which_is_right(columns, choices, labels, named):
 
 def test_init_says_what_to_do_with_choices_that_it_cannot_read(caplog):
     texts = [str(texts) for texts in SHIFTED]
-    with pytest.raises(
-        UserError, match=r"choices has lists as texts; fix: save the table as .jsonl"
-    ):
-        describe_task(records(question=TEXTS, choices=texts, answer=CLASSES))
+    objects = [[{"label": "A", "text": text} for text in texts] for texts in SHIFTED]
+    for column, kind in ((texts, "lists as texts"), (objects, "lists of objects")):
+        with pytest.raises(UserError, match=f"choices has {kind}; fix: write lists of texts in"):
+            describe_task(records(question=TEXTS, choices=column, answer=CLASSES), label="answer")
     two = records(question=TEXTS, choices=SHIFTED, answer=COLORS * 10, index=NUMBERS)
     with pytest.raises(UserError, match="hold the right choice: answer, index; fix: give --label"):
         describe_task(two)
     _, task = describe_task(records(text=TEXTS, choices=SHIFTED, topic=CLASSES), label="topic")
     assert task["labels"] == ["billing", "bug"]
-    assert "choices may hold choices, and column topic does not say which is right" in caplog.text
+    assert "choices may hold choices, and column topic does not say" in caplog.text
     tokens = [text.split() * 3 for text in TEXTS]
     _, task = describe_task(records(text=TEXTS, tokens=tokens, spam=[0, 1] * 20))
     assert task["labels"] == ["0", "1"]
