@@ -559,6 +559,7 @@ def _prepare_process() -> None:
     level = logging.INFO if launched_rank() == 0 else logging.ERROR
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter())
+    handler.addFilter(_Once())
     logging.basicConfig(level=level, handlers=[handler])
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -617,6 +618,22 @@ class _Screen(io.TextIOWrapper):
     def write(self, text: str) -> int:
         super().write(printable(text, has_bars=self._has_bars))
         return len(text)
+
+
+class _Once(logging.Filter):
+    """Shows what is said of data once, though a command may read them several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith("lezo_ds.data"):
+            return True
+        message = record.getMessage()
+        is_new = message not in self._said
+        self._said.add(message)
+        return is_new
 
 
 class _Formatter(logging.Formatter):

@@ -138,7 +138,7 @@ def refused_together(builds: Iterable[Callable[[], T]]) -> list[T]:
         except UserError as error:
             errors.append(error)
     if errors:
-        raise type(errors[0])("; ".join(map(str, errors)))
+        raise type(errors[0])("; ".join(dict.fromkeys(map(str, errors))))
     return built
 
 

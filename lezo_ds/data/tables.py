@@ -322,7 +322,7 @@ def _layout(path: Path, encoding: str, _: tuple[int, int]) -> Layout:
     if each_is_row and delimiter == "\t":
         layout = layout._replace(quoting=csv.QUOTE_NONE)
         message = "%s: each line is a row, and quotation marks are part of the texts"
-        logger.warning(message, path)
+        logger.warning(message, path.name)
     elif joined and (delimiter != "," or each_is_row or len(names) > 2):
         problem = (
             f"the quotation mark that opens in line {joined[0]} closes in line {joined[-1]}, and "
@@ -333,11 +333,11 @@ def _layout(path: Path, encoding: str, _: tuple[int, int]) -> Layout:
             fix += "; if the lines are one text, save the table as .csv"
             raise UserError(f"{path}: {problem}", fix=fix)
         # Where texts have the separator, this may be so by chance.
-        logger.warning("%s: %s; if it is part of a text, %s", path, problem, fix)
+        logger.warning("%s: %s; if it is part of a text, %s", path.name, problem, fix)
     if delimiter != usual:
-        logger.warning("%s: the separator is %r", path, delimiter)
+        logger.warning("%s: the separator is %r", path.name, delimiter)
     if skips_spaces:
-        logger.warning("%s: the space after each separator is left out", path)
+        logger.warning("%s: the space after each separator is left out", path.name)
     return layout
 
 

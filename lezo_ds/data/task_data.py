@@ -403,6 +403,8 @@ class _Encoder:
         if not examples:
             return EncodedSplit((), ())
         data = self.config.data
+        if not data.in_chat and any(example.messages for example in examples):
+            self._refuse_turns()
         max_new_tokens = self.config.generation.max_new_tokens
         max_length = data.max_length
         if data.protocol == "mezo" and self.task.kind == "generation":
@@ -413,8 +415,6 @@ class _Encoder:
 
         def encode_candidates(texts: _Texts) -> EncodedExample:
             example = texts.read
-            if example.messages and not data.in_chat:
-                self._refuse_turns(example)
             if example.messages and self.task.has_answers:
                 return encode_conversation(
                     self.tokenizer, example, max_length, keep_end=not is_chat
@@ -439,13 +439,13 @@ class _Encoder:
         self._check_model(split)
         return split
 
-    def _refuse_turns(self, example: Example) -> None:
-        """Refuse turns of a conversation in an example that no chat template writes."""
+    def _refuse_turns(self) -> None:
+        """Refuse conversations that no chat template is asked to write."""
         fix = "set data.chat_template=true"
         if not self.tokenizer.backend.chat_template:
             fix = "use a model with a chat template: this one has none; or write texts, not turns"
         fields = " or ".join(self.task.fields)
-        raise UserError(f"field {fields} of {example.where} is a list of turns", fix=fix)
+        raise UserError(f"field {fields} has lists of turns, as conversations have", fix=fix)
 
     def _warn_of_unread(self, examples: Sequence[Example]) -> None:
         """Log what records have, and the model does not read."""

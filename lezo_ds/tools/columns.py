@@ -436,11 +436,10 @@ def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) ->
     """Return the columns of short values that repeat, except for one column."""
     found = []
     for name, values in columns.items():
-        labels = set()
-        for value in values:
-            if isinstance(value, str | int | float):
-                labels.add(label_text(name, value) or "")
-        labels.discard("")
+        try:
+            labels = {label_text(name, value) or "" for value in values} - {""}
+        except UserError:  # a value is no label
+            continue
         is_few = 1 < len(labels) <= min(_MAX_LABELS, len(values) / 2)
         if name != without and is_few and max(map(len, labels)) <= _MAX_LABEL_LENGTH:
             found.append(name)

@@ -54,7 +54,7 @@ def test_a_separator_that_is_not_that_of_the_suffix_is_found_and_said(
         assert [list(record.values()) for _, record in found] == rows[1:]
     header = 2 if first_line else 1
     assert found[0][0] == f" ({path} line {header + 1})"
-    assert caplog.messages == [f"{path}: the separator is {delimiter!r}"]
+    assert caplog.messages == [f"{path.name}: the separator is {delimiter!r}"]
 
 
 def test_spaces_after_separators_belong_to_them(tmp_path, caplog):
@@ -62,7 +62,7 @@ def test_spaces_after_separators_belong_to_them(tmp_path, caplog):
     path.write_text('id, text, label\n1, "good, really", a\n2, so so, b\n')
     assert [list(record) for record in records_in(path)] == [["id", "text", "label"]] * 2
     assert [record["text"] for record in records_in(path)] == ["good, really", "so so"]
-    assert caplog.messages == [f"{path}: the space after each separator is left out"]
+    assert caplog.messages == [f"{path.name}: the space after each separator is left out"]
     path.write_text("id,text\n1, so so\n")
     assert records_in(path) == [{"id": "1", "text": " so so"}]
 
@@ -73,7 +73,7 @@ def test_quotation_marks_of_a_tsv_are_text_if_each_line_is_a_row(tmp_path, caplo
     path.write_text("text\tlabel\n" + "".join(f"{text}\t1\n" for text in plain))
     assert [record["text"] for record in records_in(path)] == plain
     assert caplog.messages == [
-        f"{path}: each line is a row, and quotation marks are part of the texts"
+        f"{path.name}: each line is a row, and quotation marks are part of the texts"
     ]
     path.with_suffix(".csv").write_text('text,label\n"Great,1\nit is,1\nthe end",1\n')
     assert len(records_in(path.with_suffix(".csv"))) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from benchmark import answer_speeds
 from own_data import write_chat_model, write_tickets
 
-from lezo_ds.cli import run_command
+from lezo_ds.cli import _Once, run_command
 from lezo_ds.config import find_task, load_config
 from lezo_ds.config.yaml_text import inline_yaml
 from lezo_ds.data.task_data import load_task_data
@@ -169,6 +170,15 @@ def test_init_says_what_to_do_with_choices_that_it_cannot_read(caplog):
     tokens = [text.split() * 3 for text in TEXTS]
     _, task = describe_task(records(text=TEXTS, tokens=tokens, spam=[0, 1] * 20))
     assert task["labels"] == ["0", "1"]
+
+
+def test_what_is_said_of_data_is_shown_once():
+    once = _Once()
+    shown = []
+    for name in ("lezo_ds.data.tables", "lezo_ds.data.splits", "lezo_ds.runs", "lezo_ds.runs"):
+        line = logging.LogRecord(name, logging.INFO, "", 0, "%d records", (3,), None)
+        shown.append(once.filter(line))
+    assert shown == [True, False, True, True]
 
 
 def test_answers_of_several_lines_are_found():
