@@ -135,19 +135,16 @@ def not_written(tokenizer: PromptTokenizer, example: Example, read: Collection[s
             turn._replace(content=f"{turn.content}~") if turn.role == SYSTEM else turn
             for turn in turns
         ]
-        if template.ignores(changed):
+        if template.ignores(messages=changed):
             unread.add(SYSTEM)
-    if find_tools(record):
-        without_tools = _Template(tokenizer, replace(example, record={}))
-        with suppress(UserError):  # the template needs them
-            if without_tools.write(turns) == template.write(turns):
-                unread.add(TOOLS)
+    if find_tools(record) and template.ignores(record={}):
+        unread.add(TOOLS)
     for key in {key for turn in turns for key in turn.others} - {"tool_calls"}:
         without_key = [
             turn._replace(others={name: turn.others[name] for name in turn.others if name != key})
             for turn in turns
         ]
-        if template.ignores(without_key):
+        if template.ignores(messages=without_key):
             unread.add(key)
     return unread
 
@@ -350,16 +347,17 @@ class _Template:
                 changed = turn._replace(content=f"{turn.content}~")
             else:
                 continue
-            if self.ignores((*turns[:number], changed, *turns[number + 1 :])):
+            if self.ignores(messages=(*turns[:number], changed, *turns[number + 1 :])):
                 raise UserError(
                     f"the chat template does not write turn {number + 1} of {self.example.where}",
                     fix=f"remove its calls, or use another role than {turn.role}",
                 )
 
-    def ignores(self, changed: Sequence[Message]) -> bool:
-        """Return whether the template writes changed turns as it writes those of the example."""
+    def ignores(self, **changed: Any) -> bool:
+        """Return whether the template writes the example with other attributes as it writes it."""
+        other = _Template(self.tokenizer, replace(self.example, **changed))
         with suppress(UserError):  # the template needs what was changed
-            return self.write(changed) == self.conversation
+            return other.conversation == self.conversation
         return False
 
     def _answer_start(self, conversation: str, num_turns: int) -> int:

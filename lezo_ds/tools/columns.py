@@ -39,9 +39,10 @@ _NEAR = 0.85
 _MOST = 0.8  # of the records must fit a reading of a column
 _QUESTIONS = {"completion": "prompt", "response": "prompt", "output": "instruction"}
 """The usual names of columns with questions, by those of the columns with their answers."""
-_CHOICE = "(option|choice|answer|ans|ending|candidate|alternative|solution|sol|opt|op)s?"
+_CHOICES = "(option|choice|ending|candidate|alternative)s?"
 _LETTERED = re.compile(
-    rf"(?P<stem>({_CHOICE})?[ _.-]?)\(?(?P<mark>[A-Za-z]|[0-9])\)?", re.IGNORECASE
+    rf"(?P<stem>(({_CHOICES}|answer|ans|solution|sol|opt|op)[ _.-]?)?)\(?(?P<mark>[A-Z0-9])\)?",
+    re.IGNORECASE,
 )
 """A column with one of several choices: A, b, option_c, Answer1 or opa."""
 
@@ -123,7 +124,7 @@ def describe_task(
     conversations = [name for name, values in columns.items() if any(map(are_turns, values))]
     if text is None and label is None and answer is None:
         text, answer = _usual_columns(columns, reward)
-        if text is None and reward is None and len(conversations) == 1:
+        if reward is None and len(conversations) == 1 and text not in conversations:
             (messages,) = conversations
             _refuse_no_answers(messages, records)
             return f"Chat: the messages in {messages}", {"messages": messages}
@@ -231,17 +232,20 @@ def _refuse_turns(names: Sequence[str]) -> None:
 
 def _field(column: str) -> str:
     """Return the template of a column's value. UserError: no template can name the column."""
-    template = f"{{{column}}}"
-    try:
-        fields = parse_template("data.prompt", template).fields
-    except UserError:
-        fields = ()
-    if fields != (column,):
+    if not _can_name(column):
         raise UserError(
             f"no template can name the column {column!r}",
             fix="rename it in the data, without braces, colons and spaces at its ends",
         )
-    return template
+    return f"{{{column}}}"
+
+
+def _can_name(column: str) -> bool:
+    """Return whether a template can name a column."""
+    try:
+        return parse_template("data.prompt", f"{{{column}}}").fields == (column,)
+    except UserError:
+        return False
 
 
 def _usual_columns(
@@ -327,8 +331,10 @@ def _with_choices(columns: Mapping[str, Sequence[object]]) -> Iterator[_Choices]
     """
     lettered: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, values in columns.items():
+        if not _can_name(name):
+            continue
         value = next((value for value in values if value), None)
-        is_usual = re.fullmatch(_CHOICE, name, re.IGNORECASE) is not None
+        is_usual = re.fullmatch(_CHOICES, name, re.IGNORECASE) is not None
         is_text = isinstance(value, str) and value[0] + value[-1] == "[]"
         if is_usual and (is_text or (are_objects(value) and not are_turns(value))):
             raise UserError(
@@ -339,10 +345,11 @@ def _with_choices(columns: Mapping[str, Sequence[object]]) -> Iterator[_Choices]
         if isinstance(value, list) and not are_objects(value):
             yield _Choices((name,), [_field(name)], is_usual)
         elif isinstance(value, Mapping):
-            lists = {key: str(inner) for key, inner in value.items() if isinstance(inner, list)}
+            lists = {key: str(each) for key, each in value.items() if isinstance(each, list)}
             keys = [max(lists, key=lambda key: len(lists[key]))] if lists else _letters(value)
-            if keys:
-                yield _Choices((name,), [_field(f"{name}.{key}") for key in keys], is_usual)
+            inner = [f"{name}.{key}" for key in keys]
+            if inner and all(map(_can_name, inner)):
+                yield _Choices((name,), list(map(_field, inner)), is_usual)
         elif isinstance(value, str | int | float):
             mark = _LETTERED.fullmatch(name)
             if mark:

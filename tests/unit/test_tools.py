@@ -172,6 +172,15 @@ def test_init_says_what_to_do_with_choices_that_it_cannot_read(caplog):
     assert task["labels"] == ["0", "1"]
 
 
+def test_columns_of_lists_that_are_no_choices_change_nothing(caplog):
+    lists = {"q: tags": [["x", "y"]] * 40, "answers": [["a", "b"]] * 40, "m": [{"k:": ["x"]}] * 40}
+    _, task = describe_task(records(text=TEXTS, topic=CLASSES, **lists))
+    assert task["labels"] == ["billing", "bug"] and not caplog.messages
+    talk = [[*TURNS[0], *ANSWERS[0]]] * 40
+    pairs = {"prompt": TEXTS, "completion": TEXTS}
+    assert describe_task(records(messages=talk, **pairs))[1] == {"messages": "messages"}
+
+
 def test_what_is_said_of_data_is_shown_once():
     once = _Once()
     shown = []
