@@ -42,6 +42,7 @@ from lezo_ds.data.generation import generate
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.forward.perturber import PROBES_AT_ONCE
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import Journal
 from lezo_ds.noise import noise_backend
@@ -372,7 +373,11 @@ class LezoEngine(ModelEngine):
 
     @torch.no_grad()
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the output at a probe of scale 0 of all layers, in the groups of a step."""
+        """Return the output at a probe of scale 0 of all layers, in the groups of a step.
+
+        It is that of the last of two copies of the batch, if a pass of a step has several.
+        """
+        num_probes = min(PROBES_AT_ONCE, self._probes_per_pass)
         plan = step.StepPlan(
             step=self.global_steps,
             key=step_key(self.seed, self.global_steps),
@@ -380,14 +385,13 @@ class LezoEngine(ModelEngine):
             perturbation_scale=0.0,
             dropped_layers=(),
             layer_weights=(),
-            probes=(Probe(direction=0, scale=0.0),),
+            probes=(Probe(direction=0, scale=0.0),) * num_probes,
         )
         num_examples = micro_batch.num_examples
         size = min(self.config.examples_per_direction or num_examples, num_examples)
         groups = Groups.of(1, num_examples, size)
-        at_theta = step.perturbation(self, plan, Pass(0, range(1)), groups)
-        (outputs,) = self.run(micro_batch, at_theta)
-        return outputs
+        at_theta = step.perturbation(self, plan, Pass(0, range(num_probes)), groups)
+        return self.run(micro_batch, at_theta)[-1]
 
     @torch.no_grad()
     def train_batch(

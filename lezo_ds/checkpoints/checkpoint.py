@@ -16,7 +16,12 @@ import torch
 from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import CHAT_TEMPLATE_DIR
@@ -30,7 +35,7 @@ from lezo_ds.sharding.files import WeightFiles, has_safetensors
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _USE_A_DECODER = "set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2"
-_ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation", "xlnet"}
+_ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation", "cpmant", "paligemma", "xlnet"}
 """Families of encoders, which are decoders if their config says so."""
 _MOST_LAYERS = 2000
 """Most layers of a model. The largest ones have some hundred; building a million takes hours."""
@@ -206,6 +211,12 @@ def load_model_config(directory: Path) -> Any:
     return config
 
 
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that opens a language model: one of text, or of more."""
+    is_of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_of_text else AutoModelForMultimodalLM
+
+
 def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     """Build a causal language model on the meta device, where only its buffers take memory.
 
@@ -217,30 +228,24 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     try:
         with accelerate.init_empty_weights(include_buffers=False):
             own_config = copy.deepcopy(config)  # the model keeps it and changes it
-            model = AutoModelForCausalLM.from_config(
-                own_config, dtype=dtype, trust_remote_code=False
-            )
+            model = auto_class(config).from_config(own_config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of many types, for a config.json that is damaged
         raise UserError(
             f"{type(config).__name__} is not that of a causal language model: {_first_line(error)}",
             fix=_USE_A_DECODER,
         ) from error
     is_decoder = getattr(model.config, "is_decoder", False)
-    if model.config.model_type in _ENCODERS and not is_decoder:
+    has_encoder = getattr(model.config, "is_encoder_decoder", False)
+    if has_encoder or (model.config.model_type in _ENCODERS and not is_decoder):
         raise UserError(
-            f"{type(model).__name__} is an encoder: its tokens see those that follow them",
-            fix=_USE_A_DECODER,
-        )
-    if model.config.model_type == "cpmant":
-        raise UserError(
-            f"{type(model).__name__} takes all tokens other than 0 for text, so that padding "
-            "changes its logits",
+            f"{type(model).__name__} has an encoder: its tokens see those that follow them",
             fix=_USE_A_DECODER,
         )
     model.tie_weights()
     freeze_other_inputs(model)
     rotate_each_row(model)
-    model.config.use_cache = False
+    for section in (model.config, model.config.get_text_config(decoder=True)):
+        section.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -293,8 +298,9 @@ def saved_config(model: Any, directory: Path) -> dict[str, Any]:
     if type(config) is not type(model.config):
         config = config.get_text_config(decoder=True)
         values = json.loads(config.to_json_string())
-    if config.tie_word_embeddings != model.config.tie_word_embeddings:
-        values["tie_word_embeddings"] = model.config.tie_word_embeddings
+    ties = getattr(model.config, "tie_word_embeddings", None)
+    if ties != getattr(config, "tie_word_embeddings", None):
+        values["tie_word_embeddings"] = ties
     values.pop("torch_dtype", None)  # the older name of dtype
     values.pop("transformers_weights", None)  # a file of the directory
     return values | {"architectures": [type(model).__name__]}

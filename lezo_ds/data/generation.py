@@ -39,7 +39,7 @@ from lezo_ds import distributed
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer, TokenIds
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
-from lezo_ds.forward.answer_cache import answer_cache, takes_padding
+from lezo_ds.forward.answer_cache import answer_cache, keeps_states_apart, takes_padding
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Thought
 from lezo_ds.forward.rope import may_outgrow
 
@@ -168,7 +168,8 @@ def _continue(model: Any, settings: GenerationSettings, tensors: Mapping[str, Te
     sample_keys = inputs.pop(SAMPLE_KEYS, None)
     common_ids = inputs.pop(COMMON_IDS, None)
     width = inputs["input_ids"].shape[1]
-    has_cache = not may_outgrow(model, inputs["attention_mask"], settings.max_new_tokens)
+    outgrows = may_outgrow(model, inputs["attention_mask"], settings.max_new_tokens)
+    has_cache = not (outgrows or keeps_states_apart(model))
     # The model's generation_config is replaced, because transformers (5.23) fills every option that
     # an argument of generate() leaves open (penalties, sampling) from the model's own.
     model.generation_config = transformers.GenerationConfig(

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
@@ -66,6 +66,7 @@ def can_pack(config: Any, max_length: int) -> bool:
             replaces the one with which the model would apply the window.
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = model or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     # The positions of some of these begin after that of padding.

@@ -111,7 +111,7 @@ def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
         heartbeat.states.pop()
 
 
-def lost_rank(error: RuntimeError) -> LostRankError | None:
+def lost_rank(error: Exception) -> LostRankError | None:
     """Return what an error of a message between ranks means, and None for another error."""
     problem = " ".join(str(error).split())
     if not isinstance(error, DistError) and not _LOST.search(problem):

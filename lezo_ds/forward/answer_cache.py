@@ -89,7 +89,7 @@ def answer_cache(model: Any, num_new_tokens: int) -> DynamicCache | None:
 
     None if the model keeps something else, which it makes itself.
     """
-    if "past_key_values" not in _inputs(model) or not model._supports_default_dynamic_cache():
+    if "past_key_values" not in _inputs(model):
         return None
     cache = DynamicCache(config=model.config)
     # Layers of other kinds, such as those of a sliding window, forget tokens.
@@ -112,10 +112,12 @@ def takes_padding(model: Any) -> bool:
 
 
 def keeps_states_apart(model: Any) -> bool:
-    """Return whether a model keeps states that are in no layer of a cache of transformers."""
-    if not model._supports_default_dynamic_cache():
-        return True
-    return bool(model._is_stateful) and kinds_of_layers(model.config) <= _KEYS_AND_VALUES
+    """Return whether a model keeps states that are in no layer of a cache of transformers.
+
+    Such states may be those of other rows than the ones that a pass has, so they are not used.
+    """
+    keeps_in_modules = model.config.model_type == "recurrent_gemma"
+    return keeps_in_modules or not model._supports_default_dynamic_cache()
 
 
 def changes_cache(module: Any) -> bool:

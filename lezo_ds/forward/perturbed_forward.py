@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.answer_cache import changes_cache, keeps_states_apart, takes_padding
+from lezo_ds.forward.answer_cache import changes_cache, takes_padding
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.dense import DensePerturber
 from lezo_ds.forward.low_rank import LowRankPerturber
@@ -125,7 +125,8 @@ class PerturbedForward:
         writes_answers = batch.generation is not None
         if perturbation is not None and writes_answers:
             self._assert_rows_keep_their_directions(perturbation)
-            if self._writes_alone(perturbation):
+            # A module that runs once for each probe would change the cache of all probes each time.
+            if len(perturbation.probes) > 1 and self._trains_what_changes_caches:
                 singles = perturbation.one_by_one()
                 return tuple(self(batch, single, call)[0] for single in singles)
         state = self._state
@@ -171,15 +172,6 @@ class PerturbedForward:
                 "zo.examples_per_direction needs all prompts of a batch in one pass",
                 fix="set zo.examples_per_direction=null",
             )
-
-    def _writes_alone(self, perturbation: Perturbation) -> bool:
-        """Return whether the probes of a pass write their answers one after the other.
-
-        A module that runs once for each probe would change the cache of all probes each time.
-        """
-        if len(perturbation.probes) == 1:
-            return False
-        return self._trains_what_changes_caches or keeps_states_apart(self._model)
 
     def _num_equal_blocks(self, perturbation: Perturbation) -> int:
         """Return how many blocks come before the first perturbed one and may share a copy."""

@@ -4,7 +4,8 @@ A training pass lays out records in shared rows, selects logits, and runs wrappe
 weights. A mistake in any of these gives numbers that repeat to the bit and are not the model's. So
 they are compared with those of the plainest pass that there is:
 
-    training   a micro-batch of records, laid out as in a step, at a probe of scale 0
+    training   a micro-batch of records, laid out as in a step, at a probe of scale 0: the second
+               of two, if a pass of a step has several
     alone      one sequence in a row of its own length, by the modules' own forward methods
 
 The numbers are log-probabilities of the tokens that the loss reads. If the objective reads answers,
@@ -33,7 +34,7 @@ from lezo_ds.data.encoding import TokenIds
 from lezo_ds.data.generation import up_to_stop
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
-from lezo_ds.errors import UserError
+from lezo_ds.errors import LezoError, UserError, cut
 from lezo_ds.forward.batch import MicroBatch, to_device
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ TOLERANCE: Mapping[str, float] = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 
 The products of the two passes have other numbers of rows, and so round in other ways.
 """
+
+_REPORT = "set zo.probes_per_pass=1, or report this with the model's config.json"
 
 
 class Reading(NamedTuple):
@@ -100,7 +103,18 @@ def cross_check(engine: ModelEngine, data: TaskData, config: RunConfig) -> None:
     """
     began = time.monotonic()
     rows = data.step_rows(config, engine.global_steps)[: config.train.micro_batch_size]
-    readings = read_twice(engine, data, rows)
+    try:
+        readings = read_twice(engine, data, rows)
+    except Exception as error:  # of any type, as of a tensor that does not fit
+        known = distributed.lost_rank(error) or distributed.out_of_memory(error)
+        if isinstance(error, LezoError) or known is not None:
+            raise
+        problem = cut(" ".join(str(error).split()), 200)
+        raise UserError(
+            f"{type(engine.module).__name__} does not run in a training pass: "
+            f"{type(error).__name__}: {problem}",
+            fix=_REPORT,
+        ) from error
     worst = max(readings, key=lambda reading: reading.difference)
     allowed = TOLERANCE[config.model.dtype]
     if worst.difference <= allowed:
@@ -115,7 +129,7 @@ def cross_check(engine: ModelEngine, data: TaskData, config: RunConfig) -> None:
         return
     by_itself = read_twice(engine, data, [worst.row])
     cause = "by itself in a pass, it differs, too"
-    fix = "report this with the model's config.json; lezo_ds cannot train the model yet"
+    fix = _REPORT
     if max(reading.difference for reading in by_itself) <= allowed:
         cause = "by itself in a pass, it has the right one: the records of a pass change each other"
         fix = "set train.micro_batch_size=1, and report this with the model's config.json"

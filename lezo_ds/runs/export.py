@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
+from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, num_directions
 from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.data.encoding import load_tokenizer
@@ -427,7 +427,8 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str, *, merged: bool
         card += _EXAMPLE.format(before_labels=before_labels)
     elif config.data.messages or config.data.chat_template:
         card += _TALK
-    return card
+    opened_by = auto_class(load_model_config(resolve_model(config.model.path))).__name__
+    return card.replace("AutoModelForCausalLM", opened_by)
 
 
 def _plain(value: Any) -> str:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import pytest
 from family_checks import Family
-from family_models import NOT_BUILT
+from family_models import KNOWN, NOT_BUILT
 from family_page import FAMILIES, PAGE, outcomes_of, page_text, read_rows, table_row
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lezo_ds.errors import UserError
 
-SAMPLE = ("opt", "mistral", "gpt_oss", "gemma3", "qwen3_5", "lfm2", "mamba")
-"""Absolute positions, a sliding window, a mixture, two multimodal models, and recurrences."""
+SAMPLE = ("mistral", "gpt_oss", "qwen3_5_text", "lfm2_vl")
+"""A sliding window, a mixture, linear attention, and a multimodal model with states."""
 
 
 @pytest.mark.parametrize("family", SAMPLE)
-def test_losses_answers_and_the_gradient_of_a_step_are_those_of_transformers(family, tmp_path):
+def test_a_step_answers_and_an_export_are_those_of_transformers(family, tmp_path):
     checked = Family(family, tmp_path)
     checked.losses()
     checked.answers()
     checked.step()
+    checked.export()
+
+
+def test_a_model_whose_texts_are_read_in_both_directions_is_refused(tmp_path):
+    with pytest.raises(UserError, match="PaliGemmaForConditionalGeneration has an encoder"):
+        Family("paligemma", tmp_path).losses()
 
 
 def test_tokens_that_lie_once_for_each_expert_are_not_cut_into_copies(tmp_path):
@@ -31,7 +36,7 @@ def test_tokens_that_lie_once_for_each_expert_are_not_cut_into_copies(tmp_path):
 
 def test_the_page_has_all_families_that_transformers_builds():
     rows = read_rows()
-    assert rows.keys() | NOT_BUILT.keys() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert rows.keys() | NOT_BUILT.keys() == set(KNOWN)
     assert PAGE.read_text(encoding="utf-8") == page_text(rows)
 
 

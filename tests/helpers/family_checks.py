@@ -16,12 +16,12 @@ from typing import Any
 import peft
 import torch
 import transformers
-from family_models import TOKENS, published_class, small_config
+from family_models import TOKENS, opened_by, published_class, small_config
+from safetensors.torch import load_file
 from tiny_models import random_values
 from tiny_runs import full_weights, start_engine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.checkpoints.checkpoint import load_model_config
@@ -46,6 +46,7 @@ SCALE = 1e-2
 TOLERANCE = 1e-4
 
 EQUAL = "equal"
+NOT_READ = "peft does not read the names of this adapter"
 
 
 def examples_of(option_length: int) -> list[EncodedExample]:
@@ -103,6 +104,7 @@ class Family:
     """A directory with a tiny model of a family, and what is compared on it."""
 
     def __init__(self, family: str, root: Path) -> None:
+        self.family = family
         self.root = root
         self.directory = root / "model"
         config = small_config(family)
@@ -113,12 +115,36 @@ class Family:
     @cached_property
     def reference(self) -> Any:
         """The model of transformers on the directory."""
-        return opened(self.directory)[0]
+        return self.opened(self.directory)[0]
 
     @cached_property
     def engine(self) -> Any:
         """The engine of lezo_ds that trains all weights."""
         return self._start()
+
+    def opened(self, directory: Path) -> tuple[Any, dict[str, Any]]:
+        """Return the model that transformers loads from a directory, and what it says about it."""
+        model, info = opened_by(self.family).from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True
+        )
+        return model.eval(), info
+
+    def opened_whole(self, directory: Path) -> Any:
+        """Return the model in a directory that has each of its weights, and no others.
+
+        The class that its config names must find all of them, too.
+        """
+        model, info = self.opened(directory)
+        problems = {key: sorted(value) for key, value in info.items() if value}
+        assert not problems, problems
+        named = json.loads((directory / "config.json").read_text())["architectures"][0]
+        if named != type(model).__name__:
+            _, info = getattr(transformers, named).from_pretrained(
+                directory, output_loading_info=True
+            )
+            problems = {key: sorted(value) for key, value in info.items() if value}
+            assert not problems, f"{named}: {problems}"
+        return model
 
     def _start(self, **changes: Any) -> Any:
         settings = {"learning_rate": 1e-2, "perturbation_scale": SCALE, "sparsity": 0.0}
@@ -176,7 +202,7 @@ class Family:
             name: (weight - after[name]) / (slope * record.learning_rate)
             for name, weight in before.items()
         }
-        model = opened(self.directory)[0]
+        model = self.opened(self.directory)[0]
         losses = []
         for scale in (SCALE, -SCALE):
             set_values(model, moved(before, direction, scale))
@@ -205,7 +231,7 @@ class Family:
         """Compare the logits after a step with those of the exported model."""
         target = self.root / "exported"
         self.engine.write_model(target)
-        model = opened_whole(target)
+        model = self.opened_whole(target)
         examples = examples_of(2)
         batch = candidate_batch(examples, PAD)
         assert_near(self.engine.forward(batch), log_probabilities(model, examples))
@@ -215,7 +241,7 @@ class Family:
         config = PeftConfig(
             kind="lora", lora_rank=2, lora_alpha=5.0, lora_targets=",".join(targets)
         )
-        engine = self._start(peft=config, learning_rate=0.1)
+        engine = self._start(peft=config, learning_rate=0.03)
         examples = examples_of(2)
         batch = candidate_batch(examples, PAD)
         for _ in range(2):
@@ -225,9 +251,14 @@ class Family:
         engine.write_model(adapter)
         engine.write_model(merged, merge=True)
         plain = log_probabilities(self.reference, examples)
-        base = opened(self.directory)[0]
-        by_peft = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
-        model = opened_whole(merged)
+        base = self.opened(self.directory)[0]
+        with_adapter = peft.PeftModel.from_pretrained(base, adapter)
+        read = peft.get_peft_model_state_dict(with_adapter)
+        stored = load_file(adapter / "adapter_model.safetensors")
+        if any(not torch.equal(value, read[name]) for name, value in stored.items()):
+            raise UserError(NOT_READ, fix="")
+        by_peft = with_adapter.merge_and_unload()
+        model = self.opened_whole(merged)
         expected = dict(by_peft.named_parameters())
         found = dict(model.named_parameters())
         assert found.keys() == expected.keys()
@@ -239,35 +270,11 @@ class Family:
         assert (scores - plain).abs().max() > 4 * TOLERANCE, "the adapter does not matter"
 
 
-def opened(directory: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the model that transformers loads from a directory, and what it says about it."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True
-    )
-    return model.eval(), info
-
-
-def opened_whole(directory: Path) -> Any:
-    """Return the model in a directory that has each of its weights, and no others.
-
-    The class that its config names must find all of them, too.
-    """
-    model, info = opened(directory)
-    problems = {key: sorted(value) for key, value in info.items() if value}
-    assert not problems, problems
-    named = json.loads((directory / "config.json").read_text())["architectures"][0]
-    if named != type(model).__name__:
-        _, info = getattr(transformers, named).from_pretrained(directory, output_loading_info=True)
-        problems = {key: sorted(value) for key, value in info.items() if value}
-        assert not problems, f"{named}: {problems}"
-    return model
-
-
 def written(model: Any, prompt: tuple[int, ...]) -> list[int]:
-    """Return what generate of transformers writes after one prompt."""
+    """Return what generate of transformers writes after one prompt, reading all for each token."""
     ids = torch.tensor([prompt])
     model.generation_config = transformers.GenerationConfig(
-        max_new_tokens=NUM_NEW_TOKENS, do_sample=False, pad_token_id=PAD
+        max_new_tokens=NUM_NEW_TOKENS, do_sample=False, pad_token_id=PAD, use_cache=False
     )
     tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
     return tokens[0, len(prompt) :].tolist()

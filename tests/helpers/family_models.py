@@ -1,4 +1,4 @@
-"""A tiny random model of any architecture of transformers that AutoModelForCausalLM knows.
+"""A tiny random model of any architecture of transformers that writes text.
 
 Each family uses the default config of its class with smaller sizes. `_SIZES` maps each size key to
 its small value, and also applies to the parts of a multimodal config. `_OWN` has overrides by
@@ -15,6 +15,22 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
+
+OF_IMAGES_OR_SOUND = (
+    *("aria", "aya_vision", "cohere2_vision", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava"),
+    *(
+        "llava_next",
+        "llava_onevision",
+        "mistral3",
+        "ovis2",
+        "paligemma",
+        "qwen2_5_vl",
+        "qwen2_audio",
+    ),
+    *("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral"),
+)
+"""Some of the families that only `AutoModelForMultimodalLM` opens."""
+KNOWN = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OF_IMAGES_OR_SOUND)
 
 VOCABULARY = 64
 TOKENS = range(4, 40)
@@ -35,7 +51,7 @@ _sizes(NUM_LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers
 _sizes(NUM_LAYERS, "num_encoder_layers num_decoder_layers num_blocks depth conf_num_hidden_layers")
 _sizes(32, "hidden_size d_model n_embd dim emb_dim embedding_dim lru_width")
 _sizes(32, "embedding_size input_embedding_size output_embedding_size word_embed_proj_dim")
-_sizes(32, "out_hidden_size hidden_size_global intermediate_size_mlp adapter_in_dim")
+_sizes(32, "embed_dim out_hidden_size hidden_size_global intermediate_size_mlp adapter_in_dim")
 _sizes(32, "adapter_out_dim projector_input_dim projector_output_dim pronunciation_embed_dim")
 _sizes(32, "shape_embed_dim output_channels base_channels ext_pw_out_channel nemo_conv_channels")
 _sizes(32, "depthwise_separable_out_channel")
@@ -86,6 +102,7 @@ _FIRST_OTHER_TOKEN = 48
 
 _ATTENTIONS = ("full_attention", "sliding_attention")
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_THREE_POSITIONS = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}
 _HEAD_DIM = {"head_dim": 8}
 _MAMBA_HEAD = {"mamba_d_head": 16}
 _OWN: dict[str, dict[str, Any]] = {
@@ -108,19 +125,24 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": _MAMBA_HEAD | {"mamba_d_ssm": 64},
     "gemma4_text": _HEAD_DIM | {"global_head_dim": 16},
     "gemma4_unified_text": _HEAD_DIM | {"global_head_dim": 16},
+    "glm4v_text": _THREE_POSITIONS,
     "gpt_neo": {
         "attention_types": [[["global", "local"], 2]],
         "attention_layers": ["global", "local"] * 2,
     },
     "granitemoehybrid": _MAMBA_HEAD | {"layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_dense": _HEAD_DIM,
-    "hunyuan_v1_moe": _HEAD_DIM,
+    "hunyuan_v1_moe": _HEAD_DIM | {"num_experts": 4, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "ministral": _HEAD_DIM,
     "nemotron": _HEAD_DIM | {"num_key_value_heads": 2},
+    "qwen2_5_vl_text": _THREE_POSITIONS,
+    "qwen2_vl_text": _THREE_POSITIONS,
+    "qwen3_vl_moe_text": _THREE_POSITIONS,
+    "qwen3_vl_text": _THREE_POSITIONS,
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -141,7 +163,6 @@ _DRAFTS = "it drafts for another model, whose states it needs"
 _CODES = "it writes codes of audio, and AutoModelForCausalLM does not open the published config"
 NOT_BUILT = {
     "blt": "its patches are found by a second model, and it has no num_hidden_layers",
-    "cpmant": "refused, because padding changes its logits",
     "dots3_note": "the default config of its audio tower does not fit smaller numbers",
     "gemma3n": "its vision tower needs the package timm",
     "gemma4_assistant": _DRAFTS,
@@ -198,6 +219,13 @@ def _of_fewer_layers(values: list[Any]) -> list[Any]:
     if len(kinds) == len(values):
         return values[:NUM_LAYERS]
     return [kinds[layer % len(kinds)] for layer in range(NUM_LAYERS)]
+
+
+def opened_by(family: str) -> Any:
+    """Return the class of transformers that opens the directory of a family."""
+    if family in OF_IMAGES_OR_SOUND:
+        return transformers.AutoModelForMultimodalLM
+    return transformers.AutoModelForCausalLM
 
 
 def published_class(family: str) -> Any:

@@ -14,16 +14,12 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from family_models import NOT_BUILT
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-)
+from family_models import KNOWN, NOT_BUILT, published_class
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "families.md"
 COLUMNS = ("losses", "packed", "answers", "step", "rank 1", "export", "LoRA")
-FAMILIES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NOT_BUILT]
+FAMILIES = [name for name in KNOWN if name not in NOT_BUILT]
 _FAMILIES_AT_A_TIME = 8
 
 _REASONS = {
@@ -37,14 +33,16 @@ _REASONS = {
     "R5": ("zo.noise_rank needs all", "Low rank needs modules that run on all tokens."),
     "R6": ("peft.lora_targets", "A module of these names takes no adapter."),
     "R7": ("lacks", "Its checkpoint has other names or shapes."),
-    "R8": ("is an encoder", "It is an encoder."),
+    "R8": ("has an encoder", "It has an encoder."),
+    "R9": ("peft does not read", "peft does not read its adapter, nor one of its own."),
 }
 """Mark of a refusal -> (words of its line, what the page says)."""
 
 _HEAD = """# Families
 
-Each row is a tiny random model of a family that transformers 5.23 builds with
-`AutoModelForCausalLM`, saved as the class that is published: a multimodal one, where there is one.
+Each row is a tiny random model of a family of transformers 5.23: all that `AutoModelForCausalLM`
+opens, and some that only `AutoModelForMultimodalLM` opens, which read images or sound besides text.
+It is saved as the class that is published: a multimodal one, where there is one.
 lezo_ds and transformers read the same directory, in fp32. transformers ran one sequence at a time.
 `python tests/helpers/family_page.py` writes this page, and `make test-families` compares each row
 with what comes out.
@@ -58,16 +56,19 @@ with what comes out.
 - **LoRA**: the same of a merged adapter, on all linear modules of the blocks, and peft's own merge
 
 `=` is equal, within 1e-4. `-` is never packed. `D` differs, and `E` ends in an error: do not use
-these. R is refused in one line:
+these. A run compares itself with the model alone, and refuses most of them before its first step.
+R is refused in one line:
 
 """
 
 
 def table_row(family: str, outcomes: Mapping[str, str]) -> str:
     """Return the row of a family, from what each comparison gave (`family_checks.outcome`)."""
-    name = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(family)
-    name = name or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-    cells = [family, name, *(_cell(outcomes[column]) for column in COLUMNS)]
+    cells = [
+        family,
+        published_class(family).__name__,
+        *(_cell(outcomes[column]) for column in COLUMNS),
+    ]
     return f"| {' | '.join(cells)} |"
 
 
