@@ -130,7 +130,13 @@ def export_run(
             logger.warning("%s", WORSE)
     engine.write_model(
         target,
-        card=partial(model_card, run, number, merged=merge),
+        card=partial(
+            model_card,
+            run,
+            number,
+            merged=merge,
+            opened_by=auto_class(engine.module.config).__name__,
+        ),
         merge=merge,
         recipe=recipe_of(run.config),
     )
@@ -366,6 +372,7 @@ With vLLM: `vllm serve DIR`, or of a LoRA adapter
 """
 _TRAINED = {"none": "all weights", "lora": "low-rank adapters", "prefix": "a prefix in each block"}
 _LIBRARIES = {"none": "transformers", "lora": "peft", "prefix": "lezo_ds"}
+_AUTO_CLASS = "AutoModelForCausalLM"
 _LOAD_BASE = 'AutoModelForCausalLM.from_pretrained("{base}")'
 _LOAD = {
     "none": 'AutoModelForCausalLM.from_pretrained("DIR")',
@@ -374,7 +381,14 @@ _LOAD = {
 }
 
 
-def model_card(run: RecordedRun, step: int, weights_sha256: str, *, merged: bool = False) -> str:
+def model_card(
+    run: RecordedRun,
+    step: int,
+    weights_sha256: str,
+    *,
+    merged: bool = False,
+    opened_by: str = _AUTO_CLASS,
+) -> str:
     """Return the README.md of an exported model.
 
     No string of a run acts as Markdown or HTML in it, since a journal may come from anyone.
@@ -384,6 +398,7 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str, *, merged: bool
         step: number of updates that the weights have seen.
         weights_sha256: what `sha256sum *.safetensors | sha256sum` prints in the model's directory.
         merged: whether the adapter of the run is part of the weights.
+        opened_by: the name of the class of transformers that opens the model.
     """
     config = run.config
     base = _plain(_public_name(config.model.path))
@@ -427,8 +442,7 @@ def model_card(run: RecordedRun, step: int, weights_sha256: str, *, merged: bool
         card += _EXAMPLE.format(before_labels=before_labels)
     elif config.data.messages or config.data.chat_template:
         card += _TALK
-    opened_by = auto_class(load_model_config(resolve_model(config.model.path))).__name__
-    return card.replace("AutoModelForCausalLM", opened_by)
+    return card.replace(_AUTO_CLASS, opened_by)
 
 
 def _plain(value: Any) -> str:

