@@ -59,7 +59,6 @@ from lezo_ds.errors import LezoError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.noise import ALL, UpdateTarget, noise_backend
 from lezo_ds.runs.trainer import make_engine
-from lezo_ds.step import decide, perturbation
 from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.tools.sizes import OPT_SHAPES, opt_config
 from lezo_ds.zo.laws import DenseLaw, LowRankLaw
@@ -442,7 +441,8 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     data = load_task_data(config)
     engine = make_engine(config)
     batch = data.step_batch(config, 0)
-    forward_pass = engine.passes_of_rank(distributed.rank(), len(batch))[0]
+    step = engine.plan_step(batch)
+    forward_pass = engine.passes_of_rank(distributed.rank(), step.passes)[0]
     prompts = to_device(batch[forward_pass.micro_batch], engine.device)
     if prompts.generation is None:
         raise UserError("generate needs a recipe that trains on answers", fix="set train.objective")
@@ -454,7 +454,7 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     repeated = replace(
         prompts, inputs={name: torch.cat([inputs[name]] * num_probes) for name in names}
     )
-    at_probes = perturbation(engine, decide(engine), forward_pass, engine.groups(batch))
+    at_probes = engine.perturbation(step, forward_pass)
     plain = plain_model(config.model.path, config.model.dtype)
     # generate passes the last states of the prompts as a strided view, and torch would copy the
     # head's weight for each row of it.

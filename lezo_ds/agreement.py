@@ -1,17 +1,12 @@
 """A proof at every step that all ranks work on the same step, batch, plan and settings.
 
 Ranks exchange only scalars (LeZO, Algorithm 1). A rank with another batch, seed or projected
-gradient would therefore train another model without any error. Five numbers in the all-reduce of
+gradient would therefore train another model without any error. Four numbers in the all-reduce of
 the losses prove that this has not happened:
 
-    | losses, votes | cross checksum | x1 | x1**2 | x2 | x2**2 |    float64, summed over all ranks
+    | losses, votes | x1 | x1**2 | x2 | x2**2 |    float64, summed over all ranks
 
-The cross checksum compares the batch. No rank lays out the whole batch: each slice of it is laid
-out and hashed by two ranks, the one that runs it and one that watches it. One adds the hash and the
-other subtracts it, so the sum is 0 if they agree. The pairs change from step to step, so any two
-ranks meet.
-
-x1 and x2 are parts of a hash of the rank's claims: names and values of all else that it works on.
+x1 and x2 are parts of a hash of the rank's claims: names and values of all that it works on.
 Their sums and the sums of their squares show whether all ranks have the same hash. If not, the
 ranks exchange the claims themselves, and the error names what differs on which rank.
 """
@@ -30,10 +25,7 @@ from lezo_ds.forward.batch import MicroBatch, StepBatch
 Claims = Mapping[str, str]
 """What a rank works on at a step. Error messages use the names."""
 
-BATCH = "batch"
-
 _PART_BITS = 20
-_CHECKSUM_BITS = 40  # float64 holds the sum of such numbers of 8192 ranks exactly
 _MOST_SHOWN = 4
 
 
@@ -65,42 +57,20 @@ def all_agree(sums: Sequence[float], num_ranks: int) -> bool:
 
 
 def batch_claims(batch: StepBatch) -> dict[str, str]:
-    """Return what a rank can claim of a step's batch without laying it out."""
-    digest = hashlib.blake2b(batch.content, digest_size=8)
+    """Return what a rank can claim of a step's batch.
+
+    Micro-batches that a run lays out follow from the indices of their examples, because all ranks
+    have the same examples (`assert_same`). Others are hashed themselves.
+    """
+    content = batch.content
+    if content is None:
+        content = batch_digest(batch)
+    digest = hashlib.blake2b(content, digest_size=8)
     digest.update(repr(list(batch.weights)).encode())
-    return {BATCH: digest.hexdigest()}
+    return {"batch": digest.hexdigest()}
 
 
-def watched_rank(rank: int, num_ranks: int, step: int) -> int:
-    """Return the rank whose slice of the batch this rank hashes, too. One rank watches each rank.
-
-    >>> [[watched_rank(rank, 3, step) for rank in range(3)] for step in range(2)]
-    [[1, 2, 0], [2, 0, 1]]
-    """
-    return (rank + 1 + step % max(1, num_ranks - 1)) % num_ranks
-
-
-def cross_checksum(batch: StepBatch, own: Iterable[int], watched: Iterable[int]) -> float:
-    """Return the hash of a rank's own slice of the batch, minus that of the slice that it watches.
-
-    The sum over all ranks is 0 if both ranks of each slice have the same hash of it.
-
-    Args:
-        batch: the step's micro-batches. Only those of the two slices are laid out.
-        own: indices of the micro-batches that this rank runs.
-        watched: indices of the micro-batches that the watched rank runs.
-
-    Returns:
-        An integer in (-2**40, 2**40).
-    """
-    numbers = []
-    for indices in (own, watched):
-        digest = batch_digest([batch[index] for index in indices])
-        numbers.append(int(digest, 16) >> 64 - _CHECKSUM_BITS)
-    return float(numbers[0] - numbers[1])
-
-
-def batch_digest(batch: Iterable[MicroBatch]) -> str:
+def batch_digest(batch: Iterable[MicroBatch]) -> bytes:
     """Return a hash of all tensors in micro-batches and of the weights of the micro-batches."""
     digest = hashlib.blake2b(digest_size=8)
     for micro_batch in batch:
@@ -113,7 +83,18 @@ def batch_digest(batch: Iterable[MicroBatch]) -> str:
                 digest.update(f"{name}{tuple(tensor.shape)}".encode())
                 flat = tensor.detach().cpu().contiguous().view(-1)
                 digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest.digest()
+
+
+def assert_same(name: str, by_rank: Sequence[str]) -> None:
+    """Raise DesyncError unless all ranks have the same value of something before the first step."""
+    if len(set(by_rank)) > 1:
+        raise desync_error(
+            "the ranks do not start from the same inputs",
+            _differences(name, by_rank),
+            num_good=0,
+            fix="give all ranks the same recipe, data and code",
+        )
 
 
 def disagreement(step: int, by_rank: Sequence[Claims], num_good: int) -> DesyncError:

@@ -1,14 +1,14 @@
 """The training engine: a sharded model and its zeroth-order optimizer. `initialize` returns it.
 
     ModelEngine      a sharded model: forward passes, votes and agreement of ranks, snapshots
-      LezoEngine     its zeroth-order optimizer: steps (step.py), journal, replay, checks of weights
+      LezoEngine     its zeroth-order optimizer: steps, journal, replay, checks of weights
 
 All ranks call the same methods in the same order: most of them exchange messages ("a collective").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lezo_ds import agreement, distributed, step
-from lezo_ds.agreement import BATCH, Claims
+from lezo_ds import agreement, distributed
+from lezo_ds.agreement import Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.checkpoints.snapshots import (
     Card,
@@ -39,6 +39,7 @@ from lezo_ds.config import (
 )
 from lezo_ds.config.deepspeed import offloads_weights, tensor_parallel_size
 from lezo_ds.data.generation import generate
+from lezo_ds.distributed.workers import Ranks, Workers
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
@@ -48,10 +49,10 @@ from lezo_ds.journal import Journal
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.integrity import Witness
-from lezo_ds.zo.estimators import Probe
-from lezo_ds.zo.keys import step_key
-from lezo_ds.zo.passes import Groups, Pass, passes_of_step
-from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.keys import direction_key, step_key
+from lezo_ds.zo.passes import Groups, KeyedProbe, Pass
+from lezo_ds.zo.records import StepPlan, StepRecord
+from lezo_ds.zo.step import PlanFormat, Step
 from lezo_ds.zo.updates import StepUpdate, step_updates
 
 MAX_SKIPPED_STEPS = 10
@@ -73,7 +74,7 @@ class ModelEngine:
         stop_requested: whether this rank was asked to stop.
         stop_agreed: whether the votes of the last step asked for a stop. It is the same on all
             ranks.
-        replicas: the link to other launches of the same run (`Replicas`), or None.
+        workers: who shares the passes of a step: the ranks of this launch, or of all replicas.
         journal: on rank 0, each zeroth-order step is written here before it is applied. A step's
             record is on the disk before the next step is applied, and before a model is written.
     """
@@ -89,7 +90,7 @@ class ModelEngine:
         self.global_steps = 0
         self.stop_requested = False
         self.stop_agreed = False
-        self.replicas: Any = None
+        self.workers: Workers = Ranks(self.world_size // self.tensor_parallel)
         self.journal: Journal | None = None
         self._deepspeed = deepspeed_engine
         self._perturbed = perturbed
@@ -196,28 +197,15 @@ class ModelEngine:
             load_snapshot(self.sharded, snapshot)
         self.global_steps = step
 
-    def share_of_rank(self, rank: int, num_passes: int) -> range:
-        """Return the indices of the forward passes of a step that a rank runs.
+    def passes_of_rank(self, rank: int, passes: Sequence[Pass]) -> list[Pass]:
+        """Return those of a step's passes that a rank runs.
 
         Raises:
-            UserError: the number of passes is not a multiple of the number of ranks, or of groups
-                of ranks that split the weights.
+            UserError: the ranks of this launch cannot share them evenly.
         """
-        num_groups = self.world_size // self.tensor_parallel
-        if num_passes % num_groups:
-            raise UserError(
-                f"{num_passes} forward passes cannot be shared evenly among {num_groups} ranks",
-                fix="change train.micro_batch_size or the number of ranks",
-            )
-        return range(rank // self.tensor_parallel, num_passes, num_groups)
+        return self.workers.passes_of(rank // self.tensor_parallel, passes)
 
-    def sum_losses(
-        self,
-        losses: Tensor,
-        batch: StepBatch,
-        claims: Claims,
-        share_of: Callable[[int], Iterable[int]],
-    ) -> list[float]:
+    def sum_losses(self, losses: Tensor, batch: StepBatch, claims: Claims) -> list[float]:
         """Sum the losses of a step, check that ranks agree, and collect the votes. A collective.
 
         The votes for a stop are part of the all-reduce that every step has anyway. All ranks thus
@@ -227,10 +215,9 @@ class ModelEngine:
             losses: float64 [n], this rank's losses, and 0 for those of other ranks.
             batch: of the step.
             claims: what this rank works on, besides the batch.
-            share_of: (rank) -> indices of the micro-batches that it runs.
 
         Returns:
-            The sums over all ranks (and replicas), n numbers.
+            The sums over all workers, n numbers.
 
         Raises:
             DesyncError: the ranks disagree. All ranks raise.
@@ -239,40 +226,20 @@ class ModelEngine:
             # Of ranks that split the weights and run the same passes, the first one counts.
             losses = torch.zeros_like(losses)
         vote = losses.new_tensor([float(self.stop_requested)])
-        checksum = 0.0
-        if self.world_size > 1:
-            watched = agreement.watched_rank(self.global_rank, self.world_size, self.global_steps)
-            checksum = agreement.cross_checksum(
-                batch, share_of(self.global_rank), share_of(watched)
-            )
         claims = {**claims, **agreement.batch_claims(batch)}
-        values = self._sum_agreed(torch.cat([losses, vote]), claims, checksum, batch)
-        if self.replicas is not None:
-            # All replicas lay out one micro-batch, another one in each step, and compare it.
-            compared = batch[self.global_steps % len(batch)]
-            digest = agreement.batch_digest([compared])
-            values = self.replicas.sum(values, {**claims, "part": digest})
-        *sums, stop_votes = values
+        values = self._sum_agreed(torch.cat([losses, vote]), claims)
+        *sums, stop_votes = self.workers.sum(values, claims)
         self.stop_agreed = stop_votes > 0
         return sums
 
-    def _sum_agreed(
-        self,
-        values: Tensor,
-        claims: Claims,
-        checksum: float = 0.0,
-        batch: StepBatch | None = None,
-    ) -> list[float]:
+    def _sum_agreed(self, values: Tensor, claims: Claims) -> list[float]:
         """Sum over all ranks by one all-reduce; all ranks raise DesyncError if their claims differ.
 
         A sum is exact if its element is 0 on all ranks but one, or a small integer on each.
         """
-        proof = values.new_tensor([checksum, *agreement.claim_numbers(claims)])
+        proof = values.new_tensor(agreement.claim_numbers(claims))
         sums = distributed.sum_vector(torch.cat([values, proof]))
-        difference, *numbers = sums[len(values) :]
-        if difference or not agreement.all_agree(numbers, self.world_size):
-            if batch is not None:
-                claims = {**claims, BATCH: f"{claims[BATCH]} {agreement.batch_digest(batch)}"}
+        if not agreement.all_agree(sums[len(values) :], self.world_size):
             by_rank = distributed.gather_objects((self.global_steps, dict(claims)))
             step_of_first, _ = by_rank[0]
             by_rank = [claims_of_rank for _, claims_of_rank in by_rank]
@@ -290,7 +257,7 @@ class ModelEngine:
 
 
 class LezoEngine(ModelEngine):
-    """A sharded model and its zeroth-order optimizer; step.py has the step.
+    """A sharded model and its zeroth-order optimizer.
 
     Attributes:
         config: settings of the optimizer.
@@ -321,7 +288,7 @@ class LezoEngine(ModelEngine):
         trained = (shard.named for shard in self.weights.shards if shard.is_trained)
         trains_outside = any(named.block >= num_blocks for named in trained)
         self.layer_policy = make_layer_policy(config, num_blocks, trains_outside=trains_outside)
-        self.plan_format = step.PlanFormat(
+        self.plan_format = PlanFormat(
             num_groups=self.layer_policy.num_groups,
             num_probes=self.estimator.num_probes,
             has_weights=self.layer_policy.has_weights,
@@ -343,66 +310,29 @@ class LezoEngine(ModelEngine):
         self.finish_records()
         super().write_model(target, **options)
 
-    def own_learning_rate(self) -> float:
-        """Return the learning rate of the next step, as this machine computes it."""
-        return self.learning_rates.at(self.global_steps)
-
-    def learning_rate(self) -> float:
-        """Return the learning rate of the next step, which all replicas take from one of them."""
-        if self.replicas is not None:
-            return float(self.replicas.place.learning_rate)
-        return self.own_learning_rate()
-
-    def groups(self, batch: StepBatch) -> Groups:
-        """Return the groups of a step's examples that have directions of their own.
-
-        Raises:
-            UserError: the examples are not whole groups of `examples_per_direction`.
-        """
-        size = self.config.examples_per_direction
-        return Groups.of(len(batch), batch.num_examples, size)
-
-    def passes_of_rank(self, rank: int, num_micro_batches: int) -> list[Pass]:
-        """Return the forward passes of a step that a rank runs: every world_size-th of all."""
-        num_probes = self.plan_format.num_probes
-        passes = passes_of_step(num_micro_batches, num_probes, self._probes_per_pass)
-        if self.replicas is not None:
-            worker = rank // self.tensor_parallel
-            return self.replicas.passes_of_worker(passes, worker)  # type: ignore[no-any-return]
-        return [passes[index] for index in self.share_of_rank(rank, len(passes))]
-
     @torch.no_grad()
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
         """Return the output at a probe of scale 0 of all layers, in the groups of a step.
 
         It is that of the last of two copies of the batch, if a pass of a step has several.
         """
-        num_probes = min(PROBES_AT_ONCE, self._probes_per_pass)
-        plan = step.StepPlan(
-            step=self.global_steps,
-            key=step_key(self.seed, self.global_steps),
-            learning_rate=0.0,
-            perturbation_scale=0.0,
-            dropped_layers=(),
-            layer_weights=(),
-            probes=(Probe(direction=0, scale=0.0),) * num_probes,
-        )
         num_examples = micro_batch.num_examples
         size = min(self.config.examples_per_direction or num_examples, num_examples)
-        groups = Groups.of(1, num_examples, size)
-        at_theta = step.perturbation(self, plan, Pass(0, range(num_probes)), groups)
-        return self.run(micro_batch, at_theta)[-1]
+        key = step_key(self.seed, self.global_steps)
+        keys = tuple(direction_key(key, group) for group in range(num_examples // size))
+        probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
+        return self.run(micro_batch, Perturbation(probes, frozenset(), self.noise))[-1]
 
     @torch.no_grad()
     def train_batch(
         self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction
     ) -> StepRecord:
-        """Do one step (see step.py).
+        """Do one step (LeZO, Wang et al. 2024, Algorithm 1).
 
         Args:
             batch: all micro-batches of the step, the same on every rank. Rank r runs the passes r,
-                r + world_size, ... and only reads their micro-batches and those of one other rank.
-                A run with the same micro-batches gives the same weights on any number of ranks.
+                r + world_size, ... and a run lays out only the micro-batches of these. A run with
+                the same micro-batches gives the same weights on any number of ranks.
             loss_function: (logits or generated tokens, micro-batch) -> summed loss of each example.
 
         Returns:
@@ -420,20 +350,111 @@ class LezoEngine(ModelEngine):
                 step is not applied.
         """
         batch = StepBatch.of(batch)
+        step = self.plan_step(batch)
+        losses = self._measure(step, batch, loss_function)
+        record = step.estimate(self._sum(losses, step, batch))
+        self._write_ahead(record)
+        self.apply(record.step + 1)
+        self._end_if_diverged()
+        return record
+
+    def plan_step(self, batch: StepBatch) -> Step:
+        """Return the next step, which rank 0 plans for all ranks. A collective."""
+        size = self.config.examples_per_direction
+        groups = Groups.of(len(batch), batch.num_examples, size)
         if not self._settings_agreed:
-            self.estimator.check_groups(self.groups(batch).number)
+            self.estimator.check_groups(groups.number)
             self._agree_on_settings(len(batch))
-        record = step.train_batch(self, batch, loss_function)
-        self.global_steps += 1
+        message = b""
+        if self.global_rank == 0:
+            probes = self.estimator.probes(self.records)
+            message = self.plan_format.pack(self._decide(), probes)
+        message = distributed.broadcast_bytes(message, self.plan_format.num_bytes)
+        plan, probes = self.plan_format.unpack(message)
+        return Step(plan, probes, self.estimator, groups, self._probes_per_pass, batch.total_weight)
+
+    def _decide(self) -> StepPlan:
+        """Return the plan of the next step, a function of the run's seed and its records so far."""
+        layers = self.layer_policy.sample(self.seed, self.records)
+        return StepPlan(
+            step=self.global_steps,
+            key=step_key(self.seed, self.global_steps),
+            dropped_layers=layers.dropped,
+            learning_rate=self.workers.learning_rate(self.own_learning_rate()),
+            perturbation_scale=self.config.perturbation_scale,
+            layer_weights=layers.weights,
+        )
+
+    def own_learning_rate(self) -> float:
+        """Return the learning rate of the next step, as this machine computes it."""
+        return self.learning_rates.at(self.global_steps)
+
+    def perturbation(self, step: Step, forward_pass: Pass) -> Perturbation:
+        """Return the weights at which a pass measures the loss. theta itself stays as it is."""
+        dropped = frozenset(step.plan.dropped_layers)
+        return Perturbation(step.probes_of(forward_pass), dropped, self.noise)
+
+    def _measure(self, step: Step, batch: StepBatch, loss_function: LossFunction) -> Tensor:
+        """Run this rank's passes.
+
+        Returns:
+            float64 [num_losses], with 0 for the losses of other ranks' passes, so that the sum over
+            all ranks has every loss.
+        """
+        losses = torch.zeros(step.num_losses, dtype=torch.float64, device=self.device)
+        passes = self.passes_of_rank(self.global_rank, step.passes)
+        # All inputs are copied before the first pass, because a copy from the host waits for queued
+        # GPU work.
+        indices = {forward_pass.micro_batch for forward_pass in passes}
+        inputs = {index: to_device(batch[index], self.device) for index in indices}
+        for forward_pass in passes:
+            index = forward_pass.micro_batch
+            outputs = self.run(inputs[index], self.perturbation(step, forward_pass))
+            for probe, output in zip(forward_pass.probes, outputs, strict=True):
+                of_examples = loss_function(output, inputs[index]).double()
+                if self.config.examples_per_direction is not None:
+                    check_losses(len(of_examples), inputs[index])
+                of_groups = of_examples.chunk(step.groups.per_micro_batch)
+                for group, of_group in enumerate(of_groups):
+                    if forward_pass.counts:
+                        losses[step.place(index, group, probe)] = of_group.sum()
+        return losses
+
+    def _sum(self, losses: Tensor, step: Step, batch: StepBatch) -> list[float]:
+        """Return the losses of all ranks, and check that all do the same step. A collective."""
+        claims = {
+            "step": str(self.global_steps),
+            "seed": str(self.seed),
+            "plan": repr((step.plan, step.probes)),
+            **self._last_result(),
+        }
+        return self.sum_losses(losses, batch, claims)
+
+    def _write_ahead(self, record: StepRecord) -> None:
+        """Append a record to the run's records, and to the journal if this rank has it.
+
+        The journal comes first, as in any write-ahead log. Weights in memory are gone after a power
+        cut, so they need not wait for the disk: only what is on a disk must never be ahead of the
+        journal.
+        """
+        if self.journal is not None:
+            self.journal.append(record, wait=False)
+        self.records.append(record)
+
+    def apply(self, stop: int) -> None:
+        """Update this rank's shards by the records of all steps before step `stop`."""
+        self.weights.apply(self._updates(self.global_steps, stop), self.law)
+        self.global_steps = stop
+
+    def _end_if_diverged(self) -> None:
         last = self.records[-MAX_SKIPPED_STEPS:]
-        if len(last) == MAX_SKIPPED_STEPS and not any(earlier.applied for earlier in last):
+        if len(last) == MAX_SKIPPED_STEPS and not any(record.applied for record in last):
             self.finish_records()
             raise DivergenceError(
                 f"the loss was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step "
-                f"{record.step}; fix: start again in another run_dir, with a third of "
+                f"{last[-1].step}; fix: start again in another run_dir, with a third of "
                 "zo.learning_rate, or with bf16 or fp32 instead of fp16"
             )
-        return record
 
     def _agree_on_settings(self, num_micro_batches: int) -> None:
         """Check, before the first step, that all ranks have the same settings. A collective.
@@ -447,31 +468,6 @@ class LezoEngine(ModelEngine):
         claims |= self._last_result()
         self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), claims)
         self._settings_agreed = True
-
-    def reduce_and_agree(self, losses: Tensor, batch: StepBatch, claims: Claims) -> list[float]:
-        """Return the losses of all ranks, and check that all do the same step. A collective."""
-        claims = {
-            "step": str(self.global_steps),
-            "seed": str(self.seed),
-            **claims,
-            **self._last_result(),
-        }
-
-        def share_of(rank: int) -> list[int]:
-            passes = self.passes_of_rank(rank, len(batch))
-            return sorted({forward_pass.micro_batch for forward_pass in passes})
-
-        return self.sum_losses(losses, batch, claims, share_of)
-
-    def write_ahead(self, record: StepRecord) -> None:
-        """Append a record to the run's records, and to the journal if this rank has it."""
-        if self.journal is not None:
-            self.journal.append(record, wait=False)
-        self.records.append(record)
-
-    def apply(self, start: int, stop: int) -> None:
-        """Update this rank's shards by the records of the steps `start` to `stop` - 1."""
-        self.weights.apply(self._updates(start, stop), self.law)
 
     def _updates(self, start: int, stop: int) -> list[StepUpdate]:
         return step_updates(self.records, start, stop, self.config.weight_decay)
@@ -551,8 +547,7 @@ class LezoEngine(ModelEngine):
             raise UserError(f"step {target} is not in the journal, which has 0 to {len(records)}")
         self._load_nearest(Path(load_dir), records[:target], owner)
         self.records = list(records[:target])
-        self.apply(self.global_steps, target)
-        self.global_steps = target
+        self.apply(target)
         if self._witness is not None:
             self.watch_weights()
 
@@ -575,6 +570,16 @@ class LezoEngine(ModelEngine):
             self.load_model(None, 0)
         else:
             self.load_model(snapshot_path(root, snapshot), snapshot)
+
+
+def check_losses(num_losses: int, micro_batch: MicroBatch) -> None:
+    """Refuse losses of which nobody can say to which group of examples each belongs."""
+    if num_losses != micro_batch.num_examples:
+        raise UserError(
+            f"zo.examples_per_direction needs a loss for each of {micro_batch.num_examples} "
+            f"examples of a micro-batch, and its loss function returned {num_losses}",
+            fix="return one loss per example, or name the examples in MicroBatch.examples",
+        )
 
 
 def initialize(

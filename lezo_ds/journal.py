@@ -50,7 +50,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -500,10 +500,10 @@ def _encode(item: Header | JournalRecord, previous_crc: int) -> tuple[bytes, int
     if isinstance(item, StepRecord):
         # A member that has the default of StepRecord is left out.
         members: dict[str, Any] = {"kind": "step"}
-        for member in fields(item):
-            value = getattr(item, member.name)
-            if value != member.default:
-                members[_MEMBERS.get(member.name, member.name)] = value
+        for attribute, member in _MEMBERS.items():
+            value = getattr(item, attribute)
+            if value != getattr(StepRecord, attribute, None):
+                members[member] = value
     elif isinstance(item, EvaluationRecord):
         members = {"kind": "evaluation", **vars(item)}
     else:
@@ -537,13 +537,17 @@ def _decode(line: bytes, previous_crc: int) -> tuple[Any, int]:
 
 
 _MEMBERS = {
+    "step": "step",
+    "key": "key",
     "dropped_layers": "dropped",
     "projected_grads": "gradients",
     "learning_rate": "lr",
     "perturbation_scale": "scale",
+    "loss": "loss",
+    "applied": "applied",
     "layer_weights": "weights",
 }
-"""The names in a line of the attributes of a StepRecord, where the two differ."""
+"""The attributes of a StepRecord in the order of a line, and their names in it."""
 _ATTRIBUTES = {member: attribute for attribute, member in _MEMBERS.items()}
 
 

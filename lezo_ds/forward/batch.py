@@ -144,7 +144,8 @@ class StepBatch:
     Args:
         weights: of each micro-batch, known without laying it out.
         build: (index) -> micro-batch.
-        content: identifies the batch, by the indices of its examples. Ranks compare it.
+        content: identifies the batch, by the indices of its examples. Ranks compare it, or the
+            tensors of all micro-batches if it is None.
         num_examples: in all micro-batches; None if they have unequally many.
 
     Attributes:
@@ -155,7 +156,7 @@ class StepBatch:
         self,
         weights: Sequence[float],
         build: Callable[[int], MicroBatch],
-        content: bytes,
+        content: bytes | None,
         num_examples: int | None,
     ) -> None:
         self.weights = weights
@@ -173,7 +174,7 @@ class StepBatch:
         weights = [micro_batch.weight for micro_batch in batch]
         sizes = [micro_batch.num_examples for micro_batch in batch]
         num_examples = sum(sizes) if len(set(sizes)) == 1 else None
-        return cls(weights, batch.__getitem__, b"", num_examples)
+        return cls(weights, batch.__getitem__, None, num_examples)
 
     def __len__(self) -> int:
         return len(self.weights)

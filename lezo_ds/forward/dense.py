@@ -25,8 +25,9 @@ from lezo_ds.forward.module_calls import (
 )
 from lezo_ds.forward.perturber import PROBES_AT_ONCE, PassState, Perturber
 from lezo_ds.forward.probes import TrainedParameter
-from lezo_ds.noise import KeyedProbe, NoiseBackend, Weight
+from lezo_ds.noise import NoiseBackend, Weight
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
+from lezo_ds.zo.passes import KeyedProbe
 
 
 class DensePerturber(Perturber):

@@ -26,6 +26,7 @@ from lezo_ds.forward.module_calls import add_before_sum
 from lezo_ds.forward.perturber import PassState, Perturber
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
 from lezo_ds.noise.low_rank import LowRankNoise, Matrix
+from lezo_ds.zo.passes import group_of
 
 _NO_LIMIT = 2**30
 
@@ -44,14 +45,15 @@ class LowRankPerturber(Perturber):
     ) -> None:
         super().__init__(state, noise)
         self._noise = noise
+        probes = perturbation.probes
         number_of: dict[int, int] = {}  # of the direction with a key
-        for keys in perturbation.keys:
-            for key in keys:
+        for probe in probes:
+            for key in probe.keys:
                 number_of.setdefault(key, len(number_of))
         self._keys = list(number_of)
-        numbers = [[number_of[key] for key in keys] for keys in perturbation.keys]
+        numbers = [[number_of[key] for key in probe.keys] for probe in probes]
         self._directions = torch.tensor(numbers)  # [probes, groups]
-        scales = torch.tensor([probe.scale for probe in perturbation.probes], dtype=torch.float64)
+        scales = torch.tensor([probe.scale for probe in probes], dtype=torch.float64)
         self._scale = float(scales.abs().max())
         self._signs = scales / (self._scale or 1.0)  # [probes], +1 or -1 if all scales are equal
         self._token_examples = batch.token_examples
@@ -132,7 +134,7 @@ class LowRankPerturber(Perturber):
         examples = self._token_examples
         if num_groups == 1 or examples is None:
             # Examples have equally many rows each, one after the other.
-            groups = torch.arange(num_rows) * num_groups // num_rows
+            groups = group_of(torch.arange(num_rows), num_rows, num_groups)
             return groups[:, None].expand(-1, tokens_of_row)
         num_examples = int(examples.max()) + 1
-        return (examples * num_groups // num_examples).expand(-1, tokens_of_row)
+        return group_of(examples, num_examples, num_groups).expand(-1, tokens_of_row)

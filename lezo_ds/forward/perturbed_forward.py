@@ -166,7 +166,7 @@ class PerturbedForward:
 
     def _assert_rows_keep_their_directions(self, perturbation: Perturbation) -> None:
         """Refuse groups of rows with directions of their own if rows are continued by length."""
-        if len(perturbation.keys[0]) > 1 and not takes_padding(self._model):
+        if perturbation.num_groups > 1 and not takes_padding(self._model):
             raise UserError(
                 f"{type(self._model).__name__} writes no answers to padded prompts, and "
                 "zo.examples_per_direction needs all prompts of a batch in one pass",

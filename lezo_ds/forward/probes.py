@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lezo_ds.noise import AnyNoise, KeyedProbe
-from lezo_ds.noise.low_rank import LowRankNoise
+from lezo_ds.noise import AnyNoise
 from lezo_ds.sharding.parameters import NamedParameter
+from lezo_ds.zo.passes import KeyedProbe
 
 PerturbedWeights = Mapping[str, Sequence[Tensor]]
 """The perturbed copies of a module's parameters, one for each probe, by the parameter's name."""
@@ -31,33 +31,25 @@ class Perturbation:
     """The weights at which one forward pass measures the loss.
 
     Attributes:
-        probes: at least one. Each runs on its own copy of the batch.
+        probes: at least one. Each runs on its own copy of the batch, and has as many keys as the
+            others.
         dropped_layers: indices of the transformer blocks that stay at theta.
         noise: makes z. Its law says what a direction is.
-        keys_of_groups: of each probe, the key of the direction of each group of examples. Empty if
-            all examples share the probe's own direction.
     """
 
     probes: tuple[KeyedProbe, ...]
     dropped_layers: frozenset[int]
     noise: AnyNoise
-    keys_of_groups: tuple[tuple[int, ...], ...] = ()
-
-    def __post_init__(self) -> None:
-        if isinstance(self.noise, LowRankNoise):
-            return
-        if any(len(keys) > 1 for keys in self.keys):
-            raise ValueError("a perturbed copy of a weight serves all examples, not a group")
 
     @property
-    def keys(self) -> tuple[tuple[int, ...], ...]:
-        """The keys of each probe's directions, one for each group of examples."""
-        return self.keys_of_groups or tuple((probe.key,) for probe in self.probes)
+    def num_groups(self) -> int:
+        """Number of groups of examples that have directions of their own."""
+        return len(self.probes[0].keys)
 
     def one_by_one(self) -> Iterator[Perturbation]:
         """Yield a perturbation for each probe."""
-        for probe, keys in zip(self.probes, self.keys, strict=True):
-            yield replace(self, probes=(probe,), keys_of_groups=(keys,))
+        for probe in self.probes:
+            yield replace(self, probes=(probe,))
 
 
 class TrainedParameter(NamedTuple):

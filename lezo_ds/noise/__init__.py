@@ -35,6 +35,7 @@ from torch import Tensor
 
 from lezo_ds.errors import UserError
 from lezo_ds.zo.laws import LowRankLaw, PerturbationLaw
+from lezo_ds.zo.passes import KeyedProbe
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
 if TYPE_CHECKING:
@@ -124,18 +125,6 @@ class UpdateTarget(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-class KeyedProbe(NamedTuple):
-    """The weights theta + scale * z(key).
-
-    Attributes:
-        key: key of the direction, unsigned 64-bit (`lezo_ds.zo.keys.direction_key`).
-        scale: mu, -mu, or 0 for theta itself; rounded to fp32.
-    """
-
-    key: int
-    scale: float
-
-
 class NoiseBackend(ABC):
     """The operations of one perturbation law on the tensors of one device.
 
@@ -169,12 +158,14 @@ class NoiseBackend(ABC):
         copies: list[list[Tensor]] = [[] for _ in weights]
         place = 0
         while weights and place < len(probes):
-            key, scale = probes[place]
+            key = probes[place].key
+            scale = probes[place].scale
             num_signs = 1
             if scale == 0:
                 new_copies = [[_unperturbed(weight)] for weight in weights]
             else:
-                if tuple(probes[place + 1 : place + 2]) == ((key, -scale),):
+                opposite = KeyedProbe((key,), -scale)
+                if opposite in probes[place + 1 : place + 2]:
                     num_signs = 2
                 new_copies = self._perturb(weights, key, scale, num_signs)
             for of_weight, new in zip(copies, new_copies, strict=True):

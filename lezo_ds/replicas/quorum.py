@@ -43,6 +43,7 @@ from typing import NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 from lezo_ds import distributed
+from lezo_ds.distributed.workers import Workers
 from lezo_ds.errors import DesyncError, LezoError, LostRankError, UserError
 from lezo_ds.journal import EvaluationRecord, Journal, header_checksum
 from lezo_ds.replicas.group import ReplicaGroup
@@ -75,8 +76,7 @@ class Place(NamedTuple):
         position: index among the members. The first one evaluates and writes snapshots.
         first_worker: number of the workers of the members before this one.
         num_workers: number of the workers of all members.
-        learning_rate: of the round's step. It is the leader's: a cosine may have another last bit
-            on another processor.
+        learning_rate: of the round's step, which is the leader's.
         addresses: HOST:PORT of the members' journal transports.
         evaluations: that members bring along.
         lines: to take over before anything else, or None.
@@ -93,7 +93,7 @@ class Place(NamedTuple):
     has_left: bool
 
 
-class Replicas:
+class Replicas(Workers):
     """The link of this replica to the others, whose methods are collectives of its ranks.
 
     Attributes:
@@ -101,7 +101,7 @@ class Replicas:
         journal: on rank 0, the run's journal. The run sets it before the first `meet`.
         evaluations: to bring along to the next round. The run fills and empties it.
         num_workers: workers of this replica. The run sets it.
-        learning_rate: of this replica's next step. The run sets it before each `meet`.
+        own_learning_rate: of this replica's next step. The run sets it before each `meet`.
         stops_all: whether this replica votes that all replicas stop.
         digest: of the weights, in a step that checks them, else "".
         gives_up: on rank 0, whether to wait no longer for a quorum that does not come.
@@ -123,7 +123,7 @@ class Replicas:
         self.journal: Journal | None = None
         self.evaluations: list[EvaluationRecord] = []
         self.num_workers = 1
-        self.learning_rate = 0.0
+        self.own_learning_rate = 0.0
         self.stops_all = False
         self.digest = ""
         self.gives_up: Callable[[], bool] = lambda: False
@@ -155,11 +155,11 @@ class Replicas:
         replica_id = f"{number:04}@{self._transport.address}"
         self._lighthouse = Lighthouse(lighthouse, replica_id, self._seconds)
 
-    def passes_of_worker(self, passes: Sequence[Pass], worker: int) -> list[Pass]:
+    def passes_of(self, worker: int, passes: Sequence[Pass]) -> list[Pass]:
         """Return the passes of a worker of this replica: every n-th of all, for n workers.
 
-        The workers of a replica gather weights together, so all run as many passes as the first.
-        One that has fewer runs a pass that does not count.
+        All workers of a replica run as many passes as the first. One that has fewer runs a pass
+        that does not count.
         """
         assert self.place is not None
         first = self.place.first_worker
@@ -168,6 +168,11 @@ class Replicas:
         num_of_first = len(passes[first::step])
         idle = passes[0]._replace(counts=False)
         return own + [idle] * (num_of_first - len(own))
+
+    def learning_rate(self, own: float) -> float:
+        """Return the leader's: a cosine may have another last bit on another processor."""
+        assert self.place is not None
+        return self.place.learning_rate
 
     def newer_lines(self) -> Lines | None:
         """Return, on rank 0, lines that a live replica has and this journal lacks, or None."""
@@ -205,7 +210,7 @@ class Replicas:
         statement = Member(
             run=header_checksum(self.journal.header),
             lines=len(self.journal.records),
-            learning_rate=self.learning_rate,
+            learning_rate=self.own_learning_rate,
             workers=self.num_workers,
             evaluations=tuple(self.evaluations),
             age=self._patience.num_rounds,

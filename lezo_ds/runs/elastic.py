@@ -54,7 +54,7 @@ class ReplicaRun(Run):
         super().__init__(method)
         self.replicas = replicas
         self._evaluator = ""  # address of the last replica that left to evaluate
-        self.engine.replicas = replicas
+        self.engine.workers = replicas
         replicas.num_workers = self.engine.world_size // self.engine.tensor_parallel
         replicas.gives_up = self._is_asked_to_stop
 
@@ -117,7 +117,7 @@ class ReplicaRun(Run):
         self.replicas.stops_all = self.has_stop_file
         self.replicas.digest = ""
         while True:
-            self.replicas.learning_rate = self.method.engine.own_learning_rate()
+            self.replicas.own_learning_rate = self.method.engine.own_learning_rate()
             try:
                 place = self.replicas.meet()
             except NoQuorumError:

@@ -46,6 +46,7 @@ from lezo_ds.runs.records import (
 )
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
+from lezo_ds.zo.passes import passes_of_step
 
 MAX_GRADIENT_NORM = 1.0
 """Norm to which gradients are clipped: the default of transformers' Trainer."""
@@ -88,7 +89,8 @@ class FirstOrderEngine(ModelEngine):
             ranks cannot share the micro-batches evenly.
         """
         batch = StepBatch.of(batch)
-        own_indices = self.share_of_rank(self.global_rank, len(batch))
+        passes = self.passes_of_rank(self.global_rank, passes_of_step(len(batch), 1, 1))
+        own_indices = [each.micro_batch for each in passes]
         losses = torch.zeros(len(batch), dtype=torch.float64, device=self.device)
         self._deepspeed.train()
         for index in own_indices:
@@ -107,9 +109,7 @@ class FirstOrderEngine(ModelEngine):
             "learning rate": repr(self.learning_rate),
             "loss of the step before": repr(self._last_loss),
         }
-        sums = self.sum_losses(
-            losses, batch, claims, lambda rank: self.share_of_rank(rank, len(batch))
-        )
+        sums = self.sum_losses(losses, batch, claims)
         mean_loss = sum(sums) / batch.total_weight
         self._last_loss = mean_loss
         if not math.isfinite(mean_loss):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
+from lezo_ds.agreement import assert_same
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
 from lezo_ds.checkpoints.snapshots import snapshot_path
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, make_layer_policy
@@ -84,6 +85,8 @@ def train(config: RunConfig) -> RunResults:
         monitors, directory = distributed.on_rank_zero(
             lambda: check_run(config, data, num_ranks, resources)
         )
+        # From here on, a batch is known by the indices of its records.
+        assert_same("training records", distributed.gather_objects(data.train.fingerprint()))
         ds_config = {**monitors, **ds_config}
         run: Run
         if config.method == "adamw":

@@ -137,8 +137,7 @@ class ZerothOrderMethod(TrainingMethod):
         """Append the next lines of another copy of the journal; do their steps. A collective."""
         new = distributed.on_rank_zero(lambda: self._journal_of_rank_zero().extend(lines))
         self.engine.records += records.steps_of(new)
-        self.engine.apply(self.engine.global_steps, len(self.engine.records))
-        self.engine.global_steps = len(self.engine.records)
+        self.engine.apply(len(self.engine.records))
         self.evaluations += records.evaluations_of(new)
 
     def replace_journal(self, lines: bytes) -> None:

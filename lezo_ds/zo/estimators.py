@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry
-from lezo_ds.zo.passes import Groups
 from lezo_ds.zo.records import StepRecord
 
 
@@ -177,32 +176,6 @@ def mean_losses(sums: Sequence[float], num_probes: int, total_weight: float) -> 
         total_weight: what the sum of these losses is divided by, such as a number of examples.
     """
     return [add_in_order(sums[probe::num_probes]) / total_weight for probe in range(num_probes)]
-
-
-def mean_losses_of_groups(
-    sums: Sequence[float], num_probes: int, groups: Groups, total_weight: float
-) -> list[list[float]]:
-    """Return the mean loss over each group of examples at each probe.
-
-    Args:
-        sums: the losses of micro-batch 0: those of its first group at each probe, then those of its
-            second group, ...; then the losses of micro-batch 1, ...
-        num_probes: number of probes of the step.
-        groups: of the examples of a step.
-        total_weight: of the batch. Each group has the same part of it, so that the mean over the
-            groups is the mean over the batch.
-
-    Returns:
-        losses[g][p], of group g at probe p.
-    """
-    weight = total_weight / groups.number
-    means = []
-    for group in range(groups.number):
-        of_group: list[float] = []
-        for place in groups.places(group):
-            of_group += sums[place * num_probes : (place + 1) * num_probes]
-        means.append(mean_losses(of_group, num_probes, weight))
-    return means
 
 
 def add_in_order(values: Sequence[float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lezo_ds.errors import UserError
 
@@ -22,25 +22,45 @@ class Pass(NamedTuple):
     counts: bool = True
 
 
+class KeyedProbe(NamedTuple):
+    """The weights theta + scale * z(key), with a key for each group of a pass's examples.
+
+    Attributes:
+        keys: of the directions of the groups, unsigned 64-bit (`keys.direction_key`), in the order
+            of the examples. One key stands for all examples.
+        scale: mu, -mu, or 0 for theta itself; rounded to fp32.
+    """
+
+    keys: tuple[int, ...]
+    scale: float
+
+    @property
+    def key(self) -> int:
+        """The key of the one direction that all examples share."""
+        if len(self.keys) != 1:
+            raise ValueError("a perturbed copy of a weight serves all examples, not a group")
+        return self.keys[0]
+
+
 class Groups(NamedTuple):
     """Groups of the examples of a step. Each group has random directions of its own.
 
-    A place is the part of a group that one micro-batch has. Micro-batches have equally many:
+    Micro-batches have parts of equally many groups:
 
         micro-batch           0         1              8 examples each
-        2 groups of 8      [  0  ]   [  1  ]           place and group 0, and 1
-        4 groups of 4      [0] [1]   [2] [3]           likewise
-        1 group of 16      [  0        0   ]           places 0 and 1 of group 0
+        2 groups of 8      [  0  ]   [  1  ]
+        4 groups of 4      [0] [1]   [2] [3]
+        1 group of 16      [  0        0   ]
 
     Attributes:
         number: of groups.
-        per_micro_batch: places of a micro-batch.
-        num_places: of the step.
+        per_micro_batch: number of groups that a micro-batch has a part of.
+        num_micro_batches: of the step.
     """
 
     number: int
     per_micro_batch: int
-    num_places: int
+    num_micro_batches: int
 
     @classmethod
     def of(cls, num_micro_batches: int, num_examples: int | None, size: int | None) -> Groups:
@@ -64,17 +84,29 @@ class Groups(NamedTuple):
                 fix="set examples_per_direction=1, and lay out micro-batches of equal size",
             )
         number = num_examples // size
-        per_micro_batch = max(1, number // num_micro_batches)
-        return cls(number, per_micro_batch, per_micro_batch * num_micro_batches)
+        return cls(number, max(1, number // num_micro_batches), num_micro_batches)
 
-    def of_place(self, place: int) -> int:
-        """Return the group of a place."""
-        return place * self.number // self.num_places
+    def of_micro_batch(self, index: int) -> list[int]:
+        """Return the groups that a micro-batch has parts of, in the order of its examples."""
+        first = index * self.per_micro_batch
+        num_parts = self.num_micro_batches * self.per_micro_batch
+        return [
+            group_of(part, num_parts, self.number)
+            for part in range(first, first + self.per_micro_batch)
+        ]
 
-    def places(self, group: int) -> range:
-        """Return the places of a group."""
-        size = self.num_places // self.number
-        return range(group * size, (group + 1) * size)
+
+_Index = TypeVar("_Index")  # int, or a tensor of them
+
+
+def group_of(index: _Index, count: int, num_groups: int) -> _Index:
+    """Return the group of one of `count` things that equal groups share in order.
+
+    >>> [group_of(example, 6, num_groups=3) for example in range(6)]
+    [0, 0, 1, 1, 2, 2]
+    """
+    scaled: Any = index
+    return scaled * num_groups // count  # type: ignore[no-any-return]
 
 
 def can_group(size: int, num_examples: int, num_micro_batches: int) -> bool:

@@ -7,36 +7,46 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """One zeroth-order step, as every rank knows it and the journal keeps it.
-
-    Construction raises ValueError if a number is not finite or out of range, so that a damaged
-    journal cannot change weights.
+class StepPlan:
+    """What rank 0 decides of a step, apart from its probes.
 
     Attributes:
         step: index from 0. The weights after it have seen step + 1 steps.
         key: key of the step's noise, 0 to 2**64 - 1.
-        dropped_layers: sorted indices of the groups that were neither perturbed nor updated: blocks
-            from 0, then the groups outside them (see `layers.LayerPolicy.num_groups`).
-        projected_grads: the estimate of the derivative along each direction. A skipped step may
-            have none.
+        dropped_layers: sorted indices of the groups of layers that are neither perturbed nor
+            updated: blocks from 0, then the groups outside them (see
+            `layers.LayerPolicy.num_groups`).
         learning_rate: eta of this step, after warm-up and schedule.
         perturbation_scale: mu.
-        loss: mean over the batch; None if it was not finite.
-        applied: False if the step was skipped, because a loss or a projected gradient was not
-            finite.
-        layer_weights: factor of the update of each group; empty if all are 1.
+        layer_weights: factor of the update of each group of layers; empty if all are 1.
     """
 
     step: int
     key: int
     dropped_layers: tuple[int, ...]
-    projected_grads: tuple[float, ...]
     learning_rate: float
     perturbation_scale: float
+    layer_weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(StepPlan):
+    """One zeroth-order step, as every rank knows it and the journal keeps it: plan and result.
+
+    Construction raises ValueError if a number is not finite or out of range, so that a damaged
+    journal cannot change weights.
+
+    Attributes:
+        projected_grads: the estimate of the derivative along each direction. A skipped step may
+            have none.
+        loss: mean over the batch; None if it was not finite.
+        applied: False if the step was skipped, because a loss or a projected gradient was not
+            finite.
+    """
+
+    projected_grads: tuple[float, ...]
     loss: float | None = None
     applied: bool = True
-    layer_weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for number in (self.step, self.key, *self.dropped_layers):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import KeyedProbe, Region, UpdateTarget, Weight
+from lezo_ds.noise import Region, UpdateTarget, Weight
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.noise.low_rank import LowRankNoise
 from lezo_ds.noise.philox import (
@@ -25,6 +25,7 @@ from lezo_ds.noise.philox import (
     words_of_blocks,
 )
 from lezo_ds.zo.laws import Distribution, PerturbationLaw
+from lezo_ds.zo.passes import KeyedProbe
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
 _MASK32 = 0xFFFFFFFF
@@ -225,7 +226,9 @@ class EagerNoise:
     def perturb(
         self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]
     ) -> list[list[Tensor]]:
-        return [[self._copy(weight, *probe) for probe in probes] for weight in weights]
+        return [
+            [self._copy(weight, probe.key, probe.scale) for probe in probes] for weight in weights
+        ]
 
     def _copy(self, weight: Weight, key: int, scale: float) -> Tensor:
         theta = weight.theta

@@ -35,7 +35,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.probes import Perturbation
-from lezo_ds.noise import KeyedProbe
+from lezo_ds.zo.passes import KeyedProbe
 
 PAD = 1
 CONTEXT_LENGTHS = (5, 21, 3, 9, 11, 2, 7, 14)
@@ -215,7 +215,7 @@ class Family:
         self, engine: Any, model: Any, key: int, values: Values, direction: Values
     ) -> None:
         """Compare the answers of a pass at two probes with those at moved weights."""
-        probes = (KeyedProbe(key, 4 * SCALE), KeyedProbe(key, -4 * SCALE))
+        probes = (KeyedProbe((key,), 4 * SCALE), KeyedProbe((key,), -4 * SCALE))
         perturbation = Perturbation(probes, frozenset(), engine.noise)
         batch = prompt_batch(prompts(), SETTINGS)
         if engine.config.probes_per_pass == 1:

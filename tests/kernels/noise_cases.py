@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from lezo_ds.noise import KeyedProbe, Region, UpdateTarget, Weight
+from lezo_ds.noise import Region, UpdateTarget, Weight
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.zo.laws import DenseLaw
+from lezo_ds.zo.passes import KeyedProbe
 from lezo_ds.zo.updates import Update
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "noise.json").read_text())
@@ -70,7 +71,7 @@ def stored(values, dtype, precision, device="cpu"):
 
 def at(*scales):
     """The probes at these scales of one direction."""
-    return [KeyedProbe(KEY, scale) for scale in scales]
+    return [KeyedProbe((KEY,), scale) for scale in scales]
 
 
 def drawn(noise, key, parameter_id, start, count, device="cpu"):

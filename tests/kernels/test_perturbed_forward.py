@@ -21,9 +21,10 @@ from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation
-from lezo_ds.noise import KeyedProbe, noise_backend
+from lezo_ds.noise import noise_backend
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.zo.laws import DenseLaw
+from lezo_ds.zo.passes import KeyedProbe
 
 CPU = torch.device("cpu")
 NOISE = noise_backend(CPU, DenseLaw())
@@ -63,7 +64,7 @@ def in_blocks(model):
 
 
 def perturbation(signs, dropped=(), scale=SCALE, key=SEED, noise=NOISE):
-    probes = tuple(KeyedProbe(key, sign * scale) for sign in signs)
+    probes = tuple(KeyedProbe((key,), sign * scale) for sign in signs)
     return Perturbation(probes, frozenset(dropped), noise)
 
 
@@ -178,7 +179,7 @@ def test_a_pass_of_any_number_of_pairs_gives_the_bits_of_passes_of_one_pair(fami
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "up_proj" not in name and "fc1" not in name
     perturbed = PerturbedForward(model, tunable(model))
-    probes = tuple(KeyedProbe(key, sign * SCALE) for key in range(2) for sign in BOTH)
+    probes = tuple(KeyedProbe((key,), sign * SCALE) for key in range(2) for sign in BOTH)
     for selection in (None, *SELECTIONS.values()):
         batch = token_batch(selection)
         expected = [
@@ -277,7 +278,7 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
         torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5]), torch.tensor([40, 3])
     )
     trainable = tunable(model, in_blocks(model) if is_shared else None)
-    probes = (KeyedProbe(7, SCALE), KeyedProbe(8, -SCALE), KeyedProbe(8, 0.0))
+    probes = (KeyedProbe((7,), SCALE), KeyedProbe((8,), -SCALE), KeyedProbe((8,), 0.0))
     change = Perturbation(probes, frozenset({0}), NOISE)
     batch = token_batch(selection, mask, rows)
     expected = expected_logits(model, trainable, batch, change)
@@ -314,7 +315,7 @@ def test_log_probabilities_have_the_bits_of_those_of_all_logits(family, monkeypa
     model = tiny_model(family)
     selection = SELECTIONS["log-probabilities"]
     trainable = tunable(model, in_blocks(model))
-    probes = tuple(KeyedProbe(key, SCALE) for key in range(4))
+    probes = tuple(KeyedProbe((key,), SCALE) for key in range(4))
     whole = Perturbation(probes, frozenset(), NOISE)
     perturbed = PerturbedForward(model, trainable)
     logits = run(perturbed, model, token_batch(replace(selection, targets=None)), whole)

@@ -290,11 +290,10 @@ def make_records(num_steps):
         dropped = tuple(sorted(torch.randperm(NUM_BLOCKS, generator=generator)[:2].tolist()))
         rate = 0.0 if step % 11 == 5 else 1e-3
         if step % 7 == 3:
-            records.append(StepRecord(step, 1000 + step, dropped, (), rate, 1e-3, None, False))
+            result = {"projected_grads": (), "loss": None, "applied": False}
         else:
-            records.append(
-                StepRecord(step, 1000 + step, dropped, (gradient,), rate, 1e-3, 0.5, True)
-            )
+            result = {"projected_grads": (gradient,), "loss": 0.5}
+        records.append(StepRecord(step, 1000 + step, dropped, rate, 1e-3, **result))
     return records
 
 

@@ -26,8 +26,8 @@ from lezo_ds.config.deepspeed import ds_config_of, load_ds_config
 from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import read_journal
-from lezo_ds.noise import KeyedProbe
 from lezo_ds.sharding.tensor_parallel import check_that_it_runs
+from lezo_ds.zo.passes import KeyedProbe
 
 pytestmark = pytest.mark.distributed
 
@@ -46,7 +46,7 @@ SPLIT = (
 WHOLE_VOCABULARY = ("phi", "gemma", "gemma2")
 """Of these, the head has a bias, or the embedding a scale, which DeepSpeed's split layers do not
 have."""
-PROBES = (KeyedProbe(7, 1e-2), KeyedProbe(9, -2e-2))
+PROBES = (KeyedProbe((7,), 1e-2), KeyedProbe((9,), -2e-2))
 DROPPED = 1
 
 
@@ -90,7 +90,7 @@ def test_split_families_have_the_logits_of_plain_transformers(tmp_path):
     chosen = batch.selection
     for directory, found in zip(directories, run_ranks(_families, 2, directories)[0], strict=True):
         *outputs, own = found
-        for probe, output, full in zip((*PROBES, KeyedProbe(0, 0.0)), *outputs, strict=True):
+        for probe, output, full in zip((*PROBES, KeyedProbe((0,), 0.0)), *outputs, strict=True):
             model = AutoModelForCausalLM.from_pretrained(directory).eval()
             parameters = dict(model.named_parameters())
             for name, parameter_id, block in own:

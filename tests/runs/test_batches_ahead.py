@@ -33,8 +33,7 @@ def test_a_run_lays_out_all_but_its_first_batches_in_a_thread(tmp_path):
     config = task_config(writer, data, "sst2", tmp_path / "run", train__steps=6)
     ((num_by_main, num_laid_out),) = run_ranks(train_and_watch, 1, config)
     num_micro_batches = 2
-    num_compared = (
-        2  # by the comparison before the first step: the micro-batch, and its records alone
-    )
+    # The comparison before the first step lays out a micro-batch, and each of its records alone.
+    num_compared = 2
     assert num_by_main == num_compared + 2 * num_micro_batches  # of the first two steps
     assert num_laid_out >= 6 * num_micro_batches

@@ -9,11 +9,10 @@ import torch
 from ranks import run_ranks
 from tiny_runs import attach_new_journal, make_batch, start_engine, train
 
-from lezo_ds import step
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import DesyncError
-from lezo_ds.forward.batch import StepBatch
 from lezo_ds.journal import read_journal
+from lezo_ds.zo.step import Step
 
 pytestmark = pytest.mark.distributed
 
@@ -45,17 +44,17 @@ def flip(tensor, index, bit=0):
 
 
 def _another_gradient(engine):
-    own = step.mean_losses_of_groups
+    own = Step.mean_losses
 
     def mean_losses(*arguments):
         ((first, *others),) = own(*arguments)
         return [[math.nextafter(first, 9), *others]]
 
-    step.mean_losses_of_groups = mean_losses
+    Step.mean_losses = mean_losses
     try:
         train(engine, 1)
     finally:
-        step.mean_losses_of_groups = own
+        Step.mean_losses = own
 
 
 def _another_seed(engine):
@@ -109,42 +108,6 @@ def test_another_plan_batch_or_result_is_named_with_its_rank_if_it_is_one_of_man
     assert [record.step for record in read_journal(journal)[1]] == list(range(FAULTY_STEP))
 
 
-def _another_token_in_one_share(directory, journal):
-    engine = watched_engine(directory, journal, num_ranks=4)
-    laid_out = []
-
-    def do_step():
-        whole = make_batch(engine.global_steps)
-        if engine.global_steps == FAULTY_STEP and engine.global_rank == 2:
-            whole[2].inputs["input_ids"][0, 0] += 1
-
-        def build(index):
-            laid_out.append(index)
-            return whole[index]
-
-        batch = StepBatch(
-            [micro_batch.weight for micro_batch in whole],
-            build,
-            content=b"the same rows",
-            num_examples=len(whole),
-        )
-        engine.train_batch(batch, classification_loss)
-
-    for _ in range(FAULTY_STEP):
-        do_step()
-    return laid_out[:], error_of(do_step)
-
-
-def test_a_rank_lays_out_its_share_and_one_other_so_another_token_is_found(opt_directory, tmp_path):
-    journal = tmp_path / "journal.jsonl"
-    results = run_ranks(_another_token_in_one_share, 4, opt_directory, journal)
-    for rank, (laid_out, message) in enumerate(results):
-        assert laid_out == [index for other in (1, 2, 3) for index in (rank, (rank + other) % 4)]
-        assert "rank 2 has another batch" in message
-        assert message.count("has another") == 1
-    assert len(read_journal(journal)[1]) == FAULTY_STEP
-
-
 def _differ_in_the_last_step(directory):
     engine = watched_engine(directory, num_ranks=2)
     train(engine, 1)
@@ -162,7 +125,7 @@ def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
     engine = watched_engine(directory, journal, dtype=dtype, num_ranks=num_ranks)
     train(engine, FAULTY_STEP)
     engine.check_weights()
-    left_out = set(step.decide(engine).dropped_layers)
+    left_out = set(engine._decide().dropped_layers)
     name = FC1.format(min(left_out if dropped else set(range(4)) - left_out))
     if engine.global_rank == num_ranks - 1:
         stored = engine.weights.low_bits[name] if low else shard_of(engine, name)

@@ -50,7 +50,7 @@ HEADER = Header(
 def write_journal(path, num, key=5, header=HEADER):
     with Journal.create(path, header) as journal:
         for step in range(num):
-            journal.append(StepRecord(step, key, (), (0.5,), 1e-3, 1e-3, 0.25, applied=True))
+            journal.append(StepRecord(step, key, (), 1e-3, 1e-3, projected_grads=(0.5,), loss=0.25))
     return path
 
 

@@ -14,8 +14,8 @@ from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.forward.probes import Perturbation
-from lezo_ds.noise import KeyedProbe
 from lezo_ds.zo.keys import direction_key
+from lezo_ds.zo.passes import KeyedProbe
 
 SCALE = 1e-2
 
@@ -133,7 +133,7 @@ def train_with_batches_of_ones_own(assets):
             MicroBatch({"input_ids": texts[place : place + 1]}, weight=1), engine.device
         )
         probes = tuple(
-            KeyedProbe(direction_key(of_groups.key, place), sign * SCALE) for sign in (1, -1)
+            KeyedProbe((direction_key(of_groups.key, place),), sign * SCALE) for sign in (1, -1)
         )
         plus, minus = engine.run(
             example, Perturbation(probes, frozenset(of_groups.dropped_layers), engine.noise)

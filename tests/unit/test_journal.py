@@ -81,8 +81,10 @@ def path(tmp_path):
 
 
 def test_the_lines_of_format_1_never_change(path):
-    step = StepRecord(0, 2**64 - 1, (0, 11), (-0.5, 1e-300), 1e-6, 1e-3, 0.1, True)
-    skipped = StepRecord(1, 7, (), (), 1e-6, 1e-3, None, False, (1.0, 0.5))
+    step = StepRecord(0, 2**64 - 1, (0, 11), 1e-6, 1e-3, projected_grads=(-0.5, 1e-300), loss=0.1)
+    skipped = StepRecord(
+        1, 7, (), 1e-6, 1e-3, (1.0, 0.5), projected_grads=(), loss=None, applied=False
+    )
     header = replace(HEADER, config={"b": (1, 2), "a": None}, arithmetic={"processor": "a GPU"})
     data = write_journal(
         path, [step, EvaluationRecord(1, "dev", None, {"f1": 0.5}), skipped], header

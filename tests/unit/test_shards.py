@@ -19,7 +19,7 @@ from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import step_updates
 
 NUMEL = 10
-RECORDS = [StepRecord(0, 7, (), (0.5,), 1e-2, 1e-3, 1.0, True)]
+RECORDS = [StepRecord(0, 7, (), 1e-2, 1e-3, projected_grads=(0.5,), loss=1.0)]
 
 
 def sharded(shard):

@@ -12,22 +12,23 @@ from hypothesis import strategies as st
 
 from lezo_ds.agreement import (
     all_agree,
+    assert_same,
     batch_claims,
     batch_digest,
     claim_numbers,
-    cross_checksum,
     desync_error,
     disagreement,
-    watched_rank,
 )
-from lezo_ds.errors import UserError
+from lezo_ds.engine import check_losses
+from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
-from lezo_ds.forward.probes import Perturbation
-from lezo_ds.noise import KeyedProbe, noise_backend
-from lezo_ds.step import PlanFormat, StepPlan, check_losses
+from lezo_ds.noise import Weight, noise_backend
 from lezo_ds.tasks.base import Example
 from lezo_ds.zo.estimators import Probe
-from lezo_ds.zo.laws import DenseLaw, LowRankLaw
+from lezo_ds.zo.laws import DenseLaw
+from lezo_ds.zo.passes import KeyedProbe
+from lezo_ds.zo.records import StepPlan
+from lezo_ds.zo.step import PlanFormat
 
 FINITE = st.floats(allow_nan=False)
 PROBES = st.lists(st.builds(Probe, direction=st.integers(0, 2**32 - 1), scale=FINITE), max_size=9)
@@ -49,22 +50,22 @@ def plans_and_formats(draw):
         perturbation_scale=draw(FINITE),
         dropped_layers=tuple(sorted(draw(layers))),
         layer_weights=tuple(draw(weights)),
-        probes=tuple(probes),
     )
-    return plan, PlanFormat(num_layers, len(probes), has_weights)
+    return plan, tuple(probes), PlanFormat(num_layers, len(probes), has_weights)
 
 
 @given(plans_and_formats())
 def test_a_plan_comes_back_from_its_bytes_bit_for_bit(drawn):
-    plan, plan_format = drawn
-    data = plan_format.pack(plan)
+    plan, probes, plan_format = drawn
+    data = plan_format.pack(plan, probes)
     assert len(data) == plan_format.num_bytes
-    assert plan_format.unpack(data) == plan
+    assert plan_format.unpack(data) == (plan, probes)
 
 
 def test_the_message_has_the_recorded_bytes():
-    plan = StepPlan(3, 2**64 - 1, 1e-6, 1e-3, (0, 7, 8, 9), (), (Probe(0, 1e-3), Probe(0, -1e-3)))
-    data = PlanFormat(num_groups=10, num_probes=2, has_weights=False).pack(plan)
+    plan = StepPlan(3, 2**64 - 1, (0, 7, 8, 9), 1e-6, 1e-3)
+    plan_format = PlanFormat(num_groups=10, num_probes=2, has_weights=False)
+    data = plan_format.pack(plan, [Probe(0, 1e-3), Probe(0, -1e-3)])
     probes = struct.pack("<Id", 0, 1e-3) + struct.pack("<Id", 0, -1e-3)
     assert data == struct.pack("<qQdd", 3, 2**64 - 1, 1e-6, 1e-3) + bytes([0x81, 0x03]) + probes
 
@@ -133,44 +134,22 @@ def test_a_digest_of_a_batch_sees_tokens_labels_weights_order_and_the_needed_log
     assert batch_digest(batch_of(1, 2)) == batch_digest(batch_of(1, 2))
 
 
-def step_batch(laid_out, changed=None, num_micro_batches=12):
-    """Return a step's batch that notes which micro-batches it lays out; one may be changed."""
+def test_a_batch_is_known_by_the_indices_of_its_rows_or_else_by_its_tensors():
+    """What a rank states of a batch that a run lays out needs no layout."""
 
-    def build(index):
-        laid_out.add(index)
-        return batch_of(index, index == changed)[0]
+    def claims(content, num_micro_batches=2):
+        weights = [1.0] * num_micro_batches
+        return batch_claims(StepBatch(weights, batch_of(1).__getitem__, content, len(weights)))
 
-    return StepBatch([1.0] * num_micro_batches, build, b"rows", num_examples=num_micro_batches)
-
-
-def sum_of_shares(num_ranks, step, rank_with_another=None, changed=None):
-    """Return the sum of all ranks' numbers, and what each of them has laid out."""
-    numbers, seen = [], []
-    for rank in range(num_ranks):
-        seen.append(set())
-        batch = step_batch(seen[-1], changed if rank == rank_with_another else None)
-        mine, watched = (
-            range(r, len(batch), num_ranks) for r in (rank, watched_rank(rank, num_ranks, step))
-        )
-        numbers.append(cross_checksum(batch, mine, watched))
-    assert all(number.is_integer() and abs(number) < 2**40 for number in numbers)
-    return sum(numbers), seen
+    assert len({repr(claims(b"a")), repr(claims(b"b")), repr(claims(b"a", 3))}) == 3
+    own = [batch_claims(StepBatch.of(batch_of(token))) for token in (1, 1, 2)]
+    assert own[0] == own[1] != own[2]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 6])
-def test_another_token_in_the_share_of_a_rank_is_seen_by_the_one_that_watches_it(num_ranks):
-    for step in range(num_ranks):
-        total, seen = sum_of_shares(num_ranks, step)
-        assert total == 0
-        assert all(len(laid_out) == 2 * 12 // num_ranks for laid_out in seen)
-        for index in range(12):
-            assert sum_of_shares(num_ranks, step, index % num_ranks, index)[0] != 0
-    watched = [
-        [watched_rank(rank, num_ranks, step) for rank in range(num_ranks)] for step in range(10)
-    ]
-    assert all(sorted(ranks) == list(range(num_ranks)) for ranks in watched)
-    for rank in range(num_ranks):  # any two ranks meet
-        assert {ranks[rank] for ranks in watched} == set(range(num_ranks)) - {rank}
+def test_ranks_that_start_from_other_records_are_named():
+    assert_same("training records", ["a", "a", "a"])
+    with pytest.raises(DesyncError, match="rank 1 has another training records: b, but most"):
+        assert_same("training records", ["a", "b", "a"])
 
 
 def test_a_batch_of_ones_own_counts_its_examples():
@@ -192,24 +171,12 @@ def test_losses_that_are_not_one_for_each_example_have_no_groups():
         check_losses(2, batch)
 
 
-def test_dense_directions_of_groups_are_no_perturbation():
-    """A copy of a weight would be of the first group's direction alone."""
-    probe = KeyedProbe(1, 0.5)
-    device = torch.device("cpu")
+def test_a_copy_of_a_weight_has_no_directions_of_groups():
+    """It would be of the first group's direction alone."""
+    probe = KeyedProbe((1, 2), 0.5)
+    noise = noise_backend(torch.device("cpu"), DenseLaw())
     with pytest.raises(ValueError, match="serves all examples"):
-        Perturbation((probe,), frozenset(), noise_backend(device, DenseLaw()), ((1, 2),))
-    groups = Perturbation((probe,), frozenset(), noise_backend(device, LowRankLaw()), ((1, 2),))
-    assert groups.keys == ((1, 2),)
-
-
-def test_what_a_rank_states_of_a_batch_needs_no_layout():
-    laid_out = set()
-    batch = step_batch(laid_out)
-    assert batch_claims(batch) != batch_claims(step_batch(set(), num_micro_batches=11))
-    assert batch_claims(batch) != batch_claims(
-        StepBatch(batch.weights, batch.__getitem__, b"other rows", batch.num_examples)
-    )
-    assert laid_out == set()
+        noise.perturb([Weight(torch.zeros(3), 0, torch.float32)], [probe])
 
 
 def test_errors_name_the_rank_that_differs_from_most_and_count_what_is_too_much_to_name():

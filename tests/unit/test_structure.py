@@ -32,7 +32,6 @@ FLOORS: tuple[set[str], ...] = (
     {"checkpoints"},
     {"data"},
     {"agreement"},
-    {"step"},
     {"engine"},
     {"runs"},
     {"tools"},
@@ -127,11 +126,7 @@ def test_arrows_point_down():
             package, _, rest = module.partition(".")
             used = rest.partition(".")[0]
             if package == "lezo_ds" and used in floor_of and used != room_of(path):
-                # step.py names the engine's type, and takes the engine as an argument.
-                is_type = (room_of(path), used) == ("step", "engine")
-                assert floor_of[used] < floor_of[room_of(path)] or is_type, (
-                    f"{name_of(path)} uses {used}"
-                )
+                assert floor_of[used] < floor_of[room_of(path)], f"{name_of(path)} uses {used}"
 
 
 def test_only_the_rooms_whose_job_it_is_import_a_distributed_library():

@@ -10,16 +10,13 @@ import math
 import statistics
 from collections import Counter
 from fractions import Fraction
-from functools import partial
 from itertools import combinations
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Spsa, mean_losses
 from lezo_ds.zo.grzo import Grzo
@@ -226,21 +223,6 @@ def learning_rates(name, warmup_steps, num_steps=8):
     return [rates.at(step) for step in range(num_steps)]
 
 
-def test_replicas_take_the_learning_rate_of_one_of_them():
-    """Another processor may round a cosine to another last bit."""
-    engine = SimpleNamespace(
-        learning_rates=LearningRates(SCHEDULES["cosine"], peak=0.5, num_steps=7),
-        global_steps=3,
-        replicas=None,
-    )
-    engine.own_learning_rate = partial(LezoEngine.own_learning_rate, engine)
-    own = engine.own_learning_rate()
-    assert LezoEngine.learning_rate(engine) == own == engine.learning_rates.at(3)
-    others = math.nextafter(own, 1)
-    engine.replicas = SimpleNamespace(place=SimpleNamespace(learning_rate=others))
-    assert LezoEngine.learning_rate(engine) == others
-
-
 def test_the_learning_rates_of_each_schedule_are_these():
     assert learning_rates("constant", 3) == [0.125, 0.25, 0.375] + [0.5] * 5
     assert learning_rates("linear", 0) == [0.5 * (8 - step) / 8 for step in range(8)]
@@ -292,23 +274,21 @@ def test_a_fixed_policy_keeps_the_named_blocks_or_the_last_ones(blocks, kept):
 
 
 @pytest.mark.parametrize(
-    ("num_micro_batches", "size", "groups", "of_places"),
+    ("num_micro_batches", "size", "groups", "of_parts"),
     [
         (2, None, (1, 1, 2), [0, 0]),
         (2, 16, (1, 1, 2), [0, 0]),
         (2, 8, (2, 1, 2), [0, 1]),
-        (2, 4, (4, 2, 4), [0, 1, 2, 3]),
+        (2, 4, (4, 2, 2), [0, 1, 2, 3]),
         (4, 8, (2, 1, 4), [0, 0, 1, 1]),
-        (1, 1, (16, 16, 16), list(range(16))),
+        (1, 1, (16, 16, 1), list(range(16))),
     ],
 )
-def test_groups_of_16_examples_lie_in_micro_batches(num_micro_batches, size, groups, of_places):
+def test_groups_of_16_examples_lie_in_micro_batches(num_micro_batches, size, groups, of_parts):
     found = Groups.of(num_micro_batches, 16, size)
     assert found == groups
-    places = range(found.num_places)
-    assert [found.of_place(place) for place in places] == of_places
-    by_group = [list(found.places(group)) for group in range(found.number)]
-    assert [place for group in by_group for place in group] == list(places)
+    by_micro_batch = [found.of_micro_batch(index) for index in range(num_micro_batches)]
+    assert [group for of_one in by_micro_batch for group in of_one] == of_parts
 
 
 @pytest.mark.parametrize(

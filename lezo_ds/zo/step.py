@@ -1,0 +1,187 @@
+"""A step as every rank knows it: what is measured where, and what the losses say.
+
+The algorithm is LeZO (Wang et al. 2024, Algorithm 1). MeZO is its case without dropped layers;
+other estimators have other probes. A step is made of a plan, which rank 0 decides and broadcasts,
+and of the shape of the batch, which every rank knows:
+
+    line 3         StepPlan         dropped layers, key of the noise, learning rate; and the probes
+    lines 4 to 6   Step.passes      the forward passes, which the ranks share
+                   Step.probes_of   theta + scale * z, at which a pass measures the loss
+    line 7         Step.estimate    projected gradients from the losses of all ranks
+    line 8         StepRecord       what every rank updates its own shards by (updates.py)
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lezo_ds.zo.estimators import Estimate, Estimator, Probe, mean_losses
+from lezo_ds.zo.keys import direction_key
+from lezo_ds.zo.passes import Groups, KeyedProbe, Pass, passes_of_step
+from lezo_ds.zo.records import StepPlan, StepRecord
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step on all ranks. Its methods are pure.
+
+    The losses of a step are one vector, in which each rank fills the places of its own passes:
+
+        micro-batch        0                           1
+        group of it        0             1             0             1
+        probe              0   1   2     0   1   2     0   1   2     0   1   2
+        place              0   1   2     3   4   5     6   7   8     9  10  11
+
+    Attributes:
+        plan: what rank 0 has decided.
+        probes: the points at which the loss is measured.
+        estimator: has chosen the probes, and reads their losses.
+        groups: of the batch's examples. Each has directions of its own.
+        probes_per_pass: most probes of a forward pass.
+        total_weight: what the summed losses of a probe are divided by.
+    """
+
+    plan: StepPlan
+    probes: tuple[Probe, ...]
+    estimator: Estimator
+    groups: Groups
+    probes_per_pass: int
+    total_weight: float
+
+    @property
+    def passes(self) -> list[Pass]:
+        """All forward passes, in the order in which workers share them."""
+        return passes_of_step(self.groups.num_micro_batches, len(self.probes), self.probes_per_pass)
+
+    @property
+    def num_losses(self) -> int:
+        """Length of the vector of losses."""
+        groups = self.groups
+        return groups.num_micro_batches * groups.per_micro_batch * len(self.probes)
+
+    def place(self, micro_batch: int, group: int, probe: int) -> int:
+        """Return the place of a loss: of a probe, for one of the groups in a micro-batch."""
+        row = micro_batch * self.groups.per_micro_batch + group
+        return row * len(self.probes) + probe
+
+    def probes_of(self, forward_pass: Pass) -> tuple[KeyedProbe, ...]:
+        """Return the probes of a pass, with the keys of the directions of its groups."""
+        groups = self.groups.of_micro_batch(forward_pass.micro_batch)
+        keyed = []
+        for index in forward_pass.probes:
+            probe = self.probes[index]
+            keys = []
+            for group in groups:
+                direction = group * self.estimator.num_directions + probe.direction
+                keys.append(direction_key(self.plan.key, direction))
+            keyed.append(KeyedProbe(tuple(keys), probe.scale))
+        return tuple(keyed)
+
+    def mean_losses(self, sums: Sequence[float]) -> list[list[float]]:
+        """Return the mean loss over each group of examples at each probe: [groups][probes].
+
+        Each group has the same part of the batch's weight, so that the mean over the groups is the
+        mean over the batch.
+
+        Args:
+            sums: [num_losses], the summed losses at all places.
+        """
+        num_probes = len(self.probes)
+        size = len(sums) // self.groups.number
+        weight = self.total_weight / self.groups.number
+        return [
+            mean_losses(sums[first : first + size], num_probes, weight)
+            for first in range(0, len(sums), size)
+        ]
+
+    def estimate(self, sums: Sequence[float]) -> StepRecord:
+        """Return the record of the step, from the summed losses of all ranks, [num_losses].
+
+        The step is not applied if a loss or a projected gradient is not finite.
+        """
+        try:
+            result = self.estimator.estimate_groups(self.probes, self.mean_losses(sums))
+        except ArithmeticError:  # an estimate that overflows counts as not finite
+            result = Estimate(loss=math.nan, projected_grads=())
+        return StepRecord(
+            **vars(self.plan),
+            projected_grads=result.projected_grads if result.is_finite else (),
+            loss=result.loss if result.is_finite else None,
+            applied=result.is_finite,
+        )
+
+
+@dataclass(frozen=True)
+class PlanFormat:
+    """The bytes of a run's plans. All ranks know their number, so no message announces its length.
+
+        step        int64
+        key         uint64
+        rate        float64
+        mu          float64
+        dropped     a bit for each group, in ceil(num_groups / 8) bytes, the lowest bit first
+        probes      uint32 direction, float64 scale, for each probe
+        weights     float64 for each group, if `has_weights`
+
+    All numbers are little-endian, without padding.
+
+    Attributes:
+        num_groups: number of transformer blocks and of groups of layers outside them.
+        num_probes: number of probes of a step.
+        has_weights: whether the layer policy weights the blocks.
+
+    >>> PlanFormat(num_groups=42, num_probes=2, has_weights=False).num_bytes  # a model of 40 blocks
+    62
+    """
+
+    num_groups: int
+    num_probes: int
+    has_weights: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return struct.calcsize(self._format)
+
+    def pack(self, plan: StepPlan, probes: Sequence[Probe]) -> bytes:
+        """Return the bytes of a plan and its probes."""
+        dropped = sum(1 << layer for layer in plan.dropped_layers)
+        numbers: list[float] = []
+        for probe in probes:
+            numbers += [probe.direction, probe.scale]
+        return struct.pack(
+            self._format,
+            plan.step,
+            plan.key,
+            plan.learning_rate,
+            plan.perturbation_scale,
+            dropped.to_bytes(self._mask_bytes, "little"),
+            *numbers,
+            *plan.layer_weights,
+        )
+
+    def unpack(self, data: bytes) -> tuple[StepPlan, tuple[Probe, ...]]:
+        """Return the plan and the probes whose bytes `pack` returned."""
+        step, key, learning_rate, scale, mask, *rest = struct.unpack(self._format, data)
+        dropped = int.from_bytes(mask, "little")
+        numbers = rest[: 2 * self.num_probes]
+        plan = StepPlan(
+            step,
+            key,
+            dropped_layers=tuple(layer for layer in range(self.num_groups) if dropped >> layer & 1),
+            learning_rate=learning_rate,
+            perturbation_scale=scale,
+            layer_weights=tuple(rest[2 * self.num_probes :]),
+        )
+        return plan, tuple(map(Probe, numbers[::2], numbers[1::2]))
+
+    @property
+    def _mask_bytes(self) -> int:
+        return math.ceil(self.num_groups / 8)
+
+    @property
+    def _format(self) -> str:
+        num_weights = self.num_groups if self.has_weights else 0
+        return f"<qQdd{self._mask_bytes}s" + "Id" * self.num_probes + "d" * num_weights
