@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, resolve_model
 from lezo_ds.cli import end_process_after
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, load_config
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, load_config, make_law
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.generation import SAMPLE_KEYS, generate
@@ -57,7 +57,8 @@ from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
-from lezo_ds.noise import ALL, UpdateTarget, noise_backend
+from lezo_ds.forward.directions import directions_of
+from lezo_ds.noise import ALL, UpdateTarget
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.tools.sizes import OPT_SHAPES, opt_config
@@ -350,12 +351,15 @@ def start_steps(word: str, inputs: Inputs) -> Callable[[], float]:
     shared = inputs.engine(variant.kind)
     # Another engine on the same weights, with its own settings, at step 0.
     num_steps = inputs.config.train.steps
+    directions = directions_of(make_law(zo))
+    perturbed = shared._perturbed
     engine = LezoEngine(
-        shared._deepspeed, shared._perturbed, shared.sharded, zo, shared.seed, num_steps
+        shared._deepspeed, perturbed, shared.sharded, directions, zo, shared.seed, num_steps
     )
     layout = LAYOUTS[variant.kind]
 
     def step() -> float:
+        perturbed.directions = directions
         record = engine.train_batch(inputs.batches(layout, engine.global_steps), inputs.loss)
         return record.projected_grads[0] if record.applied else math.nan
 
@@ -490,8 +494,8 @@ def update_times(rounds: int) -> str:
     ]
     one = [Update(key=0, coefficient=1e-4)]
     device = distributed.device()
-    low_rank = noise_backend(device, LowRankLaw("normal", rank=1))
-    dense = noise_backend(device, DenseLaw("normal"))
+    low_rank = directions_of(LowRankLaw("normal", rank=1))
+    dense = directions_of(DenseLaw("normal"))
     formats: Mapping[str, tuple[torch.dtype, UpdatePrecision]] = {
         "fp32": (torch.float32, "fp32_master"),
         "bf16, fp32_master": (torch.bfloat16, "fp32_master"),
@@ -505,8 +509,8 @@ def update_times(rounds: int) -> str:
             low = torch.zeros_like(values, dtype=torch.int16)
         target = [UpdateTarget(values, ALL, parameter_id=1, low=low, shape=UPDATE_SHAPE)]
         actions = {
-            "16 of rank 1": partial(low_rank.update_, target, many, precision),
-            "1 dense": partial(dense.update_, target, one, precision),
+            "16 of rank 1": partial(low_rank.update, target, many, precision),
+            "1 dense": partial(dense.update, target, one, precision),
         }
         interleaved(actions, rounds=3)
         times = {name: 1e3 * min(each) for name, each in interleaved(actions, rounds).items()}

@@ -36,17 +36,18 @@ from lezo_ds.config import (
     make_layer_policy,
     make_schedule,
     probes_per_pass,
+    trained_part,
 )
 from lezo_ds.config.deepspeed import offloads_weights, tensor_parallel_size
 from lezo_ds.data.generation import generate
 from lezo_ds.distributed.workers import Ranks, Workers
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
+from lezo_ds.forward.directions import PROBES_AT_ONCE, Directions, directions_of
 from lezo_ds.forward.perturbed_forward import PerturbedForward
-from lezo_ds.forward.perturber import PROBES_AT_ONCE
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import Journal
-from lezo_ds.noise import noise_backend
+from lezo_ds.noise import kernels_of
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.integrity import Witness
 from lezo_ds.zo.keys import direction_key, step_key
@@ -264,7 +265,7 @@ class LezoEngine(ModelEngine):
         seed: of the run.
         records: of all steps so far, from step 0.
         learning_rates, estimator, layer_policy: made from the config.
-        noise: makes the directions on this rank's device.
+        directions: what the run does with random directions, by their law.
         plan_format: bytes of the plan that rank 0 broadcasts at each step.
     """
 
@@ -273,6 +274,7 @@ class LezoEngine(ModelEngine):
         deepspeed_engine: Any,
         perturbed: PerturbedForward,
         sharded: ShardedModel,
+        directions: Directions,
         config: ZoConfig,
         seed: int,
         num_steps: int | None = None,
@@ -282,8 +284,7 @@ class LezoEngine(ModelEngine):
         self.config = config
         self.learning_rates = make_schedule(config, num_steps)
         self.estimator = make_estimator(config)
-        self.law = make_law(config)
-        self.noise = noise_backend(self.device, self.law)
+        self.directions = directions
         num_blocks = self.layout.num_blocks
         trained = (shard.named for shard in self.weights.shards if shard.is_trained)
         trains_outside = any(named.block >= num_blocks for named in trained)
@@ -321,7 +322,7 @@ class LezoEngine(ModelEngine):
         key = step_key(self.seed, self.global_steps)
         keys = tuple(direction_key(key, group) for group in range(num_examples // size))
         probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
-        return self.run(micro_batch, Perturbation(probes, frozenset(), self.noise))[-1]
+        return self.run(micro_batch, Perturbation(probes))[-1]
 
     @torch.no_grad()
     def train_batch(
@@ -392,7 +393,7 @@ class LezoEngine(ModelEngine):
     def perturbation(self, step: Step, forward_pass: Pass) -> Perturbation:
         """Return the weights at which a pass measures the loss. theta itself stays as it is."""
         dropped = frozenset(step.plan.dropped_layers)
-        return Perturbation(step.probes_of(forward_pass), dropped, self.noise)
+        return Perturbation(step.probes_of(forward_pass), dropped)
 
     def _measure(self, step: Step, batch: StepBatch, loss_function: LossFunction) -> Tensor:
         """Run this rank's passes.
@@ -443,7 +444,7 @@ class LezoEngine(ModelEngine):
 
     def apply(self, stop: int) -> None:
         """Update this rank's shards by the records of all steps before step `stop`."""
-        self.weights.apply(self._updates(self.global_steps, stop), self.law)
+        self.weights.apply(self._updates(self.global_steps, stop), self.directions)
         self.global_steps = stop
 
     def _end_if_diverged(self) -> None:
@@ -494,7 +495,7 @@ class LezoEngine(ModelEngine):
         """
         if self._witness is None:
             return
-        self._witness.follow(self._updates(self._num_checked, self.global_steps), self.law)
+        self._witness.follow(self._updates(self._num_checked, self.global_steps), self.directions)
         wrong = self._witness.unlike()
         num_wrong = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
         (total_wrong,) = self._sum_agreed(num_wrong, self._last_result())
@@ -626,10 +627,11 @@ def initialize(
             fix="add model.dtype=bf16, or fp32, which keeps all bits",
         )
     config = checked_optimizer(config, peft, bits, num_steps)
+    directions = directions_of(make_law(config))
     # Refused before weights are loaded. Offloaded shards are updated on the CPU.
-    noise_backend(distributed.device(), make_law(config))
+    kernels_of(distributed.device())
     if offloads_weights(ds_config):
-        noise_backend(torch.device("cpu"), make_law(config))
+        kernels_of(torch.device("cpu"))
     sharded = load_sharded_model(
         model,
         ds_config=ds_config,
@@ -638,7 +640,7 @@ def initialize(
         seed=seed,
         peft=peft,
         partition_size=partition_size,
-        trained=config.trained_part,
+        trained=trained_part(config),
         bits=bits,
     )
     trainable = {
@@ -649,6 +651,12 @@ def initialize(
     if engine is None:
         engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     perturbed = PerturbedForward(
-        sharded.module, trainable, blocks, shares_start=config.trained_part != "all"
+        sharded.module,
+        trainable,
+        blocks,
+        directions=directions,
+        shares_start=trained_part(config) != "all",
     )
-    return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)
+    return LezoEngine(
+        engine, perturbed, sharded, directions, config=config, seed=seed, num_steps=num_steps
+    )

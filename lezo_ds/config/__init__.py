@@ -27,6 +27,7 @@ from lezo_ds.config.components import (
     num_directions,
     num_passes,
     probes_per_pass,
+    trained_part,
 )
 from lezo_ds.config.reading import flatten
 from lezo_ds.config.run_config import config_from_dict, config_to_dict, load_config

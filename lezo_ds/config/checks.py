@@ -15,6 +15,7 @@ from lezo_ds.config.components import (
     DESCRIBING_KEYS,
     describe_task,
     make_estimator,
+    make_law,
     make_schedule,
     num_groups,
     num_passes,
@@ -164,15 +165,16 @@ def _rules_of_optimizer(
     zo: ZoConfig, peft_kind: str, bits: int | None, num_steps: int | None
 ) -> Iterator[Rule]:
     """Yield the rules of zeroth-order training that need no batch."""
+    law = make_law(zo)
     if zo.learning_rate != 0:  # an engine that only scores may have any base
         yield _rule_of_bits("lezo", peft_kind, bits)
     yield (
-        zo.noise_rank > 0 and peft_kind == "prefix",
+        law.perturbs == "products" and peft_kind == "prefix",
         "zo.noise_rank perturbs matrices, and a prefix has none",
         "set zo.noise_rank=0, or peft.kind=lora",
     )
     yield (
-        zo.examples_per_direction is not None and zo.noise_rank == 0,
+        zo.examples_per_direction is not None and not law.takes_groups,
         f"zo.examples_per_direction={zo.examples_per_direction} needs directions of low rank",
         "set zo.noise_rank=1, or zo.examples_per_direction=null",
     )

@@ -12,7 +12,7 @@ from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task
 from lezo_ds.tasks.metrics import find_score
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
-from lezo_ds.zo.laws import DenseLaw, LowRankLaw, PerturbationLaw
+from lezo_ds.zo.laws import LAWS, PerturbationLaw, TrainedPart
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 
@@ -20,12 +20,6 @@ DESCRIBING_KEYS = tuple(
     field.name for field in dataclasses.fields(Description) if field.name != "metric"
 )
 """Keys of the section data that describe a task. A metric may be set for any task."""
-
-
-PROBES_OF_DENSE = 2
-"""Probes of a pass by default, if each copies the weights: both signs of a direction."""
-PROBES_OF_LOW_RANK = 32
-"""Most probes of a pass by default, if they copy no weights: activations limit their number."""
 
 
 def make_estimator(zo: ZoConfig) -> Estimator:
@@ -38,10 +32,17 @@ def make_estimator(zo: ZoConfig) -> Estimator:
 
 
 def make_law(zo: ZoConfig) -> PerturbationLaw:
-    """Return what a direction of the run is."""
-    if zo.noise_rank:
-        return LowRankLaw(zo.noise_distribution, rank=zo.noise_rank)
-    return DenseLaw(zo.noise_distribution)
+    """Return what a direction of the run is. UserError: no component has the law's name."""
+    law = zo.law
+    if law is None:
+        law = "low-rank" if zo.noise_rank else "dense"
+    return LAWS.find(law)(zo.noise_distribution, zo.noise_rank)
+
+
+def trained_part(zo: ZoConfig) -> TrainedPart:
+    """Return the part of the weights, or of the adapter, that is perturbed and updated."""
+    part = make_law(zo).perturbs
+    return "blocks" if part == "all" and zo.only_blocks else part
 
 
 def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = True) -> LayerPolicy:
@@ -147,9 +148,7 @@ def probes_per_pass(zo: ZoConfig) -> int:
 
     It affects the last bits of losses, so it depends on nothing but the settings.
     """
-    most = zo.probes_per_pass
-    if most is None:
-        most = PROBES_OF_LOW_RANK if zo.noise_rank else PROBES_OF_DENSE
+    most = zo.probes_per_pass or make_law(zo).most_probes
     return min(most, make_estimator(zo).num_probes)
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds.config.checks import checked
-from lezo_ds.config.components import PROBES_OF_DENSE
 from lezo_ds.config.paper import paper_recipe
 from lezo_ds.config.paths import ROOT, expand, find_file, resolve_paths
 from lezo_ds.config.schema import READER, RunConfig
@@ -26,6 +25,7 @@ from lezo_ds.config.yaml_text import read_recipe
 from lezo_ds.errors import UserError, did_you_mean
 from lezo_ds.registry import FOLDERS
 from lezo_ds.tasks.custom import CUSTOM
+from lezo_ds.zo.laws import DenseLaw
 
 TOKENS_OF_TURN = 256
 """The default of generation.max_new_tokens in a chat."""
@@ -118,7 +118,7 @@ def config_from_dict(
         flat.setdefault("generation.max_new_tokens", tokens_of_turn(flat.get("data.max_length")))
     if not flat.get("zo.noise_rank"):
         # As all releases recorded it, so that their runs go on.
-        flat.setdefault("zo.probes_per_pass", PROBES_OF_DENSE)
+        flat.setdefault("zo.probes_per_pass", DenseLaw.most_probes)
     if overrides and values:
         where += " and the command line"
     config: RunConfig = READER.read(flat, where)

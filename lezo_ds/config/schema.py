@@ -20,7 +20,7 @@ from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import METRICS
 from lezo_ds.zo.estimators import ESTIMATORS
-from lezo_ds.zo.laws import Distribution, TrainedPart
+from lezo_ds.zo.laws import LAWS, Distribution
 from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
 from lezo_ds.zo.updates import UpdatePrecision
@@ -226,6 +226,9 @@ class ZoConfig:
     are not copied then, and any number of probes share one product with them. Only the matrices of
     linear modules in the transformer blocks are perturbed and updated. 0 draws each element by
     itself, as in the papers."""
+    law: Annotated[str, Named(LAWS)] | None = None
+    """The law says what a direction is. Null is dense, or low-rank if zo.noise_rank is above 0.
+    package.module:NAME is a PerturbationLaw of your own."""
     examples_per_direction: Size | None = None
     """Group size: examples in a group share directions. It divides train.batch_size and needs
     zo.noise_rank. Null makes the whole batch one group, as in the papers."""
@@ -248,13 +251,6 @@ class ZoConfig:
     weight_decay: NonNegativeFloat = 0.0
     """Matrices decay by this coefficient, decoupled from their gradients. Blocks that a step drops
     do not decay."""
-
-    @property
-    def trained_part(self) -> TrainedPart:
-        """The part of the weights, or of the adapter, that is perturbed and updated."""
-        if self.noise_rank:
-            return "products"
-        return "blocks" if self.only_blocks else "all"
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

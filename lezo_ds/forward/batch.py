@@ -107,6 +107,11 @@ class MicroBatch:
     token_examples: Tensor | None = None
 
     @property
+    def device(self) -> torch.device:
+        """Device of the inputs."""
+        return next(iter(self.inputs.values())).device
+
+    @property
     def num_examples(self) -> int:
         """Number of examples. Without `examples` and `token_examples`, each row is one."""
         if self.examples:

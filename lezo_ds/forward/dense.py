@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.directions import PROBES_AT_ONCE, Directions, PassState, Perturber
 from lezo_ds.forward.module_calls import (
     call_with_weights,
     cast_floats,
@@ -23,11 +25,72 @@ from lezo_ds.forward.module_calls import (
     is_product,
     product_at_probes,
 )
-from lezo_ds.forward.perturber import PROBES_AT_ONCE, PassState, Perturber
-from lezo_ds.forward.probes import TrainedParameter
-from lezo_ds.noise import NoiseBackend, Weight
+from lezo_ds.forward.probes import Perturbation, TrainedParameter
+from lezo_ds.noise import UpdateTarget, Weight
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
 from lezo_ds.zo.passes import KeyedProbe
+from lezo_ds.zo.updates import Update, UpdatePrecision
+
+
+class DenseDirections(Directions):
+    """Each element of z has its own number."""
+
+    def start_pass(
+        self, state: PassState, perturbation: Perturbation, batch: MicroBatch
+    ) -> Perturber:
+        kernels = self.kernels_of(batch.device)
+        return DensePerturber(state, self, takes_blocks=kernels.takes_blocks)
+
+    def perturb(
+        self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]
+    ) -> list[list[Tensor]]:
+        """Return theta + scale * z of each weight at each probe.
+
+        A probe followed by the opposite one shares one draw of z with it.
+
+        Source: MeZO (Malladi et al. 2023), Algorithm 1.
+
+        Args:
+            weights: on one device.
+            probes: one for each copy. Each has one key.
+
+        Returns:
+            For each weight, a copy for each probe, of theta's shape, or [len(rows), width]. A copy
+            for scale 0 may be theta itself: do not write to it.
+        """
+        copies: list[list[Tensor]] = [[] for _ in weights]
+        place = 0
+        while weights and place < len(probes):
+            key = probes[place].key
+            scale = probes[place].scale
+            num_signs = 1
+            if scale == 0:
+                new_copies = [[_unperturbed(weight)] for weight in weights]
+            else:
+                opposite = KeyedProbe((key,), -scale)
+                if opposite in probes[place + 1 : place + 2]:
+                    num_signs = 2
+                kernels = self.kernels_of(weights[0].theta.device)
+                new_copies = kernels.perturb(self.law.entries, weights, key, scale, num_signs)
+            for of_weight, new in zip(copies, new_copies, strict=True):
+                of_weight += new
+            place += num_signs
+        return copies
+
+    def update(
+        self,
+        targets: Sequence[UpdateTarget],
+        updates: Sequence[Update],
+        precision: UpdatePrecision,
+    ) -> None:
+        if targets:
+            kernels = self.kernels_of(targets[0].values.device)
+            kernels.update(self.law.entries, targets, updates, precision)
+
+
+def _unperturbed(weight: Weight) -> Tensor:
+    values = weight.theta if weight.rows is None else weight.theta[weight.rows]
+    return values.to(weight.out_dtype)
 
 
 class DensePerturber(Perturber):
@@ -40,9 +103,11 @@ class DensePerturber(Perturber):
 
     probes_at_once = PROBES_AT_ONCE
 
-    def __init__(self, state: PassState, noise: NoiseBackend) -> None:
-        super().__init__(state, noise)
-        self._noise = noise
+    def __init__(
+        self, state: PassState, directions: DenseDirections, *, takes_blocks: bool
+    ) -> None:
+        super().__init__(state, takes_blocks=takes_blocks)
+        self._directions = directions
         self._kept: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}
 
     def run_module(
@@ -82,7 +147,7 @@ class DensePerturber(Perturber):
 
     def rows_of(self, table: TrainedParameter, rows: Tensor) -> Tensor:
         weight = _weight(table)._replace(rows=rows.reshape(-1))
-        ((copy,),) = self._noise.perturb([weight], self.state.current.probes)
+        ((copy,),) = self._directions.perturb([weight], self.state.current.probes)
         return copy.view(*rows.shape, -1)
 
     def vector_of(self, entry: TrainedParameter) -> Tensor:
@@ -101,7 +166,8 @@ class DensePerturber(Perturber):
         probes = self.state.current.probes
         if self._kept and all((entry.parameter, probes[0]) in self._kept for entry in active):
             return [[self._kept[entry.parameter, probe] for probe in probes] for entry in active]
-        copies = self._noise.perturb([_weight(entry) for entry in active], probes)
+        weights = [_weight(entry) for entry in active]
+        copies = self._directions.perturb(weights, probes)
         if self.state.current.writes_answers:
             self._keep(active, copies)
         return copies

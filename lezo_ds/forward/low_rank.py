@@ -8,12 +8,24 @@ example. With a [rank, outputs] and b [rank, inputs] of each direction:
       --all b--> t [N, directions * rank] --of its own direction only, with its sign--
 
 No weight is copied, so the number of probes of a pass is limited by activations alone.
+
+A step's terms are the outer products of all its directions, direction by direction. For the
+elements (i, j) of a matrix that a rank stores, an update needs a[i] and b[j] of each term:
+
+             columns 3 to 5                b  [terms, 3]
+             |  |  |
+    row 1  . x  x  x     a [terms, 2]      delta[i, j] = sum over terms t of u[t, i] * b[t, j]
+    row 2  . x  x  x                       u[t, i]     = coefficient[t] * a[t, i]
+
+Every product and every sum is rounded to fp32 on its own, in the order of the terms. So all
+programs and all layouts give the same bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +34,84 @@ from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.directions import Directions, PassState, Perturber
 from lezo_ds.forward.module_calls import add_before_sum
-from lezo_ds.forward.perturber import PassState, Perturber
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
-from lezo_ds.noise.low_rank import LowRankNoise, Matrix
+from lezo_ds.noise import Matrix, Runs, Subtraction, UpdateTarget
+from lezo_ds.zo.laws import FIRST_OF_COLUMNS
 from lezo_ds.zo.passes import group_of
+from lezo_ds.zo.updates import Update, UpdatePrecision
 
 _NO_LIMIT = 2**30
+
+
+class LowRankDirections(Directions):
+    """z of a matrix is a sum of outer products."""
+
+    def start_pass(
+        self, state: PassState, perturbation: Perturbation, batch: MicroBatch
+    ) -> Perturber:
+        return LowRankPerturber(state, self, perturbation, batch)
+
+    def vectors(
+        self, matrix: Matrix, keys: Sequence[int], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return a and b of each direction, without the factor rank^-1/2.
+
+        Args:
+            matrix: of which the elements in `rows` and `columns` are asked for.
+            keys: of the directions.
+            device: of the result.
+
+        Returns:
+            a, fp32 [len(keys) * rank, len(rows)]; b, fp32 [len(keys) * rank, len(columns)].
+        """
+        rank = self.law.rank
+        of_rows = Runs(rank, matrix.rows.start, len(matrix.rows), matrix.num_rows)
+        first_column = FIRST_OF_COLUMNS + matrix.columns.start
+        of_columns = Runs(rank, first_column, len(matrix.columns), matrix.num_columns)
+        draw = partial(self.kernels_of(device).draw, self.law.entries, matrix.parameter_id, keys)
+        return draw(of_rows), draw(of_columns)
+
+    def update(
+        self,
+        targets: Sequence[UpdateTarget],
+        updates: Sequence[Update],
+        precision: UpdatePrecision,
+    ) -> None:
+        """Apply updates: theta * factor - delta for each step, which is rounded once."""
+        if not targets:
+            return
+        device = targets[0].values.device
+        kernels = self.kernels_of(device)
+        rank = self.law.rank
+        for step in _steps(updates):
+            of_directions = torch.tensor(
+                [update.coefficient / math.sqrt(rank) for update in step], dtype=torch.float32
+            )
+            # Of each term. They go to the device once: a copy from the host waits for the GPU.
+            coefficients = of_directions.repeat_interleave(rank)[:, None].to(device)
+            keys = [update.key for update in step]
+            for target in targets:
+                matrix = Matrix.of(
+                    target.parameter_id, target.shape, target.region, target.values.numel()
+                )
+                a, b = self.vectors(matrix, keys, device)
+                u = a * coefficients
+                subtraction = Subtraction(target, matrix, u, b, step[0].factor, keys[0])
+                kernels.subtract(subtraction, precision)
+
+
+def _steps(updates: Sequence[Update]) -> Iterator[list[Update]]:
+    """Yield the updates of each step."""
+    step: list[Update] = []
+    for update in updates:
+        if update.begins_step and step:
+            yield step
+            step = []
+        step.append(update)
+    if step:
+        yield step
 
 
 class LowRankPerturber(Perturber):
@@ -41,10 +124,15 @@ class LowRankPerturber(Perturber):
     probes_at_once = _NO_LIMIT
 
     def __init__(
-        self, state: PassState, noise: LowRankNoise, perturbation: Perturbation, batch: MicroBatch
+        self,
+        state: PassState,
+        directions: LowRankDirections,
+        perturbation: Perturbation,
+        batch: MicroBatch,
     ) -> None:
-        super().__init__(state, noise)
-        self._noise = noise
+        super().__init__(state)
+        self._vectors_of = partial(directions.vectors, device=batch.device)
+        self._rank = directions.law.rank
         probes = perturbation.probes
         number_of: dict[int, int] = {}  # of the direction with a key
         for probe in probes:
@@ -74,7 +162,7 @@ class LowRankPerturber(Perturber):
         flat = inputs.reshape(-1, inputs.shape[-1])
         through = flat @ of_inputs.t()  # [N, directions * rank]
         through *= self._shares_of(module, len(flat)).to(through.dtype)
-        scale = self._scale / math.sqrt(self._noise.law.rank)
+        scale = self._scale / math.sqrt(self._rank)
 
         def add_thin_products(output: Tensor) -> None:
             output.view(-1, output.shape[-1]).addmm_(through, of_outputs, alpha=scale)
@@ -91,7 +179,7 @@ class LowRankPerturber(Perturber):
         if parameter in self._kept:
             return self._kept[parameter]
         matrix = Matrix.of(named.parameter_id, named.shape, named.region, parameter.numel())
-        of_rows, of_columns = self._noise.vectors(matrix, self._keys)
+        of_rows, of_columns = self._vectors_of(matrix, self._keys)
         vectors = of_columns.to(parameter.dtype), of_rows.to(parameter.dtype)
         if transposed:  # a weight that is stored as [inputs, outputs]
             vectors = vectors[::-1]
@@ -122,7 +210,7 @@ class LowRankPerturber(Perturber):
             signs = self._signs[:, None].expand(-1, groups.numel()).reshape(-1, 1)
             shares = torch.zeros(num_tokens, len(self._keys), dtype=torch.float64)
             shares.scatter_(1, directions[:, None], signs)
-            shares = shares.repeat_interleave(self._noise.law.rank, dim=1)
+            shares = shares.repeat_interleave(self._rank, dim=1)
             dtype = next(iter(module.parameters())).dtype
             shares = shares.to(next(iter(module.parameters())).device, dtype)
             self._shares[num_rows, tokens_of_row] = shares

@@ -4,7 +4,7 @@ One pass of k probes gathers each weight once, and runs all probes (probes.py dr
 
     batch ──repeat k times──► wrapped model ──► logits [k * rows, ...] ──cut──► k outputs
                               │ wrappers.py: when a module, a block or the head runs at the probes └
-                              a Perturber (dense.py): how its rows meet the weights of their probes
+                              a Perturber: how its rows meet the weights of their probes
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from lezo_ds.errors import UserError
 from lezo_ds.forward.answer_cache import changes_cache, takes_padding
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.forward.dense import DensePerturber
-from lezo_ds.forward.low_rank import LowRankPerturber
+from lezo_ds.forward.directions import Directions, PassState
 from lezo_ds.forward.module_calls import children_read_by
-from lezo_ds.forward.perturber import PassState, Perturber
 from lezo_ds.forward.probes import Perturbation, ProbePass
 from lezo_ds.forward.rope import own_positions, rope_limit
 from lezo_ds.forward.wrappers import (
@@ -34,7 +32,6 @@ from lezo_ds.forward.wrappers import (
     wrap_block,
     wrap_module,
 )
-from lezo_ds.noise.low_rank import LowRankNoise
 
 
 class PerturbedForward:
@@ -43,9 +40,10 @@ class PerturbedForward:
     Args:
         model: with its parameters sharded or not. Its modules get new forward methods.
         trainable: the parameters that may be perturbed. A tied parameter appears once.
-        blocks: the transformer blocks, in order. Where the noise `takes_blocks` (on a GPU), one
+        blocks: the transformer blocks, in order. Where the perturber `takes_blocks` (on a GPU), one
             kernel perturbs all weights of a block when the block begins; they must be gathered by
             then.
+        directions: perturb them. None if no pass is perturbed.
         shares_start: whether the blocks before the first perturbed one run on one copy of the
             batch. Then nothing outside the blocks may be trainable.
     """
@@ -56,6 +54,7 @@ class PerturbedForward:
         trainable: Trainable,
         blocks: Sequence[nn.Module] = (),
         *,
+        directions: Directions | None = None,
         shares_start: bool = False,
     ) -> None:
         num_blocks = len(blocks)
@@ -63,6 +62,7 @@ class PerturbedForward:
         self._model: Any = model
         self._num_blocks = num_blocks
         self._shares_start = shares_start
+        self.directions = directions
         self._num_unperturbed = 0  # blocks before the first perturbed one
         self._state = PassState()
         config: Any = getattr(model, "config", None)
@@ -133,7 +133,8 @@ class PerturbedForward:
         num_copies = 1
         if perturbation is not None:
             num_copies = len(perturbation.probes)
-            state.perturber = _perturber(state, perturbation, batch)
+            assert self.directions is not None, "a model that is perturbed has directions"
+            state.perturber = self.directions.start_pass(state, perturbation, batch)
             state.current = ProbePass(
                 probes=perturbation.probes,
                 rows=len(next(iter(batch.inputs.values()))),
@@ -192,10 +193,3 @@ class PerturbedForward:
             # The tokens that the probes have written differ. Without a cache, all are read again.
             if ids.shape[1] == 1 or kwargs.get("past_key_values") is None:
                 state.num_equal_blocks = 0
-
-
-def _perturber(state: PassState, perturbation: Perturbation, batch: MicroBatch) -> Perturber:
-    noise = perturbation.noise
-    if isinstance(noise, LowRankNoise):
-        return LowRankPerturber(state, noise, perturbation, batch)
-    return DensePerturber(state, noise)

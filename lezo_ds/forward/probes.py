@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lezo_ds.noise import AnyNoise
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.zo.passes import KeyedProbe
 
@@ -34,12 +33,10 @@ class Perturbation:
         probes: at least one. Each runs on its own copy of the batch, and has as many keys as the
             others.
         dropped_layers: indices of the transformer blocks that stay at theta.
-        noise: makes z. Its law says what a direction is.
     """
 
     probes: tuple[KeyedProbe, ...]
-    dropped_layers: frozenset[int]
-    noise: AnyNoise
+    dropped_layers: frozenset[int] = frozenset()
 
     @property
     def num_groups(self) -> int:

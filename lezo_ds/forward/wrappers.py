@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lezo_ds.forward.copies import has_batch, run_once
+from lezo_ds.forward.directions import PROBES_AT_ONCE, PassState
 from lezo_ds.forward.module_calls import children_read_by, modules_that_run
-from lezo_ds.forward.perturber import PROBES_AT_ONCE, PassState
 from lezo_ds.forward.probes import AT_THETA, TrainedParameter, trained_parameters
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, look_up, whole_logits

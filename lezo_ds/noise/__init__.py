@@ -1,7 +1,4 @@
-"""Noise z as a pure function of (key, parameter, element), and the operations that use it.
-
-    probe:   theta, key, scale     --NoiseBackend.perturb-->  theta + scale * z, a copy
-    update:  theta, (key, c), ...  --NoiseBackend.update_-->  theta - c * z, in place
+"""Noise z as a pure function of (key, parameter, element), and the kernels that draw and apply it.
 
 An element's number depends on nothing but the key, the parameter's id and the element's index in
 the full parameter. A rank with a slice or a rectangle of a parameter draws the numbers of its own
@@ -11,6 +8,13 @@ The generator gives numbers in blocks of consecutive elements (see `philox`):
 
     element        0  1  2  3 | 4  5  6  7 | ...      normal: a block of 4 elements
     block               0     |      1     | ...      rademacher: a block of 128
+
+Each kind of device has one `Kernels`, which all perturbation laws share:
+
+    perturb     theta, key, scale           ->  theta + scale * z, a copy
+    update      theta, (key, c), ...        ->  theta - c * z, in place
+    draw        keys                        ->  runs of numbers
+    subtract    theta, u, b                 ->  theta - (u_1 b_1 + u_2 b_2 + ...), in place
 
 Two programs compute the same bits: `cpu` in C++ and `gpu` in Triton. They round every fp32
 operation on its own, as IEEE 754 says, so journals may be replayed on either. docs/file-formats.md
@@ -27,22 +31,15 @@ import functools
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lezo_ds.errors import UserError
-from lezo_ds.zo.laws import LowRankLaw, PerturbationLaw
-from lezo_ds.zo.passes import KeyedProbe
+from lezo_ds.zo.laws import Distribution
 from lezo_ds.zo.updates import Update, UpdatePrecision
-
-if TYPE_CHECKING:
-    from lezo_ds.noise.low_rank import LowRankNoise
-
-AnyNoise: TypeAlias = "NoiseBackend | LowRankNoise"
-"""The operations of a law: those of `DenseLaw`, or those of `LowRankLaw`."""
 
 NOISE_VERSION = 1
 """Version of z(key, parameter, element) and of its use. It changes when any bit of either does."""
@@ -125,10 +122,71 @@ class UpdateTarget(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-class NoiseBackend(ABC):
-    """The operations of one perturbation law on the tensors of one device.
+class Matrix(NamedTuple):
+    """A matrix of which a rank has some elements.
 
-    All backends of a law compute the same bits. Element indices are 0 to 2**40.
+    Attributes:
+        parameter_id: unsigned 32-bit.
+        num_rows, num_columns: of the full parameter.
+        rows, columns: those of the rank's elements.
+    """
+
+    parameter_id: int
+    num_rows: int
+    num_columns: int
+    rows: range
+    columns: range
+
+    @classmethod
+    def of(cls, parameter_id: int, shape: Sequence[int], region: Region, count: int) -> Matrix:
+        """Return the matrix of `count` elements that lie in `region` of a parameter [*shape]."""
+        num_rows, num_columns = shape
+        rows_of_region, width, stride = region.rows(count)
+        last = region.start + (rows_of_region - 1) * stride + width - 1
+        rows = range(region.start // num_columns, last // num_columns + 1)
+        columns = range(num_columns)
+        if rows_of_region > 1 or len(rows) == 1:
+            first_column = region.start % num_columns
+            columns = range(first_column, min(first_column + width, num_columns))
+        return cls(parameter_id, num_rows, num_columns, rows, columns)
+
+
+class Runs(NamedTuple):
+    """Runs of consecutive numbers of a parameter: run r begins at number first + r * distance."""
+
+    number: int
+    first: int
+    length: int
+    distance: int
+
+
+class Subtraction(NamedTuple):
+    """What `Kernels.subtract` does to the elements of one target: theta * factor - delta.
+
+    delta[i, j] is the sum over terms t of u[t, i] * b[t, j]. Every product and every sum is rounded
+    to fp32 on its own, in the order of the terms.
+
+    Attributes:
+        target: whose elements change in place.
+        matrix: where they lie.
+        rows: u, fp32 [terms, len(matrix.rows)].
+        columns: b, fp32 [terms, len(matrix.columns)].
+        factor: rounded to fp32.
+        dither_key: of the words by which 16-bit values are rounded at random.
+    """
+
+    target: UpdateTarget
+    matrix: Matrix
+    rows: Tensor
+    columns: Tensor
+    factor: float
+    dither_key: int
+
+
+class Kernels(ABC):
+    """What one kind of device computes with z. All kinds compute the same bits.
+
+    Element indices are 0 to 2**40. Tensors are on the device.
 
     Attributes:
         takes_blocks: whether one call for all weights of a transformer block is worth the memory
@@ -137,87 +195,83 @@ class NoiseBackend(ABC):
 
     takes_blocks = False
 
+    @abstractmethod
     def perturb(
-        self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]
-    ) -> list[list[Tensor]]:
-        """Return theta + scale * z of each weight at each probe.
-
-        Product and sum are rounded to fp32, each on its own, and then to the copy's dtype. A probe
-        followed by the opposite one shares one draw of z with it.
-
-        Source: MeZO (Malladi et al. 2023), Algorithm 1.
-
-        Args:
-            weights: on the backend's device.
-            probes: one for each copy.
-
-        Returns:
-            For each weight, a copy for each probe, of theta's shape, or [len(rows), width]. A copy
-            for scale 0 may be theta itself: do not write to it.
-        """
-        copies: list[list[Tensor]] = [[] for _ in weights]
-        place = 0
-        while weights and place < len(probes):
-            key = probes[place].key
-            scale = probes[place].scale
-            num_signs = 1
-            if scale == 0:
-                new_copies = [[_unperturbed(weight)] for weight in weights]
-            else:
-                opposite = KeyedProbe((key,), -scale)
-                if opposite in probes[place + 1 : place + 2]:
-                    num_signs = 2
-                new_copies = self._perturb(weights, key, scale, num_signs)
-            for of_weight, new in zip(copies, new_copies, strict=True):
-                of_weight += new
-            place += num_signs
-        return copies
-
-    @abstractmethod
-    def _perturb(
-        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int
-    ) -> list[list[Tensor]]:
-        """Return theta + scale * z of each weight and, with two signs, theta - scale * z."""
-
-    @abstractmethod
-    def update_(
         self,
+        entries: Distribution,
+        weights: Sequence[Weight],
+        key: int,
+        scale: float,
+        num_signs: int,
+    ) -> list[list[Tensor]]:
+        """Return theta + scale * z of each weight and, with two signs, theta - scale * z.
+
+        Product and sum are rounded to fp32, each on its own, and then to the copy's dtype.
+        """
+
+    @abstractmethod
+    def update(
+        self,
+        entries: Distribution,
         targets: Sequence[UpdateTarget],
         updates: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
         """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
 
-        Both products and the difference are rounded to fp32, each on its own. Under `DenseLaw`, the
-        result is stored before the next update, so the bits are those of one call for each.
-
-        Args:
-            targets: on the backend's device.
-            updates: of one step or of many.
-            precision: how 16-bit values are stored.
+        Both products and the difference are rounded to fp32, each on its own. The result is stored
+        before the next update, so the bits are those of one call for each.
         """
 
+    @abstractmethod
+    def draw(
+        self,
+        entries: Distribution,
+        parameter_id: int,
+        keys: Sequence[int],
+        runs: Runs,
+    ) -> Tensor:
+        """Return the runs of each key's numbers: fp32 [keys * runs.number, runs.length].
 
-def _unperturbed(weight: Weight) -> Tensor:
-    values = weight.theta if weight.rows is None else weight.theta[weight.rows]
-    return values.to(weight.out_dtype)
+        Args:
+            entries: the distribution of the numbers.
+            parameter_id: unsigned 32-bit.
+            keys: of the directions.
+            runs: which numbers.
+        """
+
+    @abstractmethod
+    def subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
+        """Change the elements of a target in place, and round each of them once."""
+
+
+class Updater(Protocol):
+    """What shards need of a law."""
+
+    def update(
+        self,
+        targets: Sequence[UpdateTarget],
+        updates: Sequence[Update],
+        precision: UpdatePrecision,
+    ) -> None:
+        """Apply the same updates to all targets, which are on one device, in order."""
 
 
 @functools.cache
-def noise_backend(device: torch.device, law: PerturbationLaw) -> AnyNoise:
-    """Return the backend of a law for a device, the same one at each call.
+def kernels_of(device: torch.device) -> Kernels:
+    """Return the kernels of a device, the same ones at each call.
 
     Raises:
-        UserError: its kernels cannot be built here.
+        UserError: they cannot be built here.
     """
     if device.type == "cuda":
-        return _triton_noise(device, law)
-    from lezo_ds.noise.cpu import CpuLowRankNoise, CpuNoise
+        return _triton_kernels(device)
+    from lezo_ds.noise.cpu import CpuKernels
 
-    return CpuLowRankNoise(law) if isinstance(law, LowRankLaw) else CpuNoise(law)
+    return CpuKernels()
 
 
-def _triton_noise(device: torch.device, law: PerturbationLaw) -> AnyNoise:
+def _triton_kernels(device: torch.device) -> Kernels:
     if torch.version.hip is not None:  # a ROCm build of torch calls AMD GPUs "cuda", too
         raise UserError(
             f"this build of PyTorch is for AMD GPUs (ROCm {torch.version.hip}), which lezo_ds does "
@@ -226,19 +280,16 @@ def _triton_noise(device: torch.device, law: PerturbationLaw) -> AnyNoise:
         )
     try:
         # CPUs do not need Triton, and many of their installations do not have it.
-        from lezo_ds.noise.gpu import TritonNoise
-        from lezo_ds.noise.gpu_low_rank import TritonLowRankNoise
+        from lezo_ds.noise.gpu import TritonKernels
 
-        noise: AnyNoise = TritonNoise(law, device)
-        if isinstance(law, LowRankLaw):
-            noise = TritonLowRankNoise(law, device)
+        kernels = TritonKernels(device)
         # The first launch builds Triton's launcher: a missing compiler must show now, not in a
         # training step.
-        target = UpdateTarget(torch.zeros(1, device=device), ALL, parameter_id=0, shape=(1, 1))
-        noise.update_([target], [Update(key=0, coefficient=1.0)], "stochastic")
+        target = UpdateTarget(torch.zeros(1, device=device), ALL, parameter_id=0)
+        kernels.update("normal", [target], [Update(key=0, coefficient=1.0)], "stochastic")
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise _triton_refusal(error) from error
-    return noise
+    return kernels
 
 
 def _triton_refusal(error: Exception) -> UserError:

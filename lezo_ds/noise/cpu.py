@@ -26,9 +26,16 @@ import torch
 from torch import Tensor
 
 from lezo_ds.errors import UserError
-from lezo_ds.noise import NoiseBackend, Region, UpdateTarget, Weight, pack_updates
-from lezo_ds.noise.low_rank import LowRankNoise, Matrix, Subtraction
-from lezo_ds.zo.laws import Distribution, LowRankLaw, PerturbationLaw
+from lezo_ds.noise import (
+    Kernels,
+    Region,
+    Runs,
+    Subtraction,
+    UpdateTarget,
+    Weight,
+    pack_updates,
+)
+from lezo_ds.zo.laws import Distribution
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
@@ -123,19 +130,23 @@ class SubtractCall(Call):
     )
 
 
-class CpuNoise(NoiseBackend):
+class CpuKernels(Kernels):
     """Works on `torch.get_num_threads()` threads; their number changes no bit.
 
     Raises:
         UserError: the kernels cannot be built or loaded here.
     """
 
-    def __init__(self, law: PerturbationLaw) -> None:
-        self._distribution = DISTRIBUTIONS[law.entries]
-        self._kernels = _kernels()
+    def __init__(self) -> None:
+        self._library = _library()
 
-    def _perturb(
-        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int
+    def perturb(
+        self,
+        entries: Distribution,
+        weights: Sequence[Weight],
+        key: int,
+        scale: float,
+        num_signs: int,
     ) -> list[list[Tensor]]:
         copies = []
         for theta, parameter_id, out_dtype, rows, region in weights:
@@ -149,7 +160,7 @@ class CpuNoise(NoiseBackend):
                 region = Region(region.start, width=shape[1], stride=shape[1])
             of_weight = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
             call = PerturbCall(
-                *_elements(region, shape.numel(), parameter_id, theta.dtype, self._distribution),
+                *_elements(region, shape.numel(), parameter_id, theta.dtype, entries),
                 theta=theta.data_ptr(),
                 rows=None if rows is None else rows.data_ptr(),
                 plus=of_weight[0].data_ptr(),
@@ -158,12 +169,13 @@ class CpuNoise(NoiseBackend):
                 scale=scale,
                 out_format=FORMATS[out_dtype],
             )
-            self._kernels.lezo_perturb(ctypes.byref(call))
+            self._library.lezo_perturb(ctypes.byref(call))
             copies.append(of_weight)
         return copies
 
-    def update_(
+    def update(
         self,
+        entries: Distribution,
         targets: Sequence[UpdateTarget],
         updates: Sequence[Update],
         precision: UpdatePrecision,
@@ -172,46 +184,42 @@ class CpuNoise(NoiseBackend):
         for values, region, parameter_id, low, _ in targets:
             count = values.numel()
             call = UpdateCall(
-                *_elements(region, count, parameter_id, values.dtype, self._distribution),
+                *_elements(region, count, parameter_id, values.dtype, entries),
                 theta=values.data_ptr(),
                 low=None if low is None else low.data_ptr(),
                 updates=packed.ctypes.data,
                 num_updates=len(packed),
                 precision=PRECISIONS[precision],
             )
-            self._kernels.lezo_update(ctypes.byref(call))
+            self._library.lezo_update(ctypes.byref(call))
 
-
-class CpuLowRankNoise(LowRankNoise):
-    """Works on `torch.get_num_threads()` threads; their number changes no bit."""
-
-    def __init__(self, law: LowRankLaw) -> None:
-        super().__init__(law)
-        self._distribution = DISTRIBUTIONS[law.entries]
-        self._kernels = _kernels()
-
-    def _entries(
-        self, matrix: Matrix, keys: Sequence[int], first: int, distance: int, count: int
+    def draw(
+        self,
+        entries: Distribution,
+        parameter_id: int,
+        keys: Sequence[int],
+        runs: Runs,
     ) -> Tensor:
-        out = torch.empty(len(keys) * self.law.rank, count)
+        out = torch.empty(len(keys) * runs.number, runs.length)
         packed_keys = np.array(keys, dtype=np.uint64)
-        region = Region(first, width=count, stride=distance)
-        num_entries = self.law.rank * count
+        region = Region(runs.first, width=runs.length, stride=runs.distance)
+        num_entries = runs.number * runs.length
         call = EntriesCall(
-            *_elements(region, num_entries, matrix.parameter_id, out.dtype, self._distribution),
+            *_elements(region, num_entries, parameter_id, out.dtype, entries),
             out=out.data_ptr(),
             keys=packed_keys.ctypes.data,
             num_keys=len(keys),
         )
-        self._kernels.lezo_entries(ctypes.byref(call))
+        self._library.lezo_entries(ctypes.byref(call))
         return out
 
-    def _subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
+    def subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
         target, matrix, u, b, factor, dither_key = subtraction
         region = target.region
         count = target.values.numel()
         call = SubtractCall(
-            *_elements(region, count, target.parameter_id, target.values.dtype, self._distribution),
+            # It draws only the dither, which is the same for all distributions.
+            *_elements(region, count, target.parameter_id, target.values.dtype, "normal"),
             theta=target.values.data_ptr(),
             low=None if target.low is None else target.low.data_ptr(),
             rows=u.data_ptr(),
@@ -226,11 +234,11 @@ class CpuLowRankNoise(LowRankNoise):
             factor=factor,
             precision=PRECISIONS[precision],
         )
-        self._kernels.lezo_subtract(ctypes.byref(call))
+        self._library.lezo_subtract(ctypes.byref(call))
 
 
 def _elements(
-    region: Region, count: int, parameter_id: int, dtype: torch.dtype, distribution: int
+    region: Region, count: int, parameter_id: int, dtype: torch.dtype, entries: Distribution
 ) -> tuple[int, ...]:
     """Return the fields of `Call`."""
     return (
@@ -238,12 +246,12 @@ def _elements(
         region.start,
         parameter_id,
         FORMATS[dtype],
-        distribution,
+        DISTRIBUTIONS[entries],
         torch.get_num_threads(),
     )
 
 
-def _kernels() -> ctypes.CDLL:
+def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(_built_library()))
     except OSError as error:

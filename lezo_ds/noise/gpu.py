@@ -16,14 +16,23 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lezo_ds.noise import NoiseBackend, Region, UpdateTarget, Weight, pack_updates
+from lezo_ds.noise import (
+    Kernels,
+    Region,
+    Runs,
+    Subtraction,
+    UpdateTarget,
+    Weight,
+    pack_updates,
+)
 from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.philox import PER_BLOCK
-from lezo_ds.zo.laws import Distribution, PerturbationLaw
+from lezo_ds.zo.laws import Distribution
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
 # Blocks of a tile, which one program handles.
 BLOCKS_OF_TILE: dict[Distribution, int] = {"normal": 512, "rademacher": 32}
+_BLOCKS_OF_SUBTRACTION = 256  # of 4 elements
 # Of copies, in bytes, like that of torch's allocator: matrix products may depend on it.
 _ALIGNMENT = 512
 # In FIRST_PROGRAM of the unused columns of a table.
@@ -73,20 +82,24 @@ class Launch(NamedTuple):
             self.kernel.run((self.num_programs, 1, 1), self.table, *others)
 
 
-class TritonNoise(NoiseBackend):
-    """One launch perturbs or updates all alike tensors of a call.
+class TritonKernels(Kernels):
+    """One launch perturbs or updates all alike tensors of a call, or draws or subtracts for one.
 
     Indices of rows that are out of range are not caught: that would wait for the GPU.
     """
 
     takes_blocks = True
 
-    def __init__(self, law: PerturbationLaw, device: torch.device) -> None:
-        self._entries = law.entries
+    def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def _perturb(
-        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int
+    def perturb(
+        self,
+        entries: Distribution,
+        weights: Sequence[Weight],
+        key: int,
+        scale: float,
+        num_signs: int,
     ) -> list[list[Tensor]]:
         """Return the copies, which lie in one piece of memory.
 
@@ -94,7 +107,9 @@ class TritonNoise(NoiseBackend):
         <---------------- num_bytes ------------> <---------------- num_bytes ------------->
         """
         if weights[0].rows is not None:
-            return [self._perturb_rows(weight, key, scale, num_signs) for weight in weights]
+            return [
+                self._perturb_rows(entries, weight, key, scale, num_signs) for weight in weights
+            ]
         thetas = [weight.theta.contiguous() for weight in weights]
         parts = []
         num_bytes = 0
@@ -115,7 +130,7 @@ class TritonNoise(NoiseBackend):
             )
             num_bytes += _aligned(theta.numel() * weight.out_dtype.itemsize)
         memory = torch.empty(num_signs * num_bytes, dtype=torch.uint8, device=self._device)
-        for launch in self._launches(kernels.perturb_kernel, parts):
+        for launch in _launches(kernels.perturb_kernel, tuple(parts), entries, self._device):
             launch.run(None, memory, key, scale, num_bytes)
         copies = []
         for theta, weight, part in zip(thetas, weights, parts, strict=True):
@@ -127,7 +142,9 @@ class TritonNoise(NoiseBackend):
             copies.append(of_weight)
         return copies
 
-    def _perturb_rows(self, weight: Weight, key: int, scale: float, num_signs: int) -> list[Tensor]:
+    def _perturb_rows(
+        self, entries: Distribution, weight: Weight, key: int, scale: float, num_signs: int
+    ) -> list[Tensor]:
         theta, parameter_id, out_dtype, rows, region = weight
         assert rows is not None
         theta = theta.contiguous()
@@ -140,9 +157,9 @@ class TritonNoise(NoiseBackend):
             rows = rows + region.start // width
             address -= region.start * theta.itemsize
         # A row that starts within a block can touch one more tile.
-        per_block = PER_BLOCK[self._entries]
+        per_block = PER_BLOCK[entries]
         first_row = Region(0 if width % per_block == 0 else per_block - 1)
-        tiles_of_row = num_tiles(first_row, width, per_block, BLOCKS_OF_TILE[self._entries])
+        tiles_of_row = num_tiles(first_row, width, per_block, BLOCKS_OF_TILE[entries])
         part = _Part(
             constants=_perturb_constants(theta.dtype, out_dtype, num_signs),
             parameter_id=parameter_id,
@@ -151,7 +168,7 @@ class TritonNoise(NoiseBackend):
             region=first_row,
             tiles_of_row=tiles_of_row,
         )
-        (of_one_row,) = self._launches(kernels.perturb_kernel, [part])
+        (of_one_row,) = _launches(kernels.perturb_kernel, (part,), entries, self._device)
         num_bytes = _aligned(len(rows) * width * out_dtype.itemsize)
         memory = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=self._device)
         num_programs = len(rows) * tiles_of_row
@@ -160,8 +177,9 @@ class TritonNoise(NoiseBackend):
         copies = memory.view(out_dtype)[:, : len(rows) * width]
         return [copy.view(len(rows), width) for copy in copies]
 
-    def update_(
+    def update(
         self,
+        entries: Distribution,
         targets: Sequence[UpdateTarget],
         updates: Sequence[Update],
         precision: UpdatePrecision,
@@ -182,11 +200,73 @@ class TritonNoise(NoiseBackend):
                 )
             )
         packed = _updates_on_device(pack_updates(updates).tobytes(), self._device)
-        for launch in self._launches(kernels.update_kernel, parts):
+        for launch in _launches(kernels.update_kernel, tuple(parts), entries, self._device):
             launch.run(packed, len(updates))
 
-    def _launches(self, kernel: Any, parts: Sequence[_Part]) -> list[Launch]:
-        return _launches(kernel, tuple(parts), self._entries, self._device)
+    def draw(
+        self,
+        entries: Distribution,
+        parameter_id: int,
+        keys: Sequence[int],
+        runs: Runs,
+    ) -> Tensor:
+        num_runs = len(keys) * runs.number
+        out = torch.empty(num_runs, runs.length, device=self._device)
+        per_block = PER_BLOCK[entries]
+        num_blocks = BLOCKS_OF_TILE[entries]
+        # A run may begin at any element of a block.
+        tiles_of_run = -(-(per_block - 1 + runs.length) // (per_block * num_blocks))
+        kernel = _compiled(
+            kernels.entries_kernel,
+            (("distribution", entries), ("per_block", per_block), ("num_blocks", num_blocks)),
+        )
+        kernel.run(
+            (num_runs, tiles_of_run, 1),  # only the first number may be above 65,535
+            out,
+            _keys_on_device(tuple(keys), self._device),
+            parameter_id,
+            runs.first,
+            runs.distance,
+            runs.length,
+            runs.number,
+        )
+        return out
+
+    def subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
+        target, matrix, u, b, factor, dither_key = subtraction
+        values = target.values
+        region = target.region
+        is_fp32 = values.dtype == torch.float32
+        count = values.numel()
+        low = values if target.low is None else target.low
+        kernel = _compiled(
+            kernels.subtract_kernel,
+            (
+                ("dtype", TRITON_TYPES[values.dtype]),
+                ("storage", "fp32" if is_fp32 else precision),
+                ("layout", "rows" if region.width else "any"),
+                ("num_blocks", _BLOCKS_OF_SUBTRACTION),
+            ),
+            are_aligned=(values.data_ptr() % 16 == 0, low.data_ptr() % 16 == 0),
+        )
+        kernel.run(
+            (num_tiles(region, count, 4, _BLOCKS_OF_SUBTRACTION), 1, 1),
+            values,
+            low,
+            u.contiguous(),
+            b.contiguous(),
+            factor,
+            dither_key,
+            target.parameter_id,
+            *region,
+            count,
+            len(u),
+            matrix.num_columns,
+            matrix.rows.start,
+            len(matrix.rows),
+            matrix.columns.start,
+            len(matrix.columns),
+        )
 
 
 class _Part(NamedTuple):
@@ -302,3 +382,24 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
         return values
     # Pinned memory and non_blocking let the host go on before the copy is done.
     return values.pin_memory().to(device, non_blocking=True)
+
+
+@functools.cache
+def _compiled(
+    kernel: Any, constants: tuple[tuple[str, Any], ...], are_aligned: tuple[bool, ...] = ()
+) -> CompiledKernel:
+    """Return a kernel with its constants, the same one at each call.
+
+    Args:
+        kernel: a function of `triton.jit`.
+        constants: its last arguments, by name.
+        are_aligned: which of its tensors begin at a multiple of 16 bytes, if they differ in that.
+            A compiled kernel serves only those that are alike.
+    """
+    return CompiledKernel(kernel, dict(constants))
+
+
+# All matrices of a step have the same directions.
+@functools.lru_cache(maxsize=4)
+def _keys_on_device(keys: tuple[int, ...], device: torch.device) -> Tensor:
+    return on_device(torch.from_numpy(np.array(keys, dtype=np.uint64)), device)

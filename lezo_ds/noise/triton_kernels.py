@@ -538,7 +538,7 @@ def entries_kernel(
     per_block: tl.constexpr,
     num_blocks: tl.constexpr,
 ):
-    """Write the entries of directions of low rank (`low_rank.LowRankNoise._entries`).
+    """Write the entries of directions of low rank (`Kernels.draw`).
 
     Program (run, tile) writes a tile of a run: of key run // rank and s = run % rank.
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, num_directions
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, num_directions, trained_part
 from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.errors import JournalError, LezoError, UserError
@@ -248,7 +248,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
         fits = False  # such a rank could ask for any amount of memory
     num_groups = text_config.num_hidden_layers
-    if config.zo.trained_part == "all" and config.peft.kind == "none":
+    if trained_part(config.zo) == "all" and config.peft.kind == "none":
         num_groups += 2  # two are outside the blocks
     for record, _ in lines:  # one in memory at a time
         fits = fits and _fits(record, num_groups, num_directions(config))

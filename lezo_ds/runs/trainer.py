@@ -26,7 +26,14 @@ from lezo_ds import distributed
 from lezo_ds.agreement import assert_same
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
 from lezo_ds.checkpoints.snapshots import snapshot_path
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, make_layer_policy
+from lezo_ds.config import (
+    TRAINED,
+    ZEROTH_ORDER,
+    RunConfig,
+    ZoConfig,
+    make_layer_policy,
+    trained_part,
+)
 from lezo_ds.config.deepspeed import check_shares, ds_config_of, shared_by
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, initialize
@@ -142,7 +149,7 @@ def check_run(
     """
     _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
-        trains_outside = config.zo.trained_part == "all"
+        trains_outside = trained_part(config.zo) == "all"
         make_layer_policy(config.zo, layout.num_blocks, trains_outside=trains_outside)
     directory = RunDirectory(config.run_dir)
     if directory.path.is_file():

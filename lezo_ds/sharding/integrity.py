@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import Region, UpdateTarget, noise_backend
+from lezo_ds.noise import Region, Updater, UpdateTarget
 from lezo_ds.sharding.shards import Shard
-from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
 
 _CHUNK_ON_CPU = 1 << 17  # temporary tensors of 1 MB stay in a processor's cache
@@ -78,11 +77,11 @@ class Witness:
             copy = UpdateTarget(sample, region, shard.named.parameter_id, low, shard.shape)
             self._samples.append((shard, copy))
 
-    def follow(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:
+    def follow(self, updates: Sequence[StepUpdate], updater: Updater) -> None:
         """Apply the updates of steps to the samples."""
         for shard, copy in self._samples:
             changes = updates_of_parameter(updates, shard.named.block, decays=shard.decays)
-            noise_backend(copy.values.device, law).update_([copy], changes, self._precision)
+            updater.update([copy], changes, self._precision)
 
     def unlike(self) -> list[str]:
         """Return the names of the parameters whose shards or low bits differ from their samples."""

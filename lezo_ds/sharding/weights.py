@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.noise import Region, UpdateTarget, noise_backend
+from lezo_ds.noise import Region, Updater, UpdateTarget
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.integrity import Witness, shard_digest
 from lezo_ds.sharding.shards import Shard
 from lezo_ds.sharding.zero3 import finish_updates
-from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
 
 LOW_BITS_DIRECTORY = "low_bits"
@@ -130,7 +129,7 @@ class ShardedWeights:
         is_16_bit = shard.dtype != torch.float32
         return self._precision == "fp32_master" and is_16_bit and shard.is_trained
 
-    def apply(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:
+    def apply(self, updates: Sequence[StepUpdate], updater: Updater) -> None:
         """Apply the updates of steps, in order.
 
         One step at a time gives the same bits as many at once.
@@ -146,8 +145,7 @@ class ShardedWeights:
                 stored = shard.stored()
                 identity = shard.named.parameter_id
                 targets.append(UpdateTarget(stored, shard.region, identity, low, shard.shape))
-            # The backend follows the shards: offloaded ones are updated on the CPU.
-            noise_backend(shards[0].device, law).update_(targets, changes, self._precision)
+            updater.update(targets, changes, self._precision)
         finish_updates()
 
     def witness(self) -> Witness:

@@ -66,7 +66,7 @@ from lezo_ds.config.deepspeed import (
     tensor_parallel_size,
 )
 from lezo_ds.config.schema import READER
-from lezo_ds.forward.perturber import PROBES_AT_ONCE
+from lezo_ds.forward.directions import PROBES_AT_ONCE
 from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.tools.sizes import InputSizes, ModelSizes
 

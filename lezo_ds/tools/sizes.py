@@ -17,7 +17,7 @@ from torch import nn
 from transformers import OPTConfig
 
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_model, build_on_meta
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, make_layer_policy
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, make_layer_policy, trained_part
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
@@ -109,7 +109,7 @@ class ModelSizes:
             adapter.attach(model, layout)
         self.num_dropped = 0
         if config.method in ZEROTH_ORDER:
-            freeze_all_but(config.zo.trained_part, model, layout)
+            freeze_all_but(trained_part(config.zo), model, layout)
             self.num_dropped = make_layer_policy(config.zo, layout.num_blocks).num_dropped
         rank = config.zo.noise_rank
         head = model.get_output_embeddings()

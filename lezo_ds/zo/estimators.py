@@ -146,7 +146,7 @@ class Spsa(Estimator):
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
         probes = []
         for direction in range(self.num_directions):
-            # Opposite scales side by side share one draw of z (see `NoiseBackend.perturb`).
+            # Opposite scales side by side share one draw of z (see `DenseDirections.perturb`).
             probes.append(Probe(direction, self.perturbation_scale))
             probes.append(Probe(direction, -self.perturbation_scale))
         return tuple(probes)

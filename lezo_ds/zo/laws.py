@@ -8,21 +8,25 @@ so every rank draws the elements that it needs, and a replay of the journal draw
     parameter id  unsigned 32 bits: names a parameter, whatever rank or file holds it
     element       0 to 2**40: index of an element in the full parameter, in row-major order
 
-A law decides which numbers z has. `lezo_ds.noise.noise_backend(device, law)` returns the operations
-that draw and apply them. Estimators, layer policies and the journal are the same under every law.
-
-Two more decisions belong to a law:
+A law decides which numbers z has, and what it perturbs. Estimators, layer policies and the journal
+are the same under every law.
 
                      DenseLaw                             LowRankLaw
     z perturbs       every trainable parameter            matrices of the transformer blocks
     a forward pass   copies each weight for each probe    adds thin products: nothing is copied
     an update        rounds after each direction          rounds once a step
+
+A law is light: it is part of a configuration. Its `implementation` is a subclass of
+`lezo_ds.forward.directions.Directions`, which draws z and applies it. To add a law: a file with
+both and a line at the end, or `zo.law: package.module:Name`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+from lezo_ds.registry import Registry
 
 Distribution = Literal["normal", "rademacher"]
 """Standard normal numbers, or +1 and -1 with equal probability (the Rademacher distribution)."""
@@ -38,9 +42,19 @@ class PerturbationLaw:
 
     Attributes:
         entries: the distribution of the independent random numbers that z is made of.
+        rank: r of directions of low rank, at least 1; 0 for others.
+        implementation: `package.module:Name` of its `Directions`.
+        perturbs: the part of a model that z perturbs. A run may perturb less.
+        takes_groups: whether groups of a pass's examples may have directions of their own.
+        most_probes: most probes of a forward pass by default.
     """
 
     entries: Distribution = "normal"
+    rank: int = 0
+    implementation: ClassVar[str]
+    perturbs: ClassVar[TrainedPart] = "all"
+    takes_groups: ClassVar[bool] = False
+    most_probes: ClassVar[int] = 2  # both signs of a direction
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,8 @@ class DenseLaw(PerturbationLaw):
 
     Source: Spall 1992 (entries +1 and -1); MeZO, Malladi et al. 2023, Algorithm 1 (normal).
     """
+
+    implementation: ClassVar[str] = "lezo_ds.forward.dense:DenseDirections"
 
 
 @dataclass(frozen=True)
@@ -63,13 +79,18 @@ class LowRankLaw(PerturbationLaw):
         (W + mu z) x = W x + mu rank^-1/2 (a_1 (b_1 . x) + ... + a_r (b_r . x))
 
     Source: EGGROLL (Sarkar et al. 2025, arXiv 2511.16652), with rank 1.
-
-    Attributes:
-        rank: number r of outer products, at least 1.
     """
 
     rank: int = 1
+    implementation: ClassVar[str] = "lezo_ds.forward.low_rank:LowRankDirections"
+    perturbs: ClassVar[TrainedPart] = "products"
+    takes_groups: ClassVar[bool] = True
+    most_probes: ClassVar[int] = 32  # activations limit their number, as no weight is copied
 
 
 FIRST_OF_COLUMNS = 2**39
 """The entry of a parameter that is the first of b_1. A matrix has fewer than 2**39 / rank rows."""
+
+LAWS: Registry[type[PerturbationLaw]] = Registry("law", "zo.law", kind=PerturbationLaw)
+LAWS.add("dense", DenseLaw)
+LAWS.add("low-rank", LowRankLaw)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lezo_ds.noise import Region, UpdateTarget, Weight
 from lezo_ds.noise.low_bits import split_master
-from lezo_ds.noise.low_rank import LowRankNoise
 from lezo_ds.noise.philox import (
     DITHER_STREAM,
     NORMAL_STREAM,
@@ -218,7 +217,7 @@ def _from_bits(bits: Tensor) -> Tensor:
 
 
 class EagerNoise:
-    """The operations of a `NoiseBackend`, one copy and one update at a time, on the CPU."""
+    """What `DenseDirections` do, one copy and one update at a time, on the CPU."""
 
     def __init__(self, law: PerturbationLaw) -> None:
         self.entries = law.entries
@@ -244,7 +243,7 @@ class EagerNoise:
             theta = theta.to(torch.float32) + z.view(theta.shape) * scale
         return theta.to(weight.out_dtype)
 
-    def update_(
+    def update(
         self,
         targets: Sequence[UpdateTarget],
         updates: Sequence[Update],
@@ -277,18 +276,18 @@ class EagerNoise:
         return draw_at(self.entries, key, parameter_id, elements)
 
 
-class EagerLowRankNoise(LowRankNoise):
-    """Directions of low rank, one outer product at a time, on the CPU."""
+class EagerLowRankKernels:
+    """What `LowRankDirections` ask of kernels, one outer product at a time, on the CPU."""
 
-    def _entries(self, matrix, keys, first, distance, count):
-        runs = []
+    def draw(self, entries, parameter_id, keys, runs):
+        found = []
         for key in keys:
-            for place in range(self.law.rank):
-                start = first + place * distance
-                runs.append(draw(self.law.entries, key, matrix.parameter_id, start, count))
-        return torch.stack(runs)
+            for place in range(runs.number):
+                start = runs.first + place * runs.distance
+                found.append(draw(entries, key, parameter_id, start, runs.length))
+        return torch.stack(found)
 
-    def _subtract(self, subtraction, precision):
+    def subtract(self, subtraction, precision):
         target, matrix, u, b, factor, dither_key = subtraction
         high, low = target.values, target.low
         elements = target.region.elements(0, high.numel(), high.device)

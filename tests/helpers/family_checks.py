@@ -216,7 +216,7 @@ class Family:
     ) -> None:
         """Compare the answers of a pass at two probes with those at moved weights."""
         probes = (KeyedProbe((key,), 4 * SCALE), KeyedProbe((key,), -4 * SCALE))
-        perturbation = Perturbation(probes, frozenset(), engine.noise)
+        perturbation = Perturbation(probes)
         batch = prompt_batch(prompts(), SETTINGS)
         if engine.config.probes_per_pass == 1:
             outputs = [engine.run(batch, single)[0] for single in perturbation.one_by_one()]

@@ -78,7 +78,7 @@ def drawn(noise, key, parameter_id, start, count, device="cpu"):
     """z of the elements [start, start + count), as an update of zeros shows it."""
     values = torch.zeros(count, device=device)
     target = UpdateTarget(values, Region(start), parameter_id)
-    noise.update_([target], [Update(key, -1.0)], "stochastic")
+    noise.update([target], [Update(key, -1.0)], "stochastic")
     return values
 
 
@@ -118,7 +118,7 @@ def updated(noise, dtype, precision, device):
     for parameter_id, (count, start) in enumerate(TARGETS):
         values, low = stored(values_of_every_size(count), dtype, precision, device)
         targets.append(UpdateTarget(values, Region(start), parameter_id, low))
-    noise.update_(targets, UPDATES, precision)
+    noise.update(targets, UPDATES, precision)
     return [
         tensor for target in targets for tensor in (target.values, target.low) if tensor is not None
     ]

@@ -5,13 +5,12 @@ import math
 
 import pytest
 import torch
-from eager_noise import EagerLowRankNoise, draw
+from eager_noise import EagerLowRankKernels, draw
 from noise_cases import DISTRIBUTIONS, DTYPES, KEY, PRECISIONS, stored, values_of_every_size
 from test_noise import IS_INTERPRETED, TRITON, assert_same_bits
 
-from lezo_ds.noise import ALL, Region, UpdateTarget, noise_backend
-from lezo_ds.noise.cpu import CpuLowRankNoise
-from lezo_ds.noise.low_rank import Matrix
+from lezo_ds.forward.low_rank import LowRankDirections
+from lezo_ds.noise import ALL, Matrix, Region, UpdateTarget
 from lezo_ds.zo.laws import FIRST_OF_COLUMNS, LowRankLaw
 from lezo_ds.zo.updates import Update
 
@@ -30,20 +29,26 @@ UPDATES = [
 def backend(request):
     """A function that returns the backend of a law, and its device."""
     if request.param == "cpu":
-        return CpuLowRankNoise, CPU
+        return LowRankDirections, CPU
     if not (IS_INTERPRETED or torch.cuda.is_available()):
         pytest.skip("no GPU")
-    from lezo_ds.noise.gpu_low_rank import TritonLowRankNoise
+    from lezo_ds.noise.gpu import TritonKernels
 
     device = CPU if IS_INTERPRETED else torch.device("cuda")
-    return functools.partial(TritonLowRankNoise, device=device), device
+    kernels = TritonKernels(device)
+    return functools.partial(LowRankDirections, kernels_of=lambda _: kernels), device
+
+
+def eager(law):
+    """The reference of the kernels."""
+    return LowRankDirections(law, kernels_of=lambda _: EagerLowRankKernels())
 
 
 def updated(noise, values, low, region, precision, device=CPU):
     """The elements of a region after the updates, and their low bits."""
     values = values.to(device, copy=True)
     low = None if low is None else low.to(device, copy=True)
-    noise.update_([UpdateTarget(values, region, 6, low, SHAPE)], UPDATES, precision)
+    noise.update([UpdateTarget(values, region, 6, low, SHAPE)], UPDATES, precision)
     return values, low
 
 
@@ -62,7 +67,7 @@ def test_parts_of_a_matrix_get_the_bits_of_the_reference(backend, dtype, precisi
         law = LowRankLaw(distribution, rank=1 + 2 * place)
         noise = backend_of(law)
         values, low = stored(values_of_every_size(math.prod(SHAPE)), dtype, precision)
-        full, full_low = updated(EagerLowRankNoise(law), values, low, ALL, precision)
+        full, full_low = updated(eager(law), values, low, ALL, precision)
         for first, end in FLAT:
             part_low = None if low is None else low[first:end]
             region = Region(first)
@@ -87,12 +92,12 @@ def test_wide_matrices_get_the_bits_of_the_reference(precision):
     law = LowRankLaw("normal", rank=6)
     values, low = stored(values_of_every_size(math.prod(shape)), torch.bfloat16, precision)
     full = UpdateTarget(values.clone(), ALL, 6, None if low is None else low.clone(), shape)
-    EagerLowRankNoise(law).update_([full], UPDATES, precision)
+    eager(law).update([full], UPDATES, precision)
     for first, end in [(0, 6 * 2001), (1003, 5 * 2001 + 7)]:
         mine = values[first:end].clone()
         my_low = None if low is None else low[first:end].clone()
         target = UpdateTarget(mine, Region(first), 6, my_low, shape)
-        CpuLowRankNoise(law).update_([target], UPDATES, precision)
+        LowRankDirections(law).update([target], UPDATES, precision)
         assert_same_bits(mine, full.values[first:end])
         if low is not None:
             assert_same_bits(my_low, full.low[first:end])
@@ -113,18 +118,18 @@ def test_an_update_is_the_formula_of_the_page_in_plain_pytorch():
                 b = draw("normal", update.key, 6, first, num_columns)
                 delta = delta + (coefficient * a)[:, None] * b
         expected = expected * factor - delta
-    found, _ = updated(noise_backend(CPU, law), theta, None, ALL, "stochastic")
+    found, _ = updated(LowRankDirections(law), theta, None, ALL, "stochastic")
     assert_same_bits(found, expected.flatten())
 
 
 def test_vectors_of_some_rows_and_columns_are_parts_of_the_whole_ones(backend):
-    backend_of, _ = backend
+    backend_of, device = backend
     noise = backend_of(LowRankLaw("normal", rank=2))
     whole = Matrix.of(6, SHAPE, ALL, math.prod(SHAPE))
     part = whole._replace(rows=range(3, 9), columns=range(100, 307))
     keys = [KEY, 5]
-    a, b = noise.vectors(whole, keys)
-    some_of_a, some_of_b = noise.vectors(part, keys)
+    a, b = noise.vectors(whole, keys, device)
+    some_of_a, some_of_b = noise.vectors(part, keys, device)
     assert a.shape == (4, 13)
     assert_same_bits(some_of_a, a[:, 3:9].contiguous())
     assert_same_bits(some_of_b, b[:, 100:].contiguous())

@@ -30,8 +30,8 @@ from noise_cases import (
     values_of_every_size,
 )
 
-from lezo_ds.noise import ALL, Region, UpdateTarget, Weight, noise_backend
-from lezo_ds.noise.cpu import CpuNoise
+from lezo_ds.forward.dense import DenseDirections
+from lezo_ds.noise import ALL, Region, UpdateTarget, Weight
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.noise.philox import DITHER_STREAM, words_at, words_of_blocks
 from lezo_ds.zo.laws import DenseLaw
@@ -50,13 +50,14 @@ def backend(request):
     if request.param == "eager":
         return EagerNoise, CPU
     if request.param == "cpu":
-        return CpuNoise, CPU
+        return DenseDirections, CPU
     if not (IS_INTERPRETED or torch.cuda.is_available()):
         pytest.skip("no GPU")
-    from lezo_ds.noise.gpu import TritonNoise
+    from lezo_ds.noise.gpu import TritonKernels
 
     device = CPU if IS_INTERPRETED else torch.device("cuda")
-    return functools.partial(TritonNoise, device=device), device
+    kernels = TritonKernels(device)
+    return functools.partial(DenseDirections, kernels_of=lambda _: kernels), device
 
 
 def assert_same_bits(actual, expected):
@@ -111,7 +112,7 @@ def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
         # The sum would turn -0.0 + 0.0 into 0.0.
         assert_same_bits(copy, (theta.float() + z * scale).to(dtype) if scale else theta)
     shard = theta.flatten().to(torch.float32, copy=True)
-    noise.update_([UpdateTarget(shard, ALL, 6)], [Update(KEY, 0.3, 0.99)], "stochastic")
+    noise.update([UpdateTarget(shard, ALL, 6)], [Update(KEY, 0.3, 0.99)], "stochastic")
     assert_same_bits(shard, (theta.float() * 0.99 - z * 0.3).flatten())
 
 
@@ -130,11 +131,11 @@ def test_slices_and_single_updates_give_the_bits_of_one_call(backend, precision,
     values = values_of_every_size(1101)
     full, full_low = stored(values, torch.bfloat16, precision, device)
     parts, parts_low = stored(values, torch.bfloat16, precision, device)
-    noise.update_([UpdateTarget(full, ALL, 6, full_low)], updates, precision)
+    noise.update([UpdateTarget(full, ALL, 6, full_low)], updates, precision)
     for update in updates:
         for first, last in ((0, 367), (367, 734), (734, 1101)):
             low = None if parts_low is None else parts_low[first:last]
-            noise.update_(
+            noise.update(
                 [UpdateTarget(parts[first:last], Region(first), 6, low)], [update], precision
             )
     assert_same_bits(parts, full)
@@ -164,8 +165,8 @@ def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, col
             assert_same_bits(copy, expected[part])
         mine_low = None if low is None else low.view(11, 133)[part].flatten().to(device)
         updates = [Update(KEY, 0.01, 0.999), Update(7, -0.3)]
-        noise.update_([UpdateTarget(mine.view(-1), region, 6, mine_low)], updates, precision)
-        plain.update_([UpdateTarget(values, ALL, 6, low)], updates, precision)
+        noise.update([UpdateTarget(mine.view(-1), region, 6, mine_low)], updates, precision)
+        plain.update([UpdateTarget(values, ALL, 6, low)], updates, precision)
         assert_same_bits(mine, theta[part])
         if low is not None:
             assert_same_bits(mine_low, low.view(11, 133)[part].flatten())
@@ -188,8 +189,8 @@ def test_a_transposed_parameter_is_perturbed_by_its_row_major_index(backend):
     )
     ((row,),) = noise.perturb([later], at(0.1))
     assert_same_bits(row, copies[0][3:4])
-    noise.update_([], [Update(KEY, 0.1)], "stochastic")
-    noise.update_([UpdateTarget(theta.flatten().to(device), ALL, 6)], [], "stochastic")
+    noise.update([], [Update(KEY, 0.1)], "stochastic")
+    noise.update([UpdateTarget(theta.flatten().to(device), ALL, 6)], [], "stochastic")
     assert noise.perturb([], at(0.1)) == []
 
 
@@ -287,7 +288,7 @@ def test_a_nan_of_any_bits_stays_one_in_the_high_half_of_a_master(backend):
     high = torch.tensor([-0.0, 1.0, float("nan")], dtype=torch.bfloat16, device=device)
     low = torch.tensor([-1, 0, 0], dtype=torch.int16, device=device)
     noise = backend_of(DenseLaw())
-    noise.update_([UpdateTarget(high, ALL, 2, low)], [Update(KEY, 1e-3)], "fp32_master")
+    noise.update([UpdateTarget(high, ALL, 2, low)], [Update(KEY, 1e-3)], "fp32_master")
     assert high.isnan().tolist() == [True, False, True]
     assert low[[0, 2]].tolist() == [0, 0]
 
@@ -346,17 +347,16 @@ SIGNAL = {"stochastic": (0.9, 1.1), "fp32_master": (0.999, 1.001)}
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 3e-6), (torch.float16, 3e-7)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_tiny_updates_survive_in_16_bits(dtype, size, precision):
-    noise, generator = noise_backend(CPU, DenseLaw()), torch.Generator().manual_seed(0)
-    assert isinstance(noise, CpuNoise)
+    noise, generator = DenseDirections(DenseLaw()), torch.Generator().manual_seed(0)
     start = (0.02 * torch.randn(50_000, generator=generator)).to(dtype)
     coefficients = torch.randn(1000, generator=generator) * size
     updates = [
         Update(1000 + index, float(coefficient)) for index, coefficient in enumerate(coefficients)
     ]
     exact = torch.zeros(50_000)
-    noise.update_([UpdateTarget(exact, ALL, 4)], updates, precision)
+    noise.update([UpdateTarget(exact, ALL, 4)], updates, precision)
     values, low = stored(start.float(), dtype, precision)
-    noise.update_([UpdateTarget(values, ALL, 4, low)], updates, precision)
+    noise.update([UpdateTarget(values, ALL, 4, low)], updates, precision)
     change, exact = join_master(values, low).double() - start.double(), exact.double()
     least, most = SIGNAL[precision]
     assert least <= float(change @ exact / (exact @ exact)) <= most

@@ -12,8 +12,9 @@ from eager_noise import EagerNoise
 from noise_cases import CASES, GOLDEN, at, digest, drawn, result
 
 from lezo_ds.errors import UserError
-from lezo_ds.noise import ALL, Region, UpdateTarget, Weight, cpu, noise_backend
-from lezo_ds.noise.cpu import CpuNoise
+from lezo_ds.forward.dense import DenseDirections
+from lezo_ds.noise import ALL, Region, UpdateTarget, Weight, cpu, kernels_of
+from lezo_ds.noise.cpu import CpuKernels
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
@@ -23,11 +24,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def first_use(monkeypatch, tmp_path):
-    """An empty cache of libraries and of backends."""
+    """An empty cache of libraries and of kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    noise_backend.cache_clear()
+    kernels_of.cache_clear()
     yield
-    noise_backend.cache_clear()
+    kernels_of.cache_clear()
 
 
 @pytest.mark.usefixtures("first_use")
@@ -50,7 +51,7 @@ def test_where_the_kernels_cannot_be_built_one_line_says_what_to_install(
         (tmp_path / "g++").write_text("#!/bin/sh\necho cannot compile this >&2\nexit 1\n")
         (tmp_path / "g++").chmod(0o755)
     with pytest.raises(UserError) as refusal:
-        noise_backend(CPU, DenseLaw())
+        kernels_of(CPU)
     problem, _, advice = str(refusal.value).partition("; fix: ")
     assert reason in problem and fix in advice
 
@@ -67,7 +68,7 @@ def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
     assert cpu._built_library() == libraries[0] == libraries[1]
     assert caplog.text.count("compiling") == 2
     assert list((tmp_path / "cache" / "lezo_ds").iterdir()) == [libraries[0]]
-    built, plain = CpuNoise(DenseLaw()), EagerNoise(DenseLaw())
+    built, plain = DenseDirections(DenseLaw()), EagerNoise(DenseLaw())
     assert torch.equal(drawn(built, 1, 2, 3, 999), drawn(plain, 1, 2, 3, 999))
 
 
@@ -81,7 +82,7 @@ def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instru
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, case in CASES.items():
-        assert digest(result(CpuNoise, case)) == GOLDEN["results"][name]
+        assert digest(result(DenseDirections, case)) == GOLDEN["results"][name]
 
 
 ENUMERATIONS = {
@@ -140,11 +141,16 @@ def test_the_number_of_threads_changes_no_bit(distribution):
     table, rows = theta[:200_000].view(200, 1000), torch.arange(199, -1, -1)
     digests = set()
     law = DenseLaw(distribution)
-    for backend, num_threads in ((CpuNoise, 1), (CpuNoise, 2), (CpuNoise, 3), (EagerNoise, 1)):
+    for backend, num_threads in (
+        (DenseDirections, 1),
+        (DenseDirections, 2),
+        (DenseDirections, 3),
+        (EagerNoise, 1),
+    ):
         noise = backend(law)
         torch.set_num_threads(num_threads)
         shard = theta.clone()
-        noise.update_([UpdateTarget(shard, Region(5), 2)], [Update(1, 0.1)], "stochastic")
+        noise.update([UpdateTarget(shard, Region(5), 2)], [Update(1, 0.1)], "stochastic")
         ((full,),) = noise.perturb([Weight(theta, 2, theta.dtype)], at(0.1))
         ((some,),) = noise.perturb([Weight(table, 2, theta.dtype, rows)], at(0.1))
         digests.add(digest([shard, full, some]))
@@ -159,9 +165,9 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
         theta = torch.full((100,), 2e-38)
         high, low = split_master(theta, torch.bfloat16)
         torch.set_flush_denormal(flush)
-        noise = CpuNoise(DenseLaw())
+        noise = DenseDirections(DenseLaw())
         ((copy,),) = noise.perturb([Weight(theta, 2, theta.dtype)], at(tiny))
-        noise.update_([UpdateTarget(high, ALL, 2, low)], [Update(1, tiny)], "fp32_master")
+        noise.update([UpdateTarget(high, ALL, 2, low)], [Update(1, tiny)], "fp32_master")
         torch.set_flush_denormal(False)
         assert len(copy.unique()) > 90
         digests.add(digest([copy, high, low]))
@@ -171,8 +177,8 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_conversions_are_those_of_pytorch(dtype):
     def converted(values, out_dtype):
-        # The public `perturb` converts with PyTorch if the scale is 0.
-        return CpuNoise(DenseLaw())._perturb([Weight(values, 0, out_dtype)], 0, 0.0, 1)[0][0]
+        # `DenseDirections.perturb` converts with PyTorch if the scale is 0.
+        return CpuKernels().perturb("normal", [Weight(values, 0, out_dtype)], 0, 0.0, 1)[0][0]
 
     patterns = torch.randint(
         -(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(0)
@@ -190,4 +196,4 @@ def test_a_row_out_of_range_is_refused():
     for row in (-1, 3):
         weight = Weight(torch.zeros(3, 4), 2, torch.float32, torch.tensor([0, row]))
         with pytest.raises(ValueError, match="rows must lie in"):
-            CpuNoise(DenseLaw()).perturb([weight], at(0.1))
+            DenseDirections(DenseLaw()).perturb([weight], at(0.1))

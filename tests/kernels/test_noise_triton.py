@@ -12,7 +12,8 @@ from eager_noise import box_muller
 from noise_cases import at
 
 from lezo_ds.errors import UserError
-from lezo_ds.noise import ALL, UpdateTarget, Weight, noise_backend
+from lezo_ds.forward.dense import DenseDirections
+from lezo_ds.noise import ALL, UpdateTarget, Weight, kernels_of
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
@@ -234,7 +235,8 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
     matrix, vector, odd = (torch.zeros(shape).bfloat16() for shape in ((16, 16), (16,), (3,)))
     alike = [Weight(matrix, 1, torch.bfloat16), Weight(vector, 2, torch.float32)]
     others = [Weight(odd, 3, torch.float32), Weight(torch.zeros(16), 4, torch.float32)]
-    noise = gpu.TritonNoise(DenseLaw(), torch.device("cpu"))
+    kernels_on_cpu = gpu.TritonKernels(torch.device("cpu"))
+    noise = DenseDirections(DenseLaw(), kernels_of=lambda _: kernels_on_cpu)
     for num_others in (0, 1, 2):
         weights = alike + others[:num_others]
         for _ in range(2):
@@ -242,7 +244,7 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
             targets = [
                 UpdateTarget(weight.theta.view(-1), ALL, weight.parameter_id) for weight in weights
             ]
-            noise.update_(targets, [Update(5, 0.1)], "stochastic")
+            noise.update(targets, [Update(5, 0.1)], "stochastic")
         first, second = launched[: len(launched) // 2], launched[len(launched) // 2 :]
         assert len(first) == 2 * (1 + num_others)
         assert all(
@@ -274,14 +276,14 @@ def test_a_gpu_on_which_triton_cannot_start_is_refused_with_the_cause(error, mes
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr(gpu, "TritonNoise", fails)
+    monkeypatch.setattr(gpu, "TritonKernels", fails)
     with pytest.raises(UserError, match=message) as refusal:
-        noise_backend(torch.device("cuda"), DenseLaw())
+        kernels_of(torch.device("cuda"))
     assert ("compiler" in str(refusal.value)) == ("Triton needs" in message)
 
 
 def test_a_build_of_pytorch_for_amd_gpus_is_refused_by_its_name(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     with pytest.raises(UserError, match=r"for AMD GPUs \(ROCm 6\.4\.43482\)") as refusal:
-        noise_backend(torch.device("cuda"), DenseLaw("rademacher"))
+        kernels_of(torch.device("cuda"))
     assert "compiler" not in str(refusal.value)

@@ -19,15 +19,16 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward import wrappers
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
+from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation
-from lezo_ds.noise import noise_backend
+from lezo_ds.noise.cpu import CpuKernels
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.passes import KeyedProbe
 
 CPU = torch.device("cpu")
-NOISE = noise_backend(CPU, DenseLaw())
+DIRECTIONS = DenseDirections(DenseLaw())
 SEED = 0x0123456789ABCDEF
 SCALE = 0.05
 ROWS, TOKENS = 3, 10
@@ -63,9 +64,9 @@ def in_blocks(model):
     }
 
 
-def perturbation(signs, dropped=(), scale=SCALE, key=SEED, noise=NOISE):
+def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
     probes = tuple(KeyedProbe((key,), sign * scale) for sign in signs)
-    return Perturbation(probes, frozenset(dropped), noise)
+    return Perturbation(probes, frozenset(dropped))
 
 
 def reference(model, trainable, change, dtype=torch.float32):
@@ -146,7 +147,7 @@ def assert_same_weights(model, expected):
 def both_ways(model, trainable, batch, dropped):
     """(both probes in one pass, each in a pass of its own): the logits at theta + mu z and theta
     - mu z."""
-    perturbed = PerturbedForward(model, trainable)
+    perturbed = PerturbedForward(model, trainable, directions=DIRECTIONS)
     singles = [run(perturbed, model, batch, perturbation(sign, dropped)) for sign in (PLUS, MINUS)]
     return run(perturbed, model, batch, perturbation(BOTH, dropped)), [
         single for (single,) in singles
@@ -169,7 +170,7 @@ def test_both_probes_at_once_and_each_alone_equal_a_model_with_perturbed_weights
         assert_equal_to_rounding(logits, expected)
         assert all((found - plain).abs().max() > 1e-2 for found in logits)
     assert_same_weights(model, before)
-    (again,) = run(PerturbedForward(model, trainable), model, batch)
+    (again,) = run(PerturbedForward(model, trainable, directions=DIRECTIONS), model, batch)
     assert torch.equal(again, plain)
 
 
@@ -178,33 +179,34 @@ def test_a_pass_of_any_number_of_pairs_gives_the_bits_of_passes_of_one_pair(fami
     model = tiny_model(family, torch.bfloat16)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "up_proj" not in name and "fc1" not in name
-    perturbed = PerturbedForward(model, tunable(model))
+    perturbed = PerturbedForward(model, tunable(model), directions=DIRECTIONS)
     probes = tuple(KeyedProbe((key,), sign * SCALE) for key in range(2) for sign in BOTH)
     for selection in (None, *SELECTIONS.values()):
         batch = token_batch(selection)
         expected = [
             logits
             for pair in (probes[:2], probes[2:])
-            for logits in run(perturbed, model, batch, Perturbation(pair, frozenset({1}), NOISE))
+            for logits in run(perturbed, model, batch, Perturbation(pair, frozenset({1})))
         ]
-        found = run(perturbed, model, batch, Perturbation(probes, frozenset({1}), NOISE))
+        found = run(perturbed, model, batch, Perturbation(probes, frozenset({1})))
         assert list(map(torch.equal, found, expected)) == [True] * 4
-        in_three = run(perturbed, model, batch, Perturbation(probes[:3], frozenset({1}), NOISE))
+        in_three = run(perturbed, model, batch, Perturbation(probes[:3], frozenset({1})))
         assert (
             list(map(torch.equal, in_three[:2], expected[:2])) == [True] * 2
         )  # the last of 3 runs alone
 
 
-def noise_that_counts():
-    noise = copy.copy(NOISE)
-    noise.calls = []
+class CountingKernels(CpuKernels):
+    """Kernels that note how often they perturb weights."""
 
-    def perturb(weights, probes):
-        noise.calls.append(weights)
-        return NOISE.perturb(weights, probes)
+    def __init__(self, *, takes_blocks):
+        super().__init__()
+        self.takes_blocks = takes_blocks
+        self.num_calls = 0
 
-    noise.perturb = perturb
-    return noise
+    def perturb(self, *arguments):
+        self.num_calls += 1
+        return super().perturb(*arguments)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -213,16 +215,16 @@ def test_a_block_perturbed_at_once_gives_the_same_bits_with_one_call(family):
     logits = []
     for is_at_once in (False, True):
         model = tiny_model(family, torch.bfloat16)
-        noise = noise_that_counts()
-        noise.takes_blocks = is_at_once
+        kernels = CountingKernels(takes_blocks=is_at_once)
+        directions = DenseDirections(DenseLaw(), kernels_of=lambda _, kernels=kernels: kernels)
         trainable = tunable(model, in_blocks(model))
-        perturbed = PerturbedForward(model, trainable, blocks_of(model))
-        logits.append(run(perturbed, model, batch, perturbation(BOTH, dropped=(1,), noise=noise)))
+        perturbed = PerturbedForward(model, trainable, blocks_of(model), directions=directions)
+        logits.append(run(perturbed, model, batch, perturbation(BOTH, dropped=(1,))))
     assert all(map(torch.equal, *logits))
-    assert len(noise.calls) == NUM_BLOCKS - 1
+    assert kernels.num_calls == NUM_BLOCKS - 1
     # More probes than a module runs at once.
-    run(perturbed, model, batch, perturbation(BOTH * 2, dropped=(1,), noise=noise))
-    assert len(noise.calls) > 4 * NUM_BLOCKS
+    run(perturbed, model, batch, perturbation(BOTH * 2, dropped=(1,)))
+    assert kernels.num_calls > 4 * NUM_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,9 @@ def test_blocks_before_the_first_perturbed_one_run_on_one_copy(family, dropped, 
     expected = expected_logits(model, trainable, batch, perturbation(BOTH, dropped))
     for block in blocks_of(model):
         record_rows(block, rows)
-    perturbed = PerturbedForward(model, trainable, blocks_of(model), shares_start=True)
+    perturbed = PerturbedForward(
+        model, trainable, blocks_of(model), directions=DIRECTIONS, shares_start=True
+    )
     assert_equal_to_rounding(run(perturbed, model, batch, perturbation(BOTH, dropped)), expected)
     assert rows == [ROWS if block < first else 2 * ROWS for block in range(NUM_BLOCKS)]
     assert_equal_to_rounding(run(perturbed, model, batch), [plain_logits(model, batch)])
@@ -279,10 +283,12 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     )
     trainable = tunable(model, in_blocks(model) if is_shared else None)
     probes = (KeyedProbe((7,), SCALE), KeyedProbe((8,), -SCALE), KeyedProbe((8,), 0.0))
-    change = Perturbation(probes, frozenset({0}), NOISE)
+    change = Perturbation(probes, frozenset({0}))
     batch = token_batch(selection, mask, rows)
     expected = expected_logits(model, trainable, batch, change)
-    perturbed = PerturbedForward(model, trainable, blocks_of(model), shares_start=is_shared)
+    perturbed = PerturbedForward(
+        model, trainable, blocks_of(model), directions=DIRECTIONS, shares_start=is_shared
+    )
     assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
 
 
@@ -299,7 +305,7 @@ def test_selected_logits_are_the_full_ones_indexed(family, tuned, selection):
     only = {"all": names, "none of the head": names - head, "bias only": {"lm_head.bias"} & names}[
         tuned
     ]
-    perturbed = PerturbedForward(model, tunable(model, only))
+    perturbed = PerturbedForward(model, tunable(model, only), directions=DIRECTIONS)
     for change in (None, *(perturbation(sign, (2,)) for sign in (PLUS, MINUS, BOTH))):
         full = run(perturbed, model, token_batch(), change)
         selected = run(perturbed, model, token_batch(selection), change)
@@ -316,8 +322,8 @@ def test_log_probabilities_have_the_bits_of_those_of_all_logits(family, monkeypa
     selection = SELECTIONS["log-probabilities"]
     trainable = tunable(model, in_blocks(model))
     probes = tuple(KeyedProbe((key,), SCALE) for key in range(4))
-    whole = Perturbation(probes, frozenset(), NOISE)
-    perturbed = PerturbedForward(model, trainable)
+    whole = Perturbation(probes)
+    perturbed = PerturbedForward(model, trainable, directions=DIRECTIONS)
     logits = run(perturbed, model, token_batch(replace(selection, targets=None)), whole)
     expected = [
         -F.cross_entropy(of_probe, selection.targets, reduction="none") for of_probe in logits
@@ -399,7 +405,7 @@ def test_a_module_and_its_children_that_own_parameters_get_each_copy_right(only,
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
     model, batch = ToyModel(), token_batch(SELECTIONS["some entries"])
     before = bits(model)
-    perturbed = PerturbedForward(model, tunable(model))
+    perturbed = PerturbedForward(model, tunable(model), directions=DIRECTIONS)
     changes = [None, perturbation(MINUS), perturbation(BOTH)]
     expected = [run(perturbed, model, batch, change) for change in changes]
     for change in changes:
@@ -430,7 +436,12 @@ class OneTable(nn.Module):
 def run_table(positions, sign):
     model = OneTable(positions)
     trainable = {model.table.weight: NamedParameter("table.weight", 1, 99)}
-    return run(PerturbedForward(model, trainable), model, token_batch(), perturbation(sign))
+    return run(
+        PerturbedForward(model, trainable, directions=DIRECTIONS),
+        model,
+        token_batch(),
+        perturbation(sign),
+    )
 
 
 @pytest.mark.parametrize(
@@ -463,7 +474,7 @@ def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
     model = nn.Sequential(module)
     batch = MicroBatch({"input": hidden}, len(hidden))
     change = perturbation(BOTH, scale=scale)
-    (plus, _) = run(PerturbedForward(model, trainable), model, batch, change)
+    (plus, _) = run(PerturbedForward(model, trainable, directions=DIRECTIONS), model, batch, change)
     exact = {}
     for parameter, named in trainable.items():
         z = draw("normal", SEED, named.parameter_id, 0, parameter.numel()).view_as(parameter)

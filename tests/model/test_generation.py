@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from test_perturbed_forward import (
+    CPU,
+    DIRECTIONS,
     MINUS,
-    NOISE,
     PLUS,
     blocks_of,
     in_blocks,
@@ -42,6 +43,7 @@ from lezo_ds.data.generation import (
 from lezo_ds.forward.answer_cache import RoomyLayer
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.noise import kernels_of
 
 PAD = 1
 MAX_NEW_TOKENS = 12
@@ -138,18 +140,21 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     expected = [[plain(side, prompt, settings.stop_ids) for prompt in prompts] for side in sides]
     assert expected[0] != expected[1] != expected[2]
     blocks, num_rows, made = blocks_of(model), [], Counter()
-    perturbed = PerturbedForward(model, trainable, blocks, shares_start=shares_start)
-    batch, perturb = prompt_batch(prompts, settings, num_common), NOISE._perturb
+    perturbed = PerturbedForward(
+        model, trainable, blocks, directions=DIRECTIONS, shares_start=shares_start
+    )
+    batch, kernels = prompt_batch(prompts, settings, num_common), kernels_of(CPU)
+    perturb = kernels.perturb
     record_rows(blocks[0], num_rows)
 
-    def counted(weights, key, scale, *args):
+    def counted(entries, weights, key, scale, *args):
         made.update((weight.parameter_id, key, scale) for weight in weights if weight.rows is None)
-        return perturb(weights, key, scale, *args)
+        return perturb(entries, weights, key, scale, *args)
 
     def write(**inputs):
         return generate(model, batch, **inputs)
 
-    monkeypatch.setattr(NOISE, "_perturb", counted)
+    monkeypatch.setattr(kernels, "perturb", counted)
     together = perturbed(batch, perturbation((1, -1, 2), dropped, SCALE), write)
     assert {*made.values()} == {1}  # once for all tokens
     shared, all_rows = len(prompts), 3 * len(prompts)

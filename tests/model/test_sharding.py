@@ -34,6 +34,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, open_weights, parameter_names
 from lezo_ds.config import PeftConfig, ZoConfig
 from lezo_ds.errors import UserError
+from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import Bundle, GatherAhead
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
@@ -48,7 +49,7 @@ pytestmark = pytest.mark.distributed
 
 # What this package knows of DeepSpeed's inside, checked against the installed version.
 
-LAW = DenseLaw()
+DIRECTIONS = DenseDirections(DenseLaw())
 SHAPES = {"matrix": (7, 3), "vector": (5,), "single": (1,), "even": (4, 6)}
 
 
@@ -305,16 +306,16 @@ def _update(directory, dtype):
         weights = shard(directory, dtype, precision)
         before, witness = weights.digest(), weights.witness()
         for step in range(len(records)):
-            weights.apply(step_updates(records, step, step + 1, weight_decay=0.1), LAW)
-        witness.follow(step_updates(records, 0, len(records), weight_decay=0.1), LAW)
+            weights.apply(step_updates(records, step, step + 1, weight_decay=0.1), DIRECTIONS)
+        witness.follow(step_updates(records, 0, len(records), weight_decay=0.1), DIRECTIONS)
         assert witness.unlike() == []
         replayed = shard(directory, dtype, precision)
-        replayed.apply(step_updates(records, 0, 25, weight_decay=0.1), LAW)
-        replayed.apply(step_updates(records, 25, len(records), weight_decay=0.1), LAW)
+        replayed.apply(step_updates(records, 0, 25, weight_decay=0.1), DIRECTIONS)
+        replayed.apply(step_updates(records, 25, len(records), weight_decay=0.1), DIRECTIONS)
         digests[precision] = (before, weights.digest(), replayed.digest())
     weights = shard(directory, dtype, "fp32_master")
     before = gather(weights)
-    weights.apply(step_updates(records, 0, 1, weight_decay=0.1), LAW)
+    weights.apply(step_updates(records, 0, 1, weight_decay=0.1), DIRECTIONS)
     z = {
         p.name: draw("normal", records[0].key, p.named.parameter_id, 0, p.numel).view(p.shape)
         for p in weights.shards
@@ -382,14 +383,14 @@ def test_a_missing_compiler_shows_before_offloaded_weights_are_loaded(monkeypatc
     """The GPU's kernels need none of g++, and the updates of offloaded shards do."""
     asked = []
 
-    def backend(device, law):
+    def kernels(device):
         asked.append(device.type)
         if device.type == "cpu":
             raise UserError("without g++")
 
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)
     monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr("lezo_ds.engine.noise_backend", backend)
+    monkeypatch.setattr("lezo_ds.engine.kernels_of", kernels)
     ds_config = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
     with pytest.raises(UserError, match="without g"):
         lezo_ds.initialize("no model", ZoConfig(**TRAINS), ds_config)

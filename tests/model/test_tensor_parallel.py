@@ -70,7 +70,7 @@ def _families(directories):
         tables = [p for p in engine.weights.shards if p.shape[0] in (VOCABULARY, VOCABULARY + 1)]
         shares = {round(p.numel / p.count) for p in tables}
         assert shares == {1 if directory.endswith(WHOLE_VOCABULARY) else 2}
-        change = Perturbation(PROBES, frozenset({DROPPED}), engine.noise)
+        change = Perturbation(PROBES, frozenset({DROPPED}))
         whole = replace(batch, selection=None)
         runs = [engine.run(each, change) + engine.run(each, None) for each in (batch, whole)]
         outputs.append((*runs, own))
@@ -195,7 +195,7 @@ def _count_bytes(directory):
     engine = start(directory, 2)
     (batch,) = make_batch(0, 1, examples=6, vocabulary=VOCABULARY)
     with counted_bytes() as counts:
-        engine.run(batch, Perturbation(PROBES, frozenset(), engine.noise))
+        engine.run(batch, Perturbation(PROBES))
     return counts, batch.inputs["input_ids"].numel(), batch.selection.vocabulary.numel()
 
 

@@ -135,9 +135,7 @@ def train_with_batches_of_ones_own(assets):
         probes = tuple(
             KeyedProbe((direction_key(of_groups.key, place),), sign * SCALE) for sign in (1, -1)
         )
-        plus, minus = engine.run(
-            example, Perturbation(probes, frozenset(of_groups.dropped_layers), engine.noise)
-        )
+        plus, minus = engine.run(example, Perturbation(probes, frozenset(of_groups.dropped_layers)))
         slopes.append(float(loss(plus, example) - loss(minus, example)) / (2 * SCALE))
     return of_groups.projected_grads, slopes
 

@@ -8,6 +8,7 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 
 from lezo_ds import distributed
+from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.noise import ALL
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.parameters import NamedParameter
@@ -60,7 +61,7 @@ def _use_codes(directory):
     weights = sharded(shard)
     weights.load([shard], WeightFiles(directory))
     before = weights.digest()
-    weights.apply(step_updates(RECORDS, 0, 1), DenseLaw())
+    weights.apply(step_updates(RECORDS, 0, 1), DenseDirections(DenseLaw()))
     return shard.gather(), before, weights.digest(), weights.unlike_replicas()
 
 

@@ -22,7 +22,8 @@ from lezo_ds.agreement import (
 from lezo_ds.engine import check_losses
 from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
-from lezo_ds.noise import Weight, noise_backend
+from lezo_ds.forward.dense import DenseDirections
+from lezo_ds.noise import Weight
 from lezo_ds.tasks.base import Example
 from lezo_ds.zo.estimators import Probe
 from lezo_ds.zo.laws import DenseLaw
@@ -174,9 +175,9 @@ def test_losses_that_are_not_one_for_each_example_have_no_groups():
 def test_a_copy_of_a_weight_has_no_directions_of_groups():
     """It would be of the first group's direction alone."""
     probe = KeyedProbe((1, 2), 0.5)
-    noise = noise_backend(torch.device("cpu"), DenseLaw())
+    directions = DenseDirections(DenseLaw())
     with pytest.raises(ValueError, match="serves all examples"):
-        noise.perturb([Weight(torch.zeros(3), 0, torch.float32)], [probe])
+        directions.perturb([Weight(torch.zeros(3), 0, torch.float32)], [probe])
 
 
 def test_errors_name_the_rank_that_differs_from_most_and_count_what_is_too_much_to_name():

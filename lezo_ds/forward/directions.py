@@ -1,14 +1,18 @@
-"""The pass that runs, and how modules meet the weights of its probes: the seam to a law of z.
+"""The pass that runs, and how modules meet the weights of its probes: the behavior of a law of z.
 
-The wrappers (wrappers.py) decide when a module runs, and on which copies of the batch. A
-`Perturber` decides how a module with perturbed parameters computes its output. There is one class
-for each law: `DensePerturber` (dense.py) makes a copy of each weight for each probe, and
-`LowRankPerturber` (low_rank.py) runs the module once, on the rows of all probes, and adds thin
-products.
+The wrappers (wrappers.py) decide when a module runs, and on which copies of the batch. The
+`Directions` of a run own all else that depends on its law:
+
+    Directions.start_pass  ->  Perturber   runs a module whose parameters are perturbed
+    Directions.update                      changes a shard
+
+`DenseDirections` (dense.py) make a copy of each weight for each probe. `LowRankDirections`
+(low_rank.py) run the module once, on the rows of all probes, and add thin products.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lezo_ds.forward.batch import LogitSelection
+from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.copies import map_tensors, probe_slice
-from lezo_ds.forward.probes import AT_THETA, TrainedParameter
-from lezo_ds.noise import AnyNoise
+from lezo_ds.forward.probes import AT_THETA, Perturbation, TrainedParameter
+from lezo_ds.noise import Kernels, UpdateTarget, kernels_of
+from lezo_ds.zo.laws import PerturbationLaw
+from lezo_ds.zo.updates import Update, UpdatePrecision
 
 PROBES_AT_ONCE = 2
 """Most probes of which copies of a weight, or logits, are in memory at a time.
@@ -116,9 +122,9 @@ class Perturber(ABC):
 
     probes_at_once: int
 
-    def __init__(self, state: PassState, noise: AnyNoise) -> None:
+    def __init__(self, state: PassState, *, takes_blocks: bool = False) -> None:
         self.state = state
-        self.takes_blocks = noise.takes_blocks
+        self.takes_blocks = takes_blocks
 
     @abstractmethod
     def run_module(
@@ -167,3 +173,52 @@ class Perturber(ABC):
     def end_block(self) -> None:
         """Free what `begin_block` prepared."""
         raise NotImplementedError
+
+
+class Directions(ABC):
+    """What a run does with the random directions of its law. It has no state.
+
+    Attributes:
+        law: says what a direction is.
+        kernels_of: (device) -> the kernels that draw and apply z there.
+    """
+
+    def __init__(
+        self, law: PerturbationLaw, kernels_of: Callable[[torch.device], Kernels] = kernels_of
+    ) -> None:
+        self.law = law
+        self.kernels_of = kernels_of
+
+    @abstractmethod
+    def start_pass(
+        self, state: PassState, perturbation: Perturbation, batch: MicroBatch
+    ) -> Perturber:
+        """Return what runs the modules of a pass.
+
+        Args:
+            state: of the pass.
+            perturbation: the probes, and the keys of their directions.
+            batch: of one copy, on the device of the model.
+        """
+
+    @abstractmethod
+    def update(
+        self,
+        targets: Sequence[UpdateTarget],
+        updates: Sequence[Update],
+        precision: UpdatePrecision,
+    ) -> None:
+        """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
+
+        Args:
+            targets: on one device, with the shape of the full parameter.
+            updates: of one step or of many.
+            precision: how 16-bit values are stored.
+        """
+
+
+def directions_of(law: PerturbationLaw) -> Directions:
+    """Return the implementation of a law."""
+    implementation = pkgutil.resolve_name(law.implementation)
+    directions: Directions = implementation(law)
+    return directions
