@@ -67,8 +67,7 @@ class DenseDirections(Directions):
             if scale == 0:
                 new_copies = [[_unperturbed(weight)] for weight in weights]
             else:
-                opposite = KeyedProbe((key,), -scale)
-                if opposite in probes[place + 1 : place + 2]:
+                if ((key,), -scale) in probes[place + 1 : place + 2]:
                     num_signs = 2
                 kernels = self.kernels_of(weights[0].theta.device)
                 new_copies = kernels.perturb(self.law.entries, weights, key, scale, num_signs)

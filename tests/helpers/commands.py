@@ -177,10 +177,12 @@ def run_forked(
     meanwhile=lambda ranks: None,
     grace=0,
     directory=REPOSITORY,
+    input_bytes=b"",
     **variables,
 ):
     """Run a command, a program of launch/, or another file, on forked ranks, to its end.
 
+    Rank 0 reads `input_bytes`, and the others read nothing; with None, its input is closed.
     `meanwhile` is called with the processes of all ranks as soon as they are started. When a rank
     fails, the others have `grace` seconds to end; with 0 they are killed, as launchers kill them.
     """
@@ -190,7 +192,11 @@ def run_forked(
         ranks = []
         for rank in range(num_ranks):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            files = [Path(outputs, f"{kind}-{rank}") for kind in ("out", "err")]
+            files = [Path(outputs, f"{kind}-{rank}") for kind in ("in", "out", "err")]
+            if rank > 0:
+                files[0].write_bytes(b"")
+            elif input_bytes is not None:
+                files[0].write_bytes(input_bytes)
             given = (command, own, directory, files)
             ranks.append(context.Process(target=_run_program, args=given, daemon=True))
             ranks[-1].start()
@@ -227,7 +233,14 @@ def _run_program(command, own_variables, directory, files):
     os.environ.clear()
     os.environ.update(own_variables)
     os.chdir(directory)
-    for descriptor, file in enumerate(files, 1):
+    given, *written = files
+    if given.exists():
+        os.dup2(os.open(given, os.O_RDONLY), 0)
+        sys.stdin = os.fdopen(0, closefd=False)
+    else:
+        os.close(0)
+        sys.stdin = None
+    for descriptor, file in enumerate(written, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout, sys.stderr = (
         os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 import re
-import shlex
 import sys
 
 import pytest
 import torch
 import yaml
 from assets import tokenizer_of, write_reader, write_records
-from commands import assert_one_error, python, run, run_forked, run_forked_well, run_well
+from commands import assert_one_error, run_forked, run_forked_well
 from own_data import PLAIN, own_values
-from ranks import free_port, run_ranks
+from ranks import run_ranks
 from tokenizers import decoders
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,10 +47,10 @@ def root(tmp_path_factory):
     return directory
 
 
-def talk(command, lines=LINES, runner=run_well):
-    """Give lines to the input of a command, and return the answers that it prints."""
-    text = "".join(line + "\n" for line in lines)
-    return runner(["bash", "-c", f"printf %s {shlex.quote(text)} | {shlex.join(command)}"])
+def talk(words, lines=LINES, num_ranks=1):
+    """Give lines to the input of a chat, and return what it prints."""
+    text = "".join(line + "\n" for line in lines).encode()
+    return run_forked_well(words, program="chat", num_ranks=num_ranks, input_bytes=text)
 
 
 def answers_of(finished):
@@ -79,7 +78,7 @@ def answers_by_transformers(directory, lines=LINES, system_prompt=None):
 
 
 def test_each_answer_follows_all_turns_before_it_until_an_empty_line(root):
-    command = python("--model", root / "base", SHORT, program="chat")
+    command = ["--model", root / "base", SHORT]
     finished = talk(command, [*LINES, "", "the end"])
     assert answers_of(finished) == answers_by_transformers(root / "base")
     assert "Ctrl-D" in finished.err
@@ -90,19 +89,15 @@ def test_each_answer_follows_all_turns_before_it_until_an_empty_line(root):
 
 
 def test_a_run_and_its_exports_answer_alike_on_any_number_of_ranks(root):
-    chat_with_run = python("--run", root / "run", "--step", "last", SHORT, program="chat")
+    chat_with_run = ["--run", root / "run", "--step", "last", SHORT]
     answers = answers_of(talk(chat_with_run))
     assert len(answers) == len(LINES)
     assert answers != answers_by_transformers(root / "base")
     assert answers_of(talk([*chat_with_run, "seed=9"])) == answers  # it is not the adapter's
     words = ["--run", root / "run", "--step", "last", "--out", root / "adapter"]
     run_forked_well(words, program="export")
-    one_rank = talk(python("--model", root / "adapter", SHORT, program="chat"))
-    assert answers_of(one_rank) == answers
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"]
-    words = ["chat", "--run", str(root / "run"), "--step", "last", SHORT]
-    two_ranks = talk([sys.executable, *launcher, str(free_port()), "--module", "lezo_ds", *words])
-    assert [line for line in answers_of(two_ranks) if line in answers] == answers
+    assert answers_of(talk(["--model", root / "adapter", SHORT])) == answers
+    assert answers_of(talk(chat_with_run, num_ranks=2)) == answers
     for model, key in (("adapter", "peft.lora_alpha"), ("base", "model.path")):
         changed = run_forked(["--model", root / model, SHORT, f"{key}=99"], program="chat")
         assert_one_error(changed, 2, f"{key} of {root / model} is", "cannot be 99", f"remove {key}")
@@ -122,7 +117,7 @@ def test_the_card_of_a_chat_shows_one_with_transformers(root, tmp_path, capsys):
         assert shown in program
         program = program.replace(shown, own)
     exec(program, {})
-    expected = answers_of(talk(python(*run, SHORT, program="chat"), LINES[:1]))
+    expected = answers_of(talk([*run, SHORT], LINES[:1]))
     assert capsys.readouterr().out.splitlines()[-1:] == expected
 
 
@@ -153,9 +148,7 @@ def test_an_answer_is_printed_word_by_word(root):
 
 
 def test_drawn_answers_repeat_and_differ_from_the_most_probable_ones(root):
-    command = python(
-        "--model", root / "base", SHORT, "generation.temperature=2", "seed=3", program="chat"
-    )
+    command = ["--model", root / "base", SHORT, "generation.temperature=2", "seed=3"]
     first, second = (answers_of(talk(command)) for _ in range(2))
     assert first == second != answers_by_transformers(root / "base")
 
@@ -168,7 +161,7 @@ def test_turns_that_do_not_fit_are_left_out_with_a_warning(root):
         for turns in alone
     ]
     room = f"data.max_length={max(lengths) + MOST_TOKENS}"
-    finished = talk(python("--model", root / "base", SHORT, room, program="chat"))
+    finished = talk(["--model", root / "base", SHORT, room])
     expected = [answers_by_transformers(root / "base", [line])[0] for line in LINES]
     assert answers_of(finished) == expected
     assert "The first 2 turns do not fit any more" in finished.err
@@ -176,21 +169,20 @@ def test_turns_that_do_not_fit_are_left_out_with_a_warning(root):
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("given", "key", "message"),
     [
-        ("printf 'the \\377 plot\\n' | {chat}", "not UTF-8"),
-        ("{chat} data.max_length=1 < /dev/null", "data.max_length=1 leaves no room for a prompt"),
+        (b"the \377 plot\n", SHORT, "not UTF-8"),
+        (b"", "data.max_length=1", "data.max_length=1 leaves no room for a prompt"),
     ],
 )
-def test_an_input_that_cannot_be_answered_is_one_line(command, message, root):
-    chat_words = python("--model", root / "base", program="chat")
-    refused = run(["bash", "-c", command.format(chat=shlex.join(map(str, chat_words)))])
-    assert_one_error(refused, 2, message)
+def test_an_input_that_cannot_be_answered_is_one_line(given, key, message, root):
+    words = ["--model", root / "base", key]
+    assert_one_error(run_forked(words, program="chat", input_bytes=given), 2, message)
 
 
 def test_a_closed_input_ends_the_chat(root):
-    words = shlex.join(map(str, python("--model", root / "base", SHORT, program="chat")))
-    assert run_well(["bash", "-c", f"{words} <&-"]).out == ""
+    words = ["--model", root / "base", SHORT]
+    assert run_forked_well(words, program="chat", input_bytes=None).out == ""
 
 
 def test_a_thought_is_not_printed_and_no_later_turn_has_it(capsys):
