@@ -1,6 +1,7 @@
 # make demo          a real model on real film reviews, in about ten minutes, no GPU needed; it fetches 95 MB
 # make test          the tests, in about eight minutes on two cores
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
+# make test-thorough  the same with more settings, faults and ways to start, in about fifteen minutes
 # make test-families every family that transformers builds, in about 25 minutes on one core (docs/families.md)
 # make check         lint, format and types
 # make gpu           the kernels' tests and the benchmark, on a GPU
@@ -27,13 +28,16 @@ export OMP_NUM_THREADS ?= 1
 # puts those that start processes first, so that the workers end at about the same time.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-cluster test-families gpu check clean
+.PHONY: demo test test-thorough test-cluster test-families gpu check clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python launch/demo.py
 
 test: $(VENV)/.installed-dev
 	$(PYTEST)
+
+test-thorough: $(VENV)/.installed-dev
+	$(PYTEST) -m thorough
 
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m cluster tests/cluster

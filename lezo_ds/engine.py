@@ -227,7 +227,8 @@ class ModelEngine:
             # Of ranks that split the weights and run the same passes, the first one counts.
             losses = torch.zeros_like(losses)
         vote = losses.new_tensor([float(self.stop_requested)])
-        claims = {**claims, **agreement.batch_claims(batch)}
+        if self.world_size > 1 or batch.content is not None:
+            claims = {**claims, **agreement.batch_claims(batch)}
         values = self._sum_agreed(torch.cat([losses, vote]), claims)
         *sums, stop_votes = self.workers.sum(values, claims)
         self.stop_agreed = stop_votes > 0

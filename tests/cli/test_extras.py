@@ -23,17 +23,20 @@ def train(recipe, run_dir, *overrides, **variables):
     return run([*map(str, command), "train.steps=1", *overrides], **variables)
 
 
+@pytest.mark.thorough
 def test_training_needs_no_extra(recipe, tmp_path):
     finished = train(recipe, tmp_path / "run")
     assert finished.code == 0, finished.err[-5000:]
     assert (tmp_path / "run" / "results.json").is_file()
 
 
+@pytest.mark.thorough
 def test_tensorboard_is_refused_with_its_extra(recipe, tmp_path):
     finished = train(recipe, tmp_path / "run", "train.report_to=tensorboard")
     assert_one_error(finished, 2, "package tensorboard; fix: pip install 'lezo_ds[tensorboard]'")
 
 
+@pytest.mark.thorough
 def test_a_launch_by_mpirun_is_refused_with_its_extra(recipe, tmp_path):
     finished = train(recipe, tmp_path / "run", OMPI_COMM_WORLD_SIZE="2")
     assert_one_error(finished, 2, "mpirun needs mpi4py; fix: pip install 'lezo_ds[mpi]'")

@@ -32,6 +32,7 @@ LENGTH = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_run_loses_its_launcher_then_a_rank_and_ends_as_if_never_stopped(recipe, tmp_path):
     def arguments(name):
         return ["--config", recipe, f"run_dir={tmp_path / name}", *LENGTH]

@@ -13,6 +13,7 @@ from assets import REPOSITORY, write_recipe
 from commands import TIMEOUT_SECONDS, run, start
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_sweep_that_is_stopped_goes_on_and_a_run_that_fails_is_named(tmp_path):
     directory = tmp_path / "sweep"

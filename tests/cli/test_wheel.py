@@ -36,6 +36,7 @@ def wheel(tmp_path_factory):
     return target
 
 
+@pytest.mark.thorough
 def test_the_program_of_the_page_trains_from_a_wheel(wheel, tmp_path):
     """It names its model by a path, and DeepSpeed's JSON by its name."""
     write_reader(tmp_path / "runs" / "demo" / "assets" / "SmolLM2-135M-Instruct")
@@ -50,6 +51,7 @@ def test_the_program_of_the_page_trains_from_a_wheel(wheel, tmp_path):
     assert any((tmp_path / "runs" / "own-loop").iterdir())
 
 
+@pytest.mark.thorough
 def test_the_wheel_has_its_commands_and_every_file_of_launch_and_ds_configs(wheel, tmp_path):
     variables = {"PYTHONPATH": str(wheel), "PATH": f"{wheel / 'bin'}:{environment()['PATH']}"}
 

@@ -72,6 +72,7 @@ def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
     assert torch.equal(drawn(built, 1, 2, 3, 999), drawn(plain, 1, 2, 3, 999))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
 @pytest.mark.parametrize("instruction_set", ["x86-64", "x86-64-v3"])
 def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instruction_set):

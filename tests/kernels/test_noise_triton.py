@@ -10,6 +10,7 @@ import pytest
 import torch
 from eager_noise import box_muller
 from noise_cases import at
+from thorough import thorough
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.dense import DenseDirections
@@ -45,17 +46,24 @@ TYPES = {
 
 
 @compiles
-def test_the_triton_backend_passes_its_tests_in_the_interpreter():
+@pytest.mark.parametrize(
+    ("selection", "num_tests"),
+    [
+        ("triton and (transposed or vectors_of_some or draws_have or nan_of_any)", 4),
+        thorough("triton", 30),
+    ],
+)
+def test_the_triton_backend_passes_its_tests_in_the_interpreter(selection, num_tests):
     # In a process of its own: Triton reads the variable when the kernels are defined.
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-k", "triton", "-q"],
+        [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-k", selection, "-q"],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-5000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 30
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= num_tests
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from commands import assert_one_error, run_forked, run_forked_well
 from own_memory import forget_peak, needs_peak, peak_memory
 from ranks import run_ranks
 from run_ends import end
+from thorough import thorough
 from tiny_adapters import peft_config, start_engine, whole_batch
 from tiny_models import VOCABULARY
 from tiny_runs import DS_CONFIG, SEED, train, write_model, zo_config
@@ -172,7 +173,11 @@ def assert_same_run(result, expected):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "dtype", "bits", "kind"),
-    [("opt", "fp32", 4, "lora"), ("llama", "bf16", 4, "lora"), ("gpt2", "bf16", 8, "prefix")],
+    [
+        thorough("opt", "fp32", 4, "lora"),
+        ("llama", "bf16", 4, "lora"),
+        thorough("gpt2", "bf16", 8, "prefix"),
+    ],
 )
 def test_a_run_computes_with_the_dequantized_weights_and_is_the_same_on_any_number_of_ranks(
     models, family, dtype, bits, kind
@@ -213,7 +218,7 @@ SPLIT = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("family", [thorough("opt"), "llama"])
 def test_tensor_parallel_ranks_split_the_codes(models, family):
     alone = run_ranks(run, 1, models[family], "fp32", 1, 4, {"family": family})[0]
     results = run_ranks(run, 2, models[family], "fp32", 2, 4, {"family": family, **SPLIT})

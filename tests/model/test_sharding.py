@@ -200,6 +200,7 @@ def wide_model(tmp_path_factory):
     return directory, run_ranks(_train, 1, directory, "bf16", 1)[0]
 
 
+@pytest.mark.thorough
 def test_a_run_with_offloaded_shards_equals_one_without(wide_model):
     directory, in_memory = wide_model
     file = REPOSITORY / "ds_configs" / "zero3_cpu_offload.json"

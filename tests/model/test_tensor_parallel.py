@@ -15,6 +15,7 @@ from eager_noise import draw
 from messages import counted_bytes
 from ranks import run_ranks
 from run_ends import num_steps, results_of
+from thorough import thorough
 from tiny_adapters import peft_config
 from tiny_models import FAMILIES, NUM_BLOCKS, VOCABULARY
 from tiny_runs import make_batch, start_engine, train, write_model
@@ -145,8 +146,8 @@ def _run(
     ("dtype", "precision", "kind", "rank"),
     [
         ("bf16", "fp32_master", "none", 0),
-        ("bf16", "stochastic", "lora", 0),
-        ("bf16", "fp32_master", "none", 2),
+        thorough("bf16", "stochastic", "lora", 0),
+        thorough("bf16", "fp32_master", "none", 2),
         ("fp32", "stochastic", "lora", 2),
     ],
 )
@@ -341,7 +342,7 @@ def test_the_key_replaces_what_the_json_says_of_sharding_and_leaves_the_rest(tmp
     assert load_ds_config(path, "fp32", 4, 2, tensor_parallel=1)["zero_optimization"]["stage"] == 3
 
 
-@pytest.mark.parametrize("keys", [["tensor_parallel=2"], ["partition_size=2"]])
+@pytest.mark.parametrize("keys", [["tensor_parallel=2"], thorough(["partition_size=2"])])
 def test_a_run_of_two_ranks_is_read_by_one(keys, tmp_path):
     recipe = write_recipe(tmp_path)
     run_dir, shown = tmp_path / "run", tmp_path / "new.jsonl"

@@ -12,6 +12,7 @@ import pytest
 from commands import assert_one_error, run_forked_well
 from faults import Fault, check_interrupted, run_faulty, small_disk
 from run_ends import end, num_steps, records_of
+from thorough import thorough
 
 from lezo_ds.checkpoints.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.zo.records import StepRecord
@@ -83,6 +84,7 @@ KILLS = {
 """In the order in which they can strike one run that goes on after each."""
 
 
+@pytest.mark.thorough
 def test_a_run_killed_inside_every_kind_of_file_operation_ends_as_if_never_killed(
     recipe, undisturbed, tmp_path
 ):
@@ -221,7 +223,7 @@ def test_a_line_that_cannot_be_synced_ends_the_run_at_the_next_step(recipe, undi
     assert finish(recipe, run_dir) == undisturbed[1]
 
 
-@pytest.mark.parametrize("name", ["the journal's line", "a snapshot's weights"])
+@pytest.mark.parametrize("name", ["the journal's line", thorough("a snapshot's weights")])
 def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path):
     fault, code, fragment = REFUSALS[name]
     finished = run_faulty(arguments(recipe, tmp_path / "run"), fault, num_ranks=2, grace=60)

@@ -151,6 +151,7 @@ def steps_logged(run_dir):
     return [json.loads(line)["step"] for line in lines if "learning_rate" in line]
 
 
+@pytest.mark.thorough
 def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
     command = arguments(recipe, run_dir)

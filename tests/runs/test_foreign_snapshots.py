@@ -42,6 +42,7 @@ def outcome(run_dir):
     return replace(end(run_dir), journal=b"")  # whose header has the number of steps
 
 
+@pytest.mark.thorough
 def test_a_run_started_anew_in_a_used_directory_sets_aside_what_is_there(
     recipe, first, second, tmp_path
 ):

@@ -20,6 +20,7 @@ from faults import Fault, run_faulty
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from reference import Reference, estimate_groups, probes_of
 from run_ends import end, num_steps, records_of, results_of
+from thorough import thorough
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_path
@@ -184,8 +185,13 @@ def recipe(case, models, data, run_dir):
     ]
 
 
+IN_EVERY_RUN = (CASES[0], CASES[3], CASES[7], LOW_RANK[2])
+
+
 @pytest.mark.parametrize(
-    "case", CASES + LOW_RANK, ids=lambda c: "-".join(map(str, (getattr(c, n) for n in COLUMNS)))
+    "case",
+    [case if case in IN_EVERY_RUN else thorough(case) for case in CASES + LOW_RANK],
+    ids=lambda c: "-".join(map(str, (getattr(c, n) for n in COLUMNS))),
 )
 def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
     undisturbed, run_dir, exported = (

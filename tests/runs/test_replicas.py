@@ -515,6 +515,7 @@ def test_those_that_are_left_do_a_round_again_at_once(lab, tmp_path, early):
     assert max(seconds) < 3, seconds
 
 
+@pytest.mark.thorough
 def test_trainers_of_torchft_at_the_same_lighthouse_are_ignored(lab, tmp_path):
     url, ends = f"http://127.0.0.1:{lab.port}", context.Queue()
     trainers = [("ddp_0:8d7f", None), ("0000@127.0.0.1:9", None), ("0001@127.0.0.1:9", {"step": 7})]
@@ -596,6 +597,7 @@ def _digest_of_a_replay(run_dir, step):
     return restore(read_run(run_dir), step).weights.digest()
 
 
+@pytest.mark.thorough
 def test_a_file_stops_a_replica_that_was_starting_when_the_others_found_it(lab, tmp_path):
     path = tmp_path / "go on"
     first = lab.start(*LONG)
@@ -626,6 +628,7 @@ def test_a_file_stops_a_replica_that_waits_for_the_lighthouse(lab):
     assert not results_of(lab.run_dir)["finished"]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_ends_its_replica_and_a_signal_only_its_own(lab):
     keys = (*LONG, "train.timeout_seconds=8", "zo.directions=4")
     pair = lab.start(*keys, num_ranks=2)  # 10 probes of 4 micro-batches do not divide evenly

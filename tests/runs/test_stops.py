@@ -17,6 +17,7 @@ from commands import (
     wait_until,
 )
 from run_ends import STEP, end, num_steps, reaches, results_of
+from thorough import thorough
 
 from lezo_ds import distributed
 from lezo_ds.errors import LostRankError
@@ -78,7 +79,8 @@ def test_a_stop_asked_for_in_an_evaluation_does_not_wait_for_its_end(recipe, und
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "rank", "number"), [(2, 0, "SIGTERM"), (2, 1, "SIGUSR1"), (1, 0, "SIGINT")]
+    ("num_ranks", "rank", "number"),
+    [(2, 1, "SIGTERM"), thorough(2, 0, "SIGUSR1"), thorough(1, 0, "SIGINT")],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     num_ranks, rank, number, recipe, undisturbed, tmp_path

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from functools import partial
 
 import pandas as pd
 import pytest
 import torch
-from assets import REPOSITORY, write_recipe
+from assets import write_recipe
 from benchmark import (
     measure,
     parse_variant,
@@ -17,7 +16,7 @@ from benchmark import (
     update_times,
     write_random_model,
 )
-from commands import assert_one_error, run, run_forked_well
+from commands import assert_one_error, run_forked, run_forked_well
 from mezo_reference import MezoReference
 from ranks import run_ranks
 from tiny_runs import TINY_OPT, make_batch
@@ -115,9 +114,9 @@ def test_each_node_has_the_random_model(tmp_path):
 
 
 def test_the_benchmark_refuses_what_it_cannot_measure_in_one_line():
-    command = [sys.executable, REPOSITORY / "launch" / "benchmark.py"]
-    assert_one_error(run([*command, "ours:0", "recipe"]), 2, "need --config")
-    assert_one_error(run([*command, "ours:0", "update"]), 2, "need --config")
+    for variant in ("recipe", "update"):
+        refused = run_forked(["ours:0", variant], program="benchmark.py")
+        assert_one_error(refused, 2, "need --config")
 
 
 def test_updates_of_low_rank_are_timed_in_every_format():
