@@ -406,7 +406,9 @@ def _read_table(path: Path, encoding: str) -> _Records:
     layout = layout_of(path, encoding)
     with path.open(encoding=codec_of(path, encoding), newline="") as file:
         reader = layout.rows(file)
-        header: list[str] = next(reader, [])
+        header: list[str] | None = next(reader, None)
+        if header is None:  # the file is empty
+            return
         if not header:
             raise ValueError("line 1 lacks the names of columns")
         _refuse_repeated(path, header)

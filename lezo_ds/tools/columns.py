@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from lezo_ds.data.tables import READERS, TABLES, kind_of, read_source
+from lezo_ds.data.tables import TABLES, kind_of, read_source
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.conversations import ASSISTANT, are_objects, are_turns, read_messages
@@ -54,12 +54,10 @@ def read_records(source: str, encoding: str) -> list[Record]:
         UserError: There is no file of records, most rows are no records, or the first row of a
             table is probably a record, since a later one has its value.
     """
-    path = Path(source)
-    _refuse_no_content(path)
     rows = read_source("DATA", source, encoding)
     records = [record for _, record in rows if isinstance(record, Mapping)]
     problems = [(place, row) for place, row in rows if not isinstance(row, Mapping)]
-    is_table = kind_of(path) in TABLES
+    is_table = kind_of(Path(source)) in TABLES
     if len(problems) > len(records):
         place, problem = problems[0]
         raise UserError(
@@ -76,15 +74,6 @@ def read_records(source: str, encoding: str) -> list[Record]:
                 fix="add a first row with names such as text,label, or rename this column",
             )
     return records
-
-
-def _refuse_no_content(path: Path) -> None:
-    """Refuse a directory and an empty file. Another path may be the name of data on the hub."""
-    if path.is_dir():
-        fix = f"name a file in it that ends in {', '.join(READERS)}"
-        raise UserError(f"{path} is a directory, not a file of records", fix=fix)
-    if path.is_file() and path.stat().st_size == 0:
-        raise UserError(f"{path} is an empty file", fix="fill it, or write it again")
 
 
 def describe_task(

@@ -293,8 +293,8 @@ def test_init_names_what_is_wrong_with_a_file_before_it_counts(
 def test_init_names_a_directory_and_an_empty_file(tmp_path):
     (tmp_path / "t.csv").touch()
     for name, message in (
-        ("", r"is a directory, not a file of records; fix: name a file in it that ends in .*csv"),
-        ("t.csv", "t.csv is an empty file; fix: fill it"),
+        ("", r"which is not a file; fix: name a file that ends in .*csv"),
+        ("t.csv", "t.csv has no records; fix: fill the file"),
     ):
         with pytest.raises(UserError, match=message):
             read_records(str(tmp_path / name), "utf-8")
