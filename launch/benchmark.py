@@ -371,8 +371,8 @@ def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFram
 
     Returns:
         A row for each variant: the median of its seconds, of the ratio to the first variant in the
-        same round, the mean of the tokens of a step, and the peak of rank 0's GPU memory above what
-        the model takes, in GB.
+        same round, the mean of the tokens of a step, and the peak of rank 0's memory above what is
+        there before the step, in GB.
 
     Raises:
         LezoError: A variant skips its updates, which would make its steps shorter.
@@ -394,16 +394,12 @@ def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFram
         ]
         in_rounds = zip(times[variants[0]], times[variant], strict=True)
         ratios = [first / own for first, own in in_rounds]
-        before = torch.cuda.memory_allocated()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        action()
         row = {
             "variant": variant,
             "seconds": statistics.median(times[variant]),
             "ratio": statistics.median(ratios),
             "tokens": round(statistics.mean(num_tokens)),
-            "peak GB": (torch.cuda.max_memory_allocated() - before) / 1e9,
+            "peak GB": peak_memory_of(action) / 1e9,
         }
         rows.append(row)
     return pd.DataFrame(rows)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import re
@@ -22,20 +21,18 @@ import shlex
 import signal
 import subprocess
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, config_to_dict, flatten, load_config
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_to_dict, flatten, load_config
 from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
-from lezo_ds.files import failures_named, make_directory, read_regular, write_atomically
+from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.runs.results import RunResults
-from lezo_ds.runs.screen import progress_bar
 from lezo_ds.runs.signals import on_stop_signals
 from lezo_ds.tools.tables import (
     DAMAGE,
@@ -57,8 +54,6 @@ _SHOWN = [
     "majority_class",
     "seconds",
 ]
-
-_POLL_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -88,25 +83,6 @@ class SweepRun:
             return recorded_config(self.directory) == self.config
         except DAMAGE:  # the run repairs it
             return False
-
-    @property
-    def num_steps(self) -> int:
-        """How much the run counts in a sweep's progress. A run that does not train counts as 1."""
-        if self.config.method not in TRAINED:
-            return 1
-        assert self.config.train.steps is not None  # each method that trains has it
-        return self.config.train.steps
-
-    def num_steps_done(self) -> int:
-        """Return how many of these steps are done."""
-        if self.is_done():
-            return self.num_steps  # a run may stop early
-        try:
-            lines = read_regular(self.directory / "metrics.jsonl").decode().splitlines()
-            complete = [line for line in lines if line.endswith("}")]
-            return min(int(json.loads(complete[-1])["step"]), self.num_steps)
-        except (*DAMAGE, IndexError):  # there are none yet
-            return 0
 
 
 def main(arguments: Namespace) -> None:
@@ -213,28 +189,19 @@ def run_sweep(
         LezoError: At least one run has failed, or a signal has stopped the sweep.
     """
     failures = []
-    bar = progress_bar(
-        sum(run.num_steps for run in runs),
-        num_done=sum(run.num_steps_done() for run in runs),
-        is_shown=True,
-    )
-
-    def show_progress() -> None:
-        bar.update(sum(run.num_steps_done() for run in runs) - bar.n)
-
-    with logging_redirect_tqdm(), bar:
-        for run in runs:
-            name = run.directory.name
-            if run.is_done():
-                logger.info("%s: done", name)
-                continue
-            log = run.directory.with_name(f"{name}.log")
-            logger.info("%s: output in %s", name, log)
-            make_directory(log.parent)
-            code = _launch([*launcher, *run.arguments], log, while_running=show_progress)
-            has_diverged = code == DivergenceError.exit_code
-            if not run.is_done() and not (may_diverge and has_diverged):
-                failures.append(f"{name} (exit code {code}, see {log})")
+    for number, run in enumerate(runs, start=1):
+        name = run.directory.name
+        place = f"{number} of {len(runs)}: {name}"
+        if run.is_done():
+            logger.info("%s: done", place)
+            continue
+        log = run.directory.with_name(f"{name}.log")
+        logger.info("%s: output in %s", place, log)
+        make_directory(log.parent)
+        code = _launch([*launcher, *run.arguments], log)
+        has_diverged = code == DivergenceError.exit_code
+        if not run.is_done() and not (may_diverge and has_diverged):
+            failures.append(f"{name} (exit code {code}, see {log})")
     if failures:
         raise LezoError(f"{len(failures)} of {len(runs)} runs failed: {'; '.join(failures)}")
 
@@ -294,10 +261,8 @@ def _parse_axis(word: str) -> tuple[list[str], list[str]]:
     return keys, values
 
 
-def _launch(command: Sequence[str], log: Path, while_running: Callable[[], None]) -> int:
+def _launch(command: Sequence[str], log: Path) -> int:
     """Run a command, append its output to a file, and return the exit code.
-
-    `while_running` is called every _POLL_SECONDS.
 
     A signal that stops the sweep stops the command, too: at the first one, a run saves its state,
     and the second one kills it.
@@ -321,10 +286,7 @@ def _launch(command: Sequence[str], log: Path, while_running: Callable[[], None]
                 f"cannot start {command[0]}: {error}", fix="give its full path"
             ) from error
         with on_stop_signals(stop), process:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_SECONDS)
-                while_running()
+            process.wait()
     if received:
         raise LezoError(f"stopped by {received[0].name}; the same command continues")
     return process.returncode

@@ -15,7 +15,6 @@ import yaml
 from lezo_ds.config import config_to_dict
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.runs.results import RunResults
-from lezo_ds.runs.screen import progress_bar
 from lezo_ds.tasks.metrics import label_scores
 from lezo_ds.tools import report, sweep
 from lezo_ds.tools.charts import Chart, svg
@@ -147,7 +146,7 @@ def test_tune_tries_values_on_both_sides_of_the_recipes_and_some_may_diverge(tmp
     with pytest.raises(UserError, match="needs a number above 0 to start from"):
         values_around("model.path", RECIPE, tmp_path)
 
-    def launch(command, log, while_running):
+    def launch(command, log):
         settings = dict(word.split("=", 1) for word in command if "=" in word)
         rate = float(settings["zo.learning_rate"])
         if rate >= 1e-5:
@@ -164,32 +163,16 @@ def test_tune_tries_values_on_both_sides_of_the_recipes_and_some_may_diverge(tmp
     assert marked.split()[0] == "3e-06"
 
 
-def test_a_sweep_counts_the_steps_of_all_runs_also_those_of_earlier_processes(
-    plan, tmp_path, monkeypatch
-):
-    """The command of a run stands for one that is killed: it writes metrics and no results."""
-    done, resumed, new = runs = plan("zo.learning_rate=1e-6,7e-7,5e-7", overrides=["train.steps=9"])
+def test_runs_that_fail_stop_no_others_and_those_that_are_done_are_not_started(plan, caplog):
+    done, *others = runs = plan("seed=0,1,2")
     finish(done)
-    resumed.directory.mkdir()
-    (resumed.directory / "metrics.jsonl").write_text('{"step": 4}\n{"step": 5')  # cut by a crash
-    steps = tmp_path / "steps.py"
-    steps.write_text(
-        "import pathlib, sys, time\n"
-        "directory = pathlib.Path(sys.argv[-1].partition('=')[2])\n"
-        "directory.mkdir(exist_ok=True)\n"
-        "(directory / 'metrics.jsonl').write_text('{\"step\": 6}\\n')\n"
-        "time.sleep(.3)\n"
-    )
-    bars = []
-    monkeypatch.setattr(
-        sweep, "progress_bar", lambda *a, **k: bars.append(progress_bar(*a, **k)) or bars[-1]
-    )
-    monkeypatch.setattr(sweep, "_POLL_SECONDS", 0.1)
-    with pytest.raises(LezoError, match="2 of 3 runs failed"):
-        run_sweep(runs, [sys.executable, str(steps)])
-    (bar,) = bars
-    assert (bar.total, bar.initial, bar.n) == (27, 9 + 4, 9 + 6 + 6)
-    assert new.num_steps_done() == 6
+    caplog.set_level("INFO")
+    program = "import sys; print(sys.argv[-1]); sys.exit(7)"
+    with pytest.raises(LezoError, match=r"2 of 3 runs failed: seed=1 \(exit code 7, see .*\.log"):
+        run_sweep(runs, [sys.executable, "-c", program])
+    assert caplog.messages[0] == "1 of 3: seed=0: done"
+    for run in others:
+        assert run.directory.with_suffix(".log").read_text() == f"run_dir={run.directory}\n"
 
 
 def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path):
