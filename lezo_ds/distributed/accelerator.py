@@ -145,6 +145,8 @@ def out_of_memory(error: Exception) -> LezoError | None:
 
 def free_memory() -> int:
     """Return the bytes that are free on this rank's GPU, or on its host if it computes there."""
+    if device().type == "cuda":
+        return torch.cuda.mem_get_info()[0]
     return int(get_accelerator().available_memory())
 
 

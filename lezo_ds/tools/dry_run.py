@@ -3,7 +3,7 @@
 The result is lines, one for each finding, such as
 
     model         opt-1.3b: OPTForCausalLM, 1,315,758,080 parameters, 1,315,758,080 trained, bf16
-    blocks        24 in model.decoder.layers, 12 dropped per step
+    blocks        24, 12 dropped per step
     disk          at most 3 snapshots of 5.26 GB at a time
     memory        of a rank, with inputs of at most 2048 tokens (assumed): 5.15 GiB: weights ...
     a GPU         of 24 GB has 22.5 GiB; ways that fit come first, and the fastest first
@@ -181,8 +181,7 @@ def _model_lines(plan: Plan) -> Iterator[str]:
     model = plan.model
     kind = f"{config.model.path}: {model.class_name}, {model.num_parameters:,} parameters"
     yield f"model         {kind}, {model.num_trained:,} trained, {config.model.dtype}"
-    blocks = f"{model.num_blocks} in {model.blocks_path}"
-    yield f"blocks        {blocks}, {model.num_dropped} dropped per step"
+    yield f"blocks        {model.num_blocks}, {model.num_dropped} dropped per step"
     train = config.train
     if config.method in ZEROTH_ORDER:
         number = 1 if train.snapshot_every == 0 else max(1, train.keep_snapshots) + 1
@@ -204,9 +203,8 @@ def _ways(plan: Plan, gpu_memory: float | None) -> Iterator[str]:
     if not any(way.fits(gpu_bytes) for way in ways):
         ways.insert(0, plan.offloaded(gpu_bytes))
     for way in ways:
-        keys = []
-        for key, value in way.keys_from(plan.config).items():
-            keys.append(f"{key}={'null' if value is None else value}")
+        found = way.keys_from(plan.config).items()
+        keys = [f"{key}={'null' if value is None else value}" for key, value in found]
         needs = f"{_needs(way)} a rank, receives {way.received() / 1e9:.3g} GB a step"
         if gpu_memory is not None:
             needs += ", fits" if way.fits(gpu_bytes) else ", does not fit"

@@ -21,9 +21,10 @@ weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a
                  On a GPU, if c is at most 2 and no weights are offloaded, those of a whole block.
                  A run that trains on answers keeps all copies while it writes them:
                      b x c x perturbed weights
-    activations  of the block that runs; and, while answers are written, keys and values of all
-                 blocks:
+                 Directions of low rank copy no weights, and have their vectors instead
+    activations  of the block that runs:
                      b x c x tokens x activation width
+    answers      while they are written, keys and values of all blocks:
                      b x c x (tokens + new tokens) x blocks x cached width
     logits       of the tokens of answers, at most 2 copies at a time, and what their
                  log-probabilities take, 128 tokens at a time:
@@ -31,7 +32,7 @@ weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a
                  A function of logits reads those of all copies, and makes two float32 tensors:
                      (b c + 8) x tokens of answers x vocabulary
                  With them, there are copies of the head. The blocks have run before, so only what
-                 exceeds their copies + activations counts, unless answers are written
+                 exceeds their copies + activations counts
     snapshot     on rank 0, which writes one file after the other: a file of 1 GiB (on a GPU, in
                  the host's memory), and the largest parameter with rank 0's part of it. A forward
                  pass and a snapshot do not happen at the same time, so only what exceeds the terms
@@ -57,6 +58,7 @@ from lezo_ds.config import (
     RunConfig,
     config_to_dict,
     copies_per_pass,
+    num_directions,
     num_passes,
 )
 from lezo_ds.config.deepspeed import (
@@ -270,18 +272,14 @@ class Plan:
     def _copies(self) -> float:
         """Return the perturbed weights of blocks, or while answers are written, of all.
 
-        Directions of low rank perturb no copies: these are the numbers of all their vectors.
+        Directions of low rank perturb no copies: these are the numbers of all vectors of a step.
         """
         if self.config.method not in ZEROTH_ORDER:
             return 0
-        zo = self.config.zo
-        train = self.config.train
         model = self.model
-        num_copies = copies_per_pass(self.config)
-        if zo.noise_rank:
-            size = zo.examples_per_direction or train.batch_size
-            num_copies = max(1, train.micro_batch_size // size) * min(zo.directions, num_copies)
-        if self.inputs.trains_on_answers or zo.noise_rank:
+        has_vectors = self.config.zo.noise_rank > 0
+        num_copies = num_directions(self.config) if has_vectors else copies_per_pass(self.config)
+        if has_vectors or self.inputs.trains_on_answers:
             kept = 1.0 - model.num_dropped / model.num_blocks
             return num_copies * (model.blocks_perturbed * kept + model.head)
         perturbed = model.blocks_perturbed / model.num_blocks

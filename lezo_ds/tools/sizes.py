@@ -51,7 +51,6 @@ class ModelSizes:
 
     Attributes:
         class_name: Class of the model.
-        blocks_path: Name of the module that lists the transformer blocks.
         num_blocks: Number of transformer blocks.
         num_dropped: Number of blocks that a step drops.
         num_parameters: Size of all parameters, however they are stored.
@@ -88,7 +87,6 @@ class ModelSizes:
         layout = find_blocks(model)
         blocks: Any = model.get_submodule(layout.path)
         self.class_name = type(model).__name__
-        self.blocks_path = layout.path
         self.num_blocks = layout.num_blocks
         self.itemsize: int = dtype.itemsize
         decoder = model.config.get_text_config()

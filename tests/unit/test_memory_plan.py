@@ -166,6 +166,12 @@ def test_the_page_of_opt_30b_has_the_figures_of_the_plan(line):
         (1, {"peft__kind": "lora"}, {"low bits": 2 * 48 * 2 * 2 * 8 * 7168}),
         (1, {"peft__kind": "lora"}, {"copies": 2 * 2 * 2 * 2 * 8 * 7168}),
         (1, {"peft__kind": "prefix"}, {"low bits": 2 * 48 * 2 * 5 * 7168}),
+        # Directions of rank 1 are two vectors for each of six matrices, in half of the blocks.
+        (
+            4,
+            {"zo__noise_rank": 1, "zo__examples_per_direction": 2, "zo__directions": 3},
+            {"copies": 2 * 2 * 3 * 24 * (4 * 2 + 2 * 5) * 7168},
+        ),
     ],
 )
 def test_the_terms_are_sums_by_hand(num_ranks, changes, expected):
@@ -308,7 +314,7 @@ def config(tmp_path):
 
 def test_a_dry_run_checks_the_run_and_prints_the_facts(config):
     facts = {line[:13].strip(): line[14:] for line in dry_run(config)}
-    assert facts["blocks"] == "4 in model.decoder.layers, 2 dropped per step"
+    assert facts["blocks"] == "4, 2 dropped per step"
     assert facts["memory"].startswith("of a rank, with inputs of at most 24 tokens: 0.6")
     assert facts["disk"] == "at most 3 snapshots of 4.29e-05 GB at a time"
     assert re.match(r"about 0:[\d:]+, besides .*: 8 steps of [\d.e-]+ s$", facts["time"])

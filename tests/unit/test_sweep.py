@@ -69,9 +69,25 @@ def finish(run, test=0.9, dev_loss=0.5, **changes):
     (run.directory / "config.yaml").write_text(yaml.safe_dump(config_to_dict(run.config)))
     results.write(run.directory / "results.json")
     scores = {f"dev_{results.metric}": 0.9, "dev_loss": dev_loss or 0.0}
-    lines = [{"step": step, "seconds": step, **scores} for step in (100, 200)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run.directory / "metrics.jsonl").write_text(text + '{"step": 2')  # cut by a crash
+    metrics = run.directory / "metrics.jsonl"
+    write_lines(metrics, [{"step": step, "seconds": step, **scores} for step in (100, 200)])
+    metrics.write_text(metrics.read_text() + '{"step": 2')  # cut by a crash
+
+
+def answer_test(run, answers):
+    """Write what a finished run has answered to its test examples: (prompt, answer)."""
+    (run.directory / "predictions").mkdir()
+    rows = [{"prompt": prompt, "right": ["good"], "predicted": text} for prompt, text in answers]
+    write_lines(run.directory / "predictions" / "step-00000100.jsonl", rows)
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def named(*runs):
+    """Return the table of runs with the names of their experiments."""
+    return name_experiments(read_runs([run.directory for run in runs]))
 
 
 def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(plan, tmp_path):
@@ -87,23 +103,21 @@ def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(plan,
 
 
 @pytest.mark.parametrize(
-    ("grid", "overrides", "message"),
+    ("axis", "index", "message"),
     [
-        (["zo.sparsity=0.5,,0.75"], [], "is not KEY=VALUE"),
-        (["zo.learning_rate=1e-6,0.000001"], [], "are the same"),
+        ("zo.sparsity=0.5,,0.75", None, "is not KEY=VALUE"),
+        ("zo.learning_rate=1e-6,0.000001", None, "are the same"),
+        ("seed=0,1", -1, "the grid has 2 runs; fix: give 0 to 1"),
+        ("seed=0,1", 2, "the grid has 2 runs; fix: give 0 to 1"),
     ],
 )
-def test_a_grid_that_cannot_be_run_is_refused(grid, overrides, message, plan):
+def test_a_grid_that_cannot_be_run_and_a_run_that_it_lacks_are_refused(
+    axis, index, message, tmp_path
+):
+    arguments = {"config": RECIPE, "out": tmp_path, "grid": [axis], "overrides": []}
+    arguments |= {"launcher": "python", "tune": None, "list": False, "index": index}
     with pytest.raises(UserError, match=message):
-        plan(*grid, overrides=overrides)
-
-
-@pytest.mark.parametrize("index", [-1, 2])
-def test_a_run_that_the_grid_does_not_have_is_refused(index, tmp_path):
-    arguments = {"config": RECIPE, "out": tmp_path, "grid": ["seed=0,1"], "overrides": []}
-    arguments |= {"launcher": "python", "tune": None, "list": False}
-    with pytest.raises(UserError, match="the grid has 2 runs; fix: give 0 to 1"):
-        sweep.main(Namespace(**arguments, index=index))
+        sweep.main(Namespace(**arguments))
 
 
 def test_a_file_in_place_of_the_directory_is_named_in_one_line(plan, tmp_path):
@@ -197,46 +211,37 @@ def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp
     assert not any(loads in text for loads in ('src="', "<script", "<link", "<?xml", "@import"))
 
 
-def answer_test(run, *prompts):
-    """Write what a finished run has answered to its test examples."""
-    rows = [{"prompt": prompt, "right": ["good"], "predicted": "good"} for prompt in prompts]
-    (run.directory / "predictions").mkdir()
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (run.directory / "predictions" / "step-00000100.jsonl").write_text(text)
-
-
 OWN_FILES = (
     *("data.path=null", "data.train=t.csv", "data.task=custom", "data.num_test=null"),
     *("data.prompt=Say {x}", "data.label_field=y", "data.labels=good,bad"),
 )
 
 
+SAME = ["", ""]
+OTHER_DATA = ["", ", other test data"]
+BOTH_SEEDS = "seed,data.seed=0,1"
+
+
 @pytest.mark.parametrize(
     ("grid", "overrides", "prompts", "changes", "experiments"),
     [
-        ("seed=0,1", (), ("ab", "ba"), {}, ["", ""]),
-        ("seed=0,1", (), ("ab", "ac"), {}, ["", ", other test data"]),
-        ("seed=0,1", (), ("ab", ""), {}, ["", ""]),  # an older run, or its answers are gone
-        ("seed,data.seed=0,1", (), ("ab", "cd"), {}, ["", ""]),  # drawn by the seed
-        ("seed,data.seed=0,1", OWN_FILES, ("ab", "c"), {}, ["", ""]),  # without a repeated text
-        (
-            "seed,data.seed=0,1",
-            (*OWN_FILES, "data.test=new.csv"),
-            ("ab", "ac"),
-            {},
-            ["", ", other test data"],
-        ),
+        ("seed=0,1", (), ("ab", "ba"), {}, SAME),
+        ("seed=0,1", (), ("ab", "ac"), {}, OTHER_DATA),
+        ("seed=0,1", (), ("ab", ""), {}, SAME),  # an older run, or its answers are gone
+        (BOTH_SEEDS, (), ("ab", "cd"), {}, SAME),  # drawn by the seed
+        (BOTH_SEEDS, OWN_FILES, ("ab", "c"), {}, SAME),  # without a repeated text
+        (BOTH_SEEDS, (*OWN_FILES, "data.test=new.csv"), ("ab", "ac"), {}, OTHER_DATA),
         ("data.test=u.csv,v.csv", OWN_FILES, ("ab", "ab"), {}, [", test=u.csv", ", test=v.csv"]),
         (
-            "zo.sparsity=0.66666,0.66667",
+            "zo.sparsity=.66666,.66667",
             (),
-            ("ab", "ab"),
+            ("", ""),
             {},
             [", sparsity=0.66666", ", sparsity=0.66667"],
         ),
         ("train.patience=1,2", (), ("ab", "ab"), {}, [", patience=1", ", patience=2"]),
         ("seed=0,1", (), ("ab", "ab"), {"model_fingerprint": "g"}, ["", ", another base model"]),
-        ("train.eval_batch_size=1,2", (), ("ab", "ab"), {}, ["", ""]),
+        ("train.eval_batch_size=1,2", (), ("ab", "ab"), {}, SAME),
     ],
 )
 def test_only_runs_that_differ_in_their_seeds_are_averaged(
@@ -245,9 +250,8 @@ def test_only_runs_that_differ_in_their_seeds_are_averaged(
     runs = plan(grid, overrides=overrides)
     for run, letters, changed in zip(runs, prompts, ({}, changes), strict=True):
         finish(run, **changed)
-        answer_test(run, *letters)
-    named = name_experiments(read_runs([run.directory for run in runs]))
-    found = named["experiment"].str.replace(r" \(\w+\)$", "", regex=True)
+        answer_test(run, [(letter, "good") for letter in letters])
+    found = named(*runs)["experiment"].str.replace(r" \(\w+\)$", "", regex=True)
     assert list(found) == [f"LeZO{name}" for name in experiments]
     is_warned = any("data" in name or "model" in name for name in experiments)
     problem = experiments[1].removeprefix(", ")
@@ -259,7 +263,7 @@ def test_a_sweep_whose_test_data_has_changed_meanwhile_says_so(plan, tmp_path):
     runs = plan("seed=0,1,2")
     for run, letters, test in zip(runs, ("ab", "ac", "ad"), (0.9, 0.5, 0.4), strict=True):
         finish(run, test)
-        answer_test(run, *letters)
+        answer_test(run, [(letter, "good") for letter in letters])
     lines = write_tables(runs, tmp_path).splitlines()
     assert ", other test data" in lines[3] and " 0.4 " in lines[3]
     assert "data" not in pd.read_csv(tmp_path / "results.csv")
@@ -276,7 +280,7 @@ def test_a_report_of_one_run_has_a_table_by_label_and_a_page_has_one_for_each(pl
     assert "66.7" in lines[1] and "F1" in lines[0]
     report.main(Namespace(runs=[str(first.directory), str(second.directory)], html=None))
     assert "bug" not in capsys.readouterr().out  # the table by label of one run only
-    text = page(name_experiments(read_runs([first.directory, second.directory])))
+    text = page(named(first, second))
     assert text.count("Scores by label of") == 1 and "<td>bug</td><td>2</td>" in text
 
 
@@ -287,8 +291,8 @@ def test_a_page_shows_answers_with_their_rewards_of_the_first_and_the_last_evalu
     answers = [
         {"step": step, "answer": f"<b>{step}", "reward": step / 10} | line for step in (0, 1, 2)
     ]
-    (run.directory / "samples.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
-    text = page(name_experiments(read_runs([run.directory])))
+    write_lines(run.directory / "samples.jsonl", answers)
+    text = page(named(run))
     assert "Say &lt;i&gt;" in text and "<i>" not in text
     assert "&lt;b&gt;0" in text and "&lt;b&gt;2</td><td>0.2</td>" in text
     assert "&lt;b&gt;1" not in text
@@ -299,8 +303,8 @@ def test_a_page_draws_the_first_of_several_scores_of_an_evaluation(plan):
     finish(first)
     finish(second)
     line = {"step": 100, "seconds": 1, "dev_accuracy": 0.5, "dev_macro_f1": 0.1, "dev_loss": 1}
-    (second.directory / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    runs = name_experiments(read_runs([first.directory, second.directory]))
+    write_lines(second.directory / "metrics.jsonl", [line])
+    runs = named(first, second)
     ((_, (scores, _)),) = sections(runs)
     assert scores.curves == {"LeZO": [(100, 70), (200, 90)]}
     assert "<svg" in page(runs)
@@ -309,7 +313,7 @@ def test_a_page_draws_the_first_of_several_scores_of_an_evaluation(plan):
 def test_the_columns_that_matter_come_first_and_empty_ones_are_left_out(plan):
     (run,) = plan("seed=0")
     finish(run)
-    columns = list(score_table(name_experiments(read_runs([run.directory]))))
+    columns = list(score_table(named(run)))
     assert columns[:2] == ["method", "test"]
     assert "macro F1" not in columns and "" not in columns
 
@@ -353,13 +357,8 @@ def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
     metrics = run.directory / "metrics.jsonl"
     start = {"step": 0, "seconds": 0.0, "dev_loss": 0.7, "dev_accuracy": 0.51}
     metrics.write_text(json.dumps(start) + "\n" + metrics.read_text())
-    answer = {"prompt": "It was", "right": ["good"]}
-    answers = [answer | {"predicted": "good" if n < 9 else "<bad>"} for n in range(20)]
-    (run.directory / "predictions").mkdir()
-    (run.directory / "predictions" / "step-00000100.jsonl").write_text(
-        "\n".join(map(json.dumps, answers))
-    )
-    runs = name_experiments(read_runs([*(run.directory for run in tables), run.directory]))
+    answer_test(run, [("It was", "good" if n < 9 else "<bad>") for n in range(20)])
+    runs = named(*tables, run)
     table, text = score_table(runs), page(runs)
     assert (
         caplog.text.count("no curve of") == 1
