@@ -34,8 +34,6 @@ TOKENS_OF_TURN = 256
 def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a recipe.
 
-    From now on, the modules that a configuration names are looked for in the recipe's folder.
-
     Args:
         source: A YAML file, the name of one in launch/recipes, "paper" (see `paper_recipe`), or
             None if the overrides have all keys.
@@ -59,7 +57,6 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
                 fix=did_you_mean(name, shipped, "name a YAML file"),
             )
         path = shipped[name]
-    FOLDERS[:] = [str(path.parent.absolute())]
     return config_from_dict(read_recipe(path), str(path), overrides, folder=path.parent)
 
 
@@ -100,11 +97,14 @@ def config_from_dict(
         overrides: Changes of the form `key=value`, of which the last of a key counts.
         recorded: Whether the values are those of a run. Their paths then stay as they are, and the
             values are not checked against each other: that would import the user's modules.
-        folder: The folder of the recipe that holds the values (see `resolve_paths`).
+        folder: The folder of the recipe that holds the values (see `resolve_paths`). From now on,
+            the modules that a configuration names are looked for there.
 
     Raises:
         UserError: A key or value is wrong.
     """
+    if folder is not None:
+        FOLDERS[:] = [str(folder.absolute())]
     flat = READER.flatten(values)
     if not recorded:
         flat = resolve_paths(flat, folder)

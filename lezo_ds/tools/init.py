@@ -3,7 +3,7 @@
 The task follows from the columns of the table (columns.py), the sizes of a step from the
 number of records and GPUs, and the learning rate from the width of the model. On GPUs, the memory
 plan chooses how they share the weights. On a CPU, a step that would take long is made smaller. A
-dry run of the recipe then checks it, and a recipe that is refused is removed.
+dry run then checks the recipe before it is written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shlex
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
-from lezo_ds.config import Dtype, RunConfig, load_config
+from lezo_ds.config import Dtype, RunConfig, config_from_dict
 from lezo_ds.config.run_config import tokens_of_turn
-from lezo_ds.config.yaml_text import inline_yaml
+from lezo_ds.config.yaml_text import inline_yaml, load_written
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import READERS, UTF_8, kind_of
 from lezo_ds.data.task_data import TaskData, load_task_data
@@ -150,7 +150,7 @@ class _Machine:
 
 @dataclass
 class _Draft:
-    """A recipe that is written again and again while its settings are found.
+    """A recipe whose settings are found one after the other. Nothing is written meanwhile.
 
     Attributes:
         arguments: Those of the command.
@@ -160,6 +160,8 @@ class _Draft:
         num_records: Number of the records.
         has_lines: Whether answers to learn have several lines.
         heading: The first lines, which are comments.
+        size: Of a step.
+        sharing: Keys that follow from the memory of the GPUs.
     """
 
     arguments: Namespace
@@ -169,38 +171,34 @@ class _Draft:
     num_records: int
     has_lines: bool
     heading: str
+    size: _StepSize = _STEP_SIZES[0]
+    sharing: Mapping[str, object] = field(default_factory=dict)
 
-    def write(self, size: _StepSize, sharing: Mapping[str, object] | None = None) -> RunConfig:
-        """Write the recipe, and return its configuration. See `_recipe` for the arguments."""
+    def config(self) -> RunConfig:
+        """Return the configuration that the recipe stands for."""
         target = self.arguments.out
-        recipe = _recipe(self, size, sharing or {})
-        with failures_named(target):
-            make_directory(target.parent)
-            write_atomically(target, self.heading + recipe)
-        return load_config(target)
+        return config_from_dict(load_written(_recipe(self)), str(target), folder=target.parent)
 
-    def with_short_labels(self, config: RunConfig, data: TaskData) -> tuple[RunConfig, TaskData]:
-        """Let tokens stand for labels where that works. Return the configuration and its data."""
+    def with_short_labels(self, data: TaskData) -> TaskData:
+        """Let tokens stand for labels where that works. Return the data with them."""
         labels = self.task.get("labels")
         if labels is None or "choices" in self.task:
-            return config, data
+            return data
         shorter = _shorter_labels(labels, data)
         if shorter == labels:
-            return config, data
-        heading = self.heading
-        self.heading += _TOKENS_NOTE
+            return data
         self.task["labels"] = shorter
-        short_config = self.write(_STEP_SIZES[0])
-        short_data = load_task_data(short_config)
+        short_data = load_task_data(self.config())
         if max(short_data.train.encoded[0].option_lengths) == 1:
-            return short_config, short_data
+            self.heading += _TOKENS_NOTE
+            return short_data
         # Alone, a token that follows a space in its label may be several tokens.
-        self.heading = heading
         self.task["labels"] = labels
-        return self.write(_STEP_SIZES[0]), data
+        return data
 
-    def finish_for_gpus(self, config: RunConfig, data: TaskData) -> tuple[str, str]:
-        """Choose how GPUs share the weights. Return the dry run, and the problem or ""."""
+    def share_among_gpus(self, data: TaskData) -> str:
+        """Choose how GPUs share the weights. Return the problem, or ""."""
+        config = self.config()
         assert self.machine.gpu_bytes is not None
         best, problem = best_plan(self._plan(config, data), self.machine.gpu_bytes)
         if problem:
@@ -208,22 +206,23 @@ class _Draft:
         sharing = best.keys_from(config)
         if best.config.partition_size == best.num_ranks:
             del sharing["partition_size"]  # the default, for any number of ranks
-        config = self.write(_STEP_SIZES[0], sharing)
-        return "\n".join(dry_run(config, num_gpus=best.num_ranks)), problem
+        self.sharing = sharing
+        return problem
 
-    def finish_for_cpus(self, data: TaskData) -> str:
-        """Make a step smaller that would take long, and return the dry run."""
-        config = self.write(_STEP_SIZES[-1])
-        seconds = measured_step(self._plan(config, data), data)
+    def shorten_steps(self, data: TaskData) -> float | None:
+        """Make a step smaller that would take long. Return its seconds; None: not measured."""
+        self.size = _STEP_SIZES[-1]
+        seconds = measured_step(self._plan(self.config(), data), data)
         if seconds is None:
-            return "\n".join(dry_run(self.write(_STEP_SIZES[0])))
-        size, step, full_step = _affordable(config, seconds)
-        if size != _STEP_SIZES[0]:
+            self.size = _STEP_SIZES[0]
+            return None
+        self.size, step, full_step = _affordable(self.config(), seconds)
+        if self.size != _STEP_SIZES[0]:
             self.heading += (
                 f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
                 f"directions, it would take {full_step:.0f} s.\n"
             )
-        return "\n".join(dry_run(self.write(size), step_seconds=step))
+        return step
 
     def _plan(self, config: RunConfig, data: TaskData) -> Plan:
         model = ModelSizes(config, self.directory)
@@ -265,20 +264,23 @@ def main(arguments: Namespace) -> None:
     heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
     has_lines = answers_have_lines(records, task)
     draft = _Draft(arguments, machine, directory, task, len(records), has_lines, heading)
-    problem = ""
-    try:
-        config = draft.write(_STEP_SIZES[0])
-        data = load_task_data(config)
-        config, data = draft.with_short_labels(config, data)
-        if machine.gpu_bytes is None:
-            plan = draft.finish_for_cpus(data)
-        else:
-            plan, problem = draft.finish_for_gpus(config, data)
-    except BaseException:  # Ctrl-C, too: the same command then works again
-        target.unlink(missing_ok=True)
-        raise
-    ending = f"is written. {problem}." if problem else f"is written; next: {command}"
-    print(f"{plan}\n\n{target} {ending}")
+    data = draft.with_short_labels(load_task_data(draft.config()))
+    num_gpus = None
+    step_seconds = None
+    ending = f"is written; next: {command}"
+    if machine.gpu_bytes is None:
+        step_seconds = draft.shorten_steps(data)
+    else:
+        num_gpus = machine.num_ranks
+        problem = draft.share_among_gpus(data)
+        if problem:
+            ending = f"is written. {problem}."
+    for line in dry_run(draft.config(), num_gpus, step_seconds=step_seconds):
+        print(line, flush=True)
+    with failures_named(target):
+        make_directory(target.parent)
+        write_atomically(target, draft.heading + _recipe(draft))
+    print(f"\n{target} {ending}")
 
 
 def best_plan(plan: Plan, gpu_bytes: float) -> tuple[Plan, str]:
@@ -392,14 +394,9 @@ def _this_machine() -> _Machine:
     )
 
 
-def _recipe(draft: _Draft, size: _StepSize, sharing: Mapping[str, object]) -> str:
-    """Return the recipe as YAML with comments, without its first lines.
-
-    Args:
-        draft: What it is for.
-        size: Of a step.
-        sharing: Keys that follow from the memory of the GPUs.
-    """
+def _recipe(draft: _Draft) -> str:
+    """Return the recipe as YAML with comments, without its first lines."""
+    size = draft.size
     arguments = draft.arguments
     machine = draft.machine
     task = draft.task
@@ -435,7 +432,7 @@ def _recipe(draft: _Draft, size: _StepSize, sharing: Mapping[str, object]) -> st
     of_machine: dict[str, object] = {
         "train.micro_batch_size": micro_batch,
         "deepspeed": "zero3_cpu" if machine.gpu_bytes is None else f"zero3_{dtype}",
-        **sharing,
+        **draft.sharing,
     }
     lines: dict[str, str] = {"": "", "zo": "", "train": ""}
     for key, value in of_machine.items():

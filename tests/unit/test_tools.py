@@ -496,7 +496,7 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
 
 def test_init_that_is_stopped_leaves_no_recipe(tmp_path, monkeypatch):
     def stop(*_):
-        assert (tmp_path / "recipe.yaml").exists()
+        assert not (tmp_path / "recipe.yaml").exists()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopping:
@@ -514,7 +514,7 @@ def init_on_gpus(tmp_path, monkeypatch, capsys):
     write_chat_model(tmp_path / "model")
     write_tickets(tmp_path / "tickets.csv")
     monkeypatch.setattr(init.distributed, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(init, "dry_run", lambda config, num_gpus: [f"a plan for {num_gpus} GPUs"])
+    monkeypatch.setattr(init, "dry_run", lambda _, num_gpus, **__: [f"a plan for {num_gpus} GPUs"])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # it counts emulation
 
     def write(number, gigabytes, *words, capability=(9, 0), **changes):
