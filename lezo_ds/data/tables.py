@@ -199,7 +199,7 @@ def read_file(path: Path, encoding: str = UTF_8) -> Iterator[Row]:
         after = f" after{place}" if place else ""
         fix = f"save it as the UTF-8 {kind} file that its name says, or use .jsonl"
         if isinstance(error, csv.Error):
-            fix = 'close the quoted value in the next line, and write a " inside one as ""'
+            fix = 'close the quoted value in this line, and write a " inside one as ""'
         if isinstance(error, UnicodeDecodeError) and kind in TABLES:
             fix = _encoding_fix(path) or fix
         raise UserError(f"{path} cannot be read{after}: {message}", fix=fix) from error
@@ -390,8 +390,10 @@ def _joined_lines(path: Path, encoding: str, layout: Layout) -> tuple[bool, rang
     return are_joined and each_is_row, joined
 
 
-def _refuse_repeated(path: Path, names: Sequence[str]) -> None:
-    """Refuse a table in which a name stands for several columns."""
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    """Refuse a table without names of columns, or in which one stands for several columns."""
+    if not names:
+        raise ValueError("line 1 lacks the names of columns")
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise UserError(
@@ -406,23 +408,24 @@ def _read_table(path: Path, encoding: str) -> _Records:
     layout = layout_of(path, encoding)
     with path.open(encoding=codec_of(path, encoding), newline="") as file:
         reader = layout.rows(file)
-        header: list[str] | None = next(reader, None)
-        if header is None:  # the file is empty
-            return
-        if not header:
-            raise ValueError("line 1 lacks the names of columns")
-        _refuse_repeated(path, header)
         # A quoted value may have several lines, so a row starts after the last line of the row
         # before.
         first = 2 if layout.has_separator_line else 1
-        line = reader.line_num + first
-        for values in reader:
-            record: object = dict(zip(header, values, strict=False))
-            if len(values) != len(header):
-                record = ValueError(f"has {len(values)} values for {len(header)} columns")
-            if "".join(values).strip():  # else the line is blank
-                yield "line", line, record
-            line = reader.line_num + first
+        line = first
+        header: list[str] | None = None
+        try:
+            for values in reader:
+                if header is None:
+                    _check_names(path, values)
+                    header = values
+                elif "".join(values).strip():  # else the line is blank
+                    record: object = dict(zip(header, values, strict=False))
+                    if len(values) != len(header):
+                        record = ValueError(f"has {len(values)} values for {len(header)} columns")
+                    yield "line", line, record
+                line = reader.line_num + first
+        except csv.Error as error:
+            raise csv.Error(f"line {line}: {error}") from error
 
 
 def json_texts(path: Path) -> Iterator[tuple[str, int, str]]:
@@ -506,7 +509,7 @@ def _read_json(path: Path, _: str) -> _Records:
 
 def _read_parquet(path: Path, _: str) -> _Records:
     table = ParquetFile(path)
-    _refuse_repeated(path, table.schema_arrow.names)
+    _check_names(path, table.schema_arrow.names)
     batches = table.iter_batches(_PARQUET_ROWS)
     records = chain.from_iterable(map(_arrow_records, batches))
     for row, record in enumerate(records, start=1):
@@ -530,7 +533,7 @@ def _as_python(value: Any, kind: pa.DataType) -> Any:
     """
     if isinstance(value, float) and kind in (pa.float16(), pa.float32()):
         return float(str(kind.to_pandas_dtype()(value)))
-    if isinstance(value, dict):
+    if isinstance(value, dict) and isinstance(kind, pa.StructType):
         return {field.name: _as_python(value[field.name], field.type) for field in kind}
     if isinstance(value, list) and hasattr(kind, "value_type"):  # a map has none
         return [_as_python(item, kind.value_type) for item in value]

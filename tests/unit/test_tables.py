@@ -103,6 +103,15 @@ def test_a_quotation_mark_that_joins_rows_of_a_tsv_is_refused_beside_other_rows(
     assert expected in refusal_of(tmp_path / "t.tsv")
 
 
+@pytest.mark.parametrize(
+    ("rows", "line"), [(["1\tfine", '2\t"Great" she said'], 3), (['1\t"open', "2\tfine", "3"], 2)]
+)
+def test_a_quotation_mark_that_fits_no_rule_is_refused_by_line(rows, line, tmp_path):
+    (tmp_path / "t.tsv").write_text("\n".join(["id\ttext", *rows, "4\tlast\tone"]))
+    refusal = refusal_of(tmp_path / "t.tsv")
+    assert f"Error: line {line}: " in refusal and "; fix: close the quoted value in this" in refusal
+
+
 def test_quoted_values_of_a_tsv_may_have_any_lines(tmp_path, caplog):
     values = ["two\nlines", "a\n\nb", 'say "no"\n', "def f():\n\tx = 1\t# one\n\treturn x", "a\tb"]
     for names in (["id", "text", "label"], ["text", "id", "label"], ["id", "label", "text"]):
