@@ -90,11 +90,13 @@ def dry_run(
     num_ranks = num_gpus or distributed.world_size()
     has_gpu = distributed.device().type != "cpu"
     on_gpu = has_gpu or num_gpus is not None or gpu_memory is not None
+    is_refused = False
     try:
         check_shares(config, ds_config_of(config, num_ranks), num_ranks)
     except UserError as error:
         if gpu_memory is None:
             raise
+        is_refused = True
         yield f"refused       {error}"
     directory: Path | None = None
     data: TaskData | None = None
@@ -123,7 +125,7 @@ def dry_run(
         yield f"not checked   {not_checked}"
     if directory is not None and data is not None:
         yield from _data_lines(config, data)
-        if config.method in ZEROTH_ORDER:
+        if config.method in ZEROTH_ORDER and not is_refused:
             yield from _time_lines(plan, data, step_seconds)
 
 
