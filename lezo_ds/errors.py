@@ -160,3 +160,7 @@ def end_with(error: LezoError) -> NoReturn:
         time.sleep(_LOST_RANK_SECONDS)
     # Not sys.exit, which destroys the process group: that waits for ranks in a collective.
     os._exit(error.exit_code)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

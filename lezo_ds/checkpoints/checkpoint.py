@@ -26,11 +26,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import CHAT_TEMPLATE_DIR
 
-from lezo_ds.errors import HubError, UserError, did_you_mean
+from lezo_ds.errors import HubError, UserError, did_you_mean, first_line
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_other_inputs
 from lezo_ds.forward.rope import rotate_each_row
 from lezo_ds.noise import ALL, Region
-from lezo_ds.sharding.files import WeightFiles, has_safetensors
+from lezo_ds.sharding.files import WeightFiles, has_weights
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -43,6 +43,8 @@ _COMPARED_AT_ONCE = 1 << 24
 """Most elements of each of two weights that are in memory while they are compared."""
 _HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 """What transformers reads of a model and its tokenizer; a folder has further chat templates."""
+_PICKLED_WEIGHTS = ["pytorch_model*.bin"]
+"""The weights of older models, which are read where there are no others."""
 _NOT_READ = ["*/*.safetensors", "consolidated*.safetensors"]
 """Copies of the weights in the formats of other libraries, which transformers does not read."""
 
@@ -55,7 +57,7 @@ def resolve_model(model: str) -> Path:
 
     Raises:
         HubError: the hub cannot be reached, and the model is not in the local cache.
-        UserError: the hub has no such model, or the directory has no config.json, no safetensors,
+        UserError: the hub has no such model, or the directory has no config.json, no weights,
             or a link to a file elsewhere.
     """
     directory = Path(model)
@@ -65,10 +67,10 @@ def resolve_model(model: str) -> Path:
         directory = _download(model)
     if not (directory / "config.json").is_file():
         raise _no_model(model, directory)
-    if not has_safetensors(directory):
+    if not has_weights(directory):
         raise UserError(
-            f"model.path {model} has no weights as safetensors",
-            fix="convert .bin files once with transformers: from_pretrained, then save_pretrained",
+            f"model.path {model} has no weights as safetensors or pytorch_model.bin",
+            fix="convert them once with transformers: from_pretrained, then save_pretrained",
         )
     for file in (*directory.iterdir(), *directory.glob(f"{CHAT_TEMPLATE_DIR}/*")):
         _assert_own_file(file, directory)
@@ -117,13 +119,13 @@ def _no_model(model: str, path: Path) -> UserError:
 def _download(model: str) -> Path:
     problem = hub_problem()
     try:
-        directory = snapshot_download(
-            model,
-            allow_patterns=_HUB_PATTERNS,
-            ignore_patterns=_NOT_READ,
-            local_files_only=bool(problem),
+        fetch = functools.partial(
+            snapshot_download, model, ignore_patterns=_NOT_READ, local_files_only=bool(problem)
         )
-        return Path(directory)
+        directory = Path(fetch(allow_patterns=_HUB_PATTERNS))
+        if not any(directory.glob("*.safetensors")):
+            fetch(allow_patterns=_PICKLED_WEIGHTS)
+        return directory
     except Exception as error:  # the client raises many types: offline, not found, bad name
         fix = "check the name, or download the model first and set model.path to its directory"
         parent = Path(model).parent
@@ -136,7 +138,7 @@ def _download(model: str) -> Path:
         kind = UserError if is_final else HubError
         raise kind(
             f"model.path {model} is neither a directory nor a model that can be downloaded from "
-            f"the hub: {problem or _first_line(error)}",
+            f"the hub: {problem or first_line(error)}",
             fix=near,
         ) from error
 
@@ -157,7 +159,7 @@ def hub_problem() -> str:
     except Exception as error:  # of the network, a proxy or certificates
         return (
             f"{constants.ENDPOINT} does not answer within {seconds:g} s (HF_HUB_ETAG_TIMEOUT=10 "
-            f"waits longer): {_first_line(error)}"
+            f"waits longer): {first_line(error)}"
         )
     return ""
 
@@ -174,7 +176,7 @@ def load_model_config(directory: Path) -> Any:
     except Exception as error:  # of many types, for a config.json that is damaged
         raise UserError(
             f"{directory / 'config.json'} is not that of a model that transformers knows: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             fix="update transformers, or use another model (remote code is never run)",
         ) from error
     quantization = getattr(config, "quantization_config", None)
@@ -231,7 +233,7 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
             model = auto_class(config).from_config(own_config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of many types, for a config.json that is damaged
         raise UserError(
-            f"{type(config).__name__} is not that of a causal language model: {_first_line(error)}",
+            f"{type(config).__name__} is not that of a causal language model: {first_line(error)}",
             fix=_USE_A_DECODER,
         ) from error
     is_decoder = getattr(model.config, "is_decoder", False)
@@ -270,7 +272,7 @@ def _ties_unlike_weights(model: Any, directory: Path, dtype: torch.dtype) -> boo
     A directory without weights, whose memory is planned, has what its config says.
     """
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if not pairs or not any(directory.glob("*.safetensors")):
+    if not pairs or not has_weights(directory):
         return False
     files = open_weights(model, directory)
     for target, source in pairs.items():
@@ -369,7 +371,3 @@ def persistent_buffers(
         for name, buffer in module.named_buffers(path, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield own_name(name), buffer
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,4 +1,8 @@
-"""Weights on disk as safetensors, read in slices; and which stored tensors hold which parameter.
+"""Weights on disk, read in slices; and which stored tensors hold which parameter.
+
+A file of safetensors, or a `pytorch_model.bin` of torch, is mapped into memory: a slice costs its
+own size, whatever the size of the file. Of the second kind, only tensors are unpickled (torch's
+`weights_only`), and no code of the file runs.
 
 Transformers 5 keeps the experts of a block in one parameter, while published checkpoints keep a
 tensor for each expert. The conversion mapping of transformers says which tensors make a parameter:
@@ -30,11 +34,19 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, first_line
 from lezo_ds.files import DAMAGE, assert_regular
 from lezo_ds.noise import Region
+
+_MOST_MAPPED = 1 << 27
+"""Number of bytes after which a file of torch is mapped anew."""
 
 
 class _StoredTensor(NamedTuple):
@@ -45,7 +57,7 @@ class _StoredTensor(NamedTuple):
 
 
 class WeightFiles:
-    """The weights of a model directory: model.safetensors, or else an index and its files.
+    """The weights of a model directory, in the files that transformers reads.
 
     Args:
         directory: of the model.
@@ -71,9 +83,10 @@ class WeightFiles:
     ) -> None:
         self.directory = directory
         self._prefix = prefix
+        self._mapped: _MappedTensors | None = None
         self.tensors: dict[str, _StoredTensor] = {}
         for file in _files_of(directory) if single is None else [directory / single]:
-            with _opened(file) as handle:
+            with self._opened(file) as handle:
                 for name in handle.keys():  # noqa: SIM118  (not a dict)
                     shape = tuple(handle.get_slice(name).get_shape())
                     self.tensors[name] = _StoredTensor(file, shape)
@@ -148,7 +161,7 @@ class WeightFiles:
         if region.width and count:
             (tensor,) = tensors  # only one tensor has rows of its parameter's width
             row, column = divmod(region.start, region.stride)
-            with _opened(self.tensors[tensor].file) as handle:
+            with self._opened(self.tensors[tensor].file) as handle:
                 columns = slice(column, column + region.width)
                 rectangle = handle.get_slice(tensor)[row : row + count // region.width, columns]
                 return rectangle.reshape(-1)  # type: ignore[no-any-return]
@@ -172,13 +185,31 @@ class WeightFiles:
         first_row = start // width
         # The file is memory-mapped. Pages that were read count as this process's memory until the
         # file is closed.
-        with _opened(file) as handle:
+        with self._opened(file) as handle:
             view = handle.get_slice(tensor)
             rows: Tensor = view[first_row : math.ceil(stop / width)] if shape else view[...]
             return rows.reshape(-1)[start - first_row * width : stop - first_row * width]
 
+    @contextmanager
+    def _opened(self, file: Path) -> Iterator[Any]:
+        try:
+            assert_regular(file)
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as handle:
+                    yield handle
+                return
+            mapped = self._mapped
+            if mapped is None or mapped.file != file or mapped.num_read > _MOST_MAPPED:
+                self._mapped = mapped = _MappedTensors(file)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{file} cannot be read: {error}",
+                fix="download the model again, or correct the file's permissions",
+            ) from error
+        yield mapped
 
-def has_safetensors(directory: Path) -> bool:
+
+def has_weights(directory: Path) -> bool:
     """Return whether a directory has the weights of a model."""
     return _first_file(directory).is_file()
 
@@ -186,7 +217,8 @@ def has_safetensors(directory: Path) -> bool:
 def _first_file(directory: Path) -> Path:
     """Return the file that transformers opens first: weights, or the index of several files.
 
-    It is the file named in config.json, then model.safetensors, then the index.
+    It is the file named in config.json, or the first that is there of the safetensors, their
+    index, pytorch_model.bin and its index.
     """
     named = None
     with suppress(*DAMAGE):  # load_model_config refuses a damaged config.json
@@ -200,9 +232,9 @@ def _first_file(directory: Path) -> Path:
                 fix="download the model again, or correct the name",
             )
         return file
-    index: Path = directory / SAFE_WEIGHTS_INDEX_NAME
-    single: Path = directory / SAFE_WEIGHTS_NAME
-    return index if index.is_file() and not single.is_file() else single
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    files: list[Path] = [directory / name for name in names]
+    return next((file for file in files if file.is_file()), files[0])
 
 
 def _files_of(directory: Path) -> list[Path]:
@@ -221,18 +253,57 @@ def _files_of(directory: Path) -> list[Path]:
     return [directory / file for file in files]
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        assert_regular(file)
-        handle = safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{file} cannot be read: {error}",
-            fix="download the model again, or correct the file's permissions",
-        ) from error
-    with handle:
-        yield handle
+class _MappedTensors:
+    """The tensors in a file of `torch.save`, with the methods of an open file of safetensors.
+
+    Pages that were read count as this process's memory until the file is mapped anew, which takes
+    a while: torch reads the list of all tensors.
+
+    Attributes:
+        file: their file.
+        num_read: number of bytes that were read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.num_read = 0
+        try:
+            values = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            self._tensors = {name: value for name, value in values.items() if _is_tensor(value)}
+        except OSError:
+            raise
+        except Exception as error:  # damaged files raise errors of many types
+            raise UserError(
+                f"{file} cannot be read in slices without running its code: {first_line(error)}",
+                fix="download the model again, or convert it once with transformers: "
+                "from_pretrained, then save_pretrained",
+            ) from error
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def get_slice(self, name: str) -> _MappedTensor:
+        return _MappedTensor(self, self._tensors[name])
+
+
+class _MappedTensor:
+    """A tensor that is mapped from its file."""
+
+    def __init__(self, owner: _MappedTensors, tensor: Tensor) -> None:
+        self._owner = owner
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part = self._tensor[index]
+        self._owner.num_read += part.nbytes
+        return part
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
 
 
 def stored_parameters(

@@ -53,9 +53,7 @@ def blocks():
     for shown, run in CHANGES.items():
         assert shown in text, f"the page does not have {shown}"
         text = text.replace(shown, run)
-    commands = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return commands, program
+    return re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def directory(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "hf").write_text(HF)
     (tmp_path / "bin" / "hf").chmod(0o755)
-    model = write_reader(tmp_path / "hub" / "opt-30b-hub")
+    model = write_reader(tmp_path / "hub" / "opt-30b")
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16).state_dict()
     torch.save(weights, model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
@@ -91,12 +89,9 @@ def run(slurm, directory):
 
 
 def test_the_page_of_opt_30b_from_the_download_to_five_seeds(slurm, directory, run):
-    commands, program = blocks()
-    fetch, convert, settings, dry_runs, health, train, stop, signal, use, seeds, *rest = commands
+    fetch, settings, dry_runs, health, train, stop, signal, use, seeds, *rest = blocks()
     two_nodes, one_card = rest
-    (directory / "convert.py").write_text(program)
     run(fetch)
-    run(convert)
     run(settings)
     printed = run(dry_runs)
     assert "tensor_parallel=2" in printed

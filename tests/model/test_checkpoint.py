@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +146,62 @@ def test_the_file_that_a_config_names_is_read_as_in_transformers(sharded, single
     config["transformers_weights"] = f"best.{index}"
     (directory / "config.json").write_text(json.dumps(config))
     assert_reads(resolve_model(str(directory)), AutoModelForCausalLM.from_pretrained(directory))
+
+
+def test_files_of_torch_are_read_as_by_transformers_where_there_are_no_others(single, tmp_path):
+    """OPT is on the hub as pytorch_model.bin, or as several files and an index."""
+    saved = tiny_model("opt", torch.bfloat16, seed=2)
+    tensors = {name: tensor.clone() for name, tensor in saved.state_dict().items()}
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    names = sorted(tensors)
+    index = {name: f"pytorch_model-{1 + (name > names[9])}.bin" for name in names}
+    for title, files in (
+        ("whole", {"pytorch_model.bin": tensors}),
+        ("bare", {"pytorch_model.bin": bare}),
+        (
+            "parts",
+            {
+                file: {name: tensors[name] for name in names if index[name] == file}
+                for file in set(index.values())
+            },
+        ),
+    ):
+        directory = tmp_path / title
+        directory.mkdir()
+        shutil.copy(single / "config.json", directory)
+        for name, held in files.items():
+            torch.save(held, directory / name)
+        if len(files) > 1:
+            path = directory / "pytorch_model.bin.index.json"
+            path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        opened = AutoModelForCausalLM.from_pretrained(directory)
+        assert torch.equal(opened.lm_head.weight, saved.lm_head.weight)
+        assert_reads(resolve_model(str(directory)), opened)
+    shutil.copy(single / "model.safetensors", tmp_path / "parts")
+    assert_reads(tmp_path / "parts", AutoModelForCausalLM.from_pretrained(single))
+
+
+class Pickled:
+    def __reduce__(self):
+        return Path.touch, (Path("code-ran"),)
+
+
+@pytest.mark.parametrize("kind", ["code", "the format before torch 1.6", "cut short"])
+def test_a_file_of_torch_that_cannot_be_mapped_or_runs_code_is_refused(
+    kind, model, single, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(single / "config.json", tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    tensors = model.state_dict()
+    if kind == "code":
+        tensors["code"] = Pickled()
+    torch.save(tensors, file, _use_new_zipfile_serialization=kind != "the format before torch 1.6")
+    if kind == "cut short":
+        file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(UserError, match=r"pytorch_model.bin cannot be read .*; fix: .* convert it"):
+        assert_reads(tmp_path, model)
+    assert not (tmp_path / "code-ran").exists()
 
 
 @pytest.mark.parametrize("name", ["lost.safetensors", "../model.safetensors", 3])
