@@ -3,9 +3,9 @@
     main thread     step 0          | step 1          | step 2          | ...
     other thread      lays out 1    |   lays out 2    |   lays out 3    |
 
-A rank reads few of a step's micro-batches: those of its forward passes, and those of the rank that
-it watches. The thread lays out the ones that were read in the step before the current one. Any
-other is laid out when it is read, as without this module, so a wrong guess costs time only.
+A rank reads few of a step's micro-batches: those of its forward passes. The thread lays out the
+ones that were read in the step before the current one. Any other is laid out when it is read, as
+without this module, so a wrong guess costs time only.
 """
 
 from __future__ import annotations
