@@ -258,6 +258,8 @@ def _multiple_choice(
         texts = choice.texts
         if len(texts) < 2 or not all(texts):
             fix = "correct the record, or data.choices"
+            if any(text.startswith("[") for text in texts):
+                fix = "store lists as lists of JSON or parquet, not as text"
             raise UserError(f"data.choices gives {shown(texts)}, not two or more texts", fix=fix)
         candidates = tuple(_after(filled, text) for text in texts)
         if labels is None:
@@ -267,8 +269,9 @@ def _multiple_choice(
         return Example(filled, candidates, label, index)
 
     def survey(records: Sequence[Record]) -> BuildExample:
-        choices = list(readable(choice_of, records))
-        are_numbers = labels_are_numbers(label_field, choices)
+        # A record with one text, such as a list that is stored as text, is refused by itself.
+        choices = [each for each in readable(choice_of, records) if len(each.texts) > 1]
+        are_numbers = bool(choices) and labels_are_numbers(label_field, choices)
         return partial(build_example, are_numbers=are_numbers)
 
     return _Reading(

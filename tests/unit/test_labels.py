@@ -108,6 +108,14 @@ def test_choices_that_are_not_numbered_from_0_are_refused_with_the_labels_that_r
     assert str(error.value).endswith(f"; fix: set data.labels={names}")
 
 
+def test_a_list_of_choices_that_is_stored_as_text_is_no_choice_of_one_text():
+    task = make_task(Description(prompt="{q}", label_field="right", choices=["{options}"]))
+    record = {"q": "Which?", "options": "['red', 'blue']", "right": "A"}
+    build_example = task.survey([record] * 9)
+    with pytest.raises(UserError, match=r"not two or more texts; fix: store lists as lists"):
+        build_example(record, 0)
+
+
 def test_labels_that_may_be_meant_in_two_ways_are_named(caplog):
     assert labels_of([(COLORS, 1), (COLORS, 2)]) == [1, 2]
     assert labels_of([(["1", "0"], "1"), (["0", "1"], "1")]) == [0, 1]
