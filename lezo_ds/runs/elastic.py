@@ -21,6 +21,9 @@ import time
 from contextlib import suppress
 
 from lezo_ds import distributed
+from lezo_ds.config import RunConfig
+from lezo_ds.data.task_data import TaskData
+from lezo_ds.engine import LezoEngine
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.replicas.group import reaches
@@ -29,10 +32,10 @@ from lezo_ds.replicas.member import FEW_LINES
 from lezo_ds.replicas.quorum import Replicas, StepLostError
 from lezo_ds.replicas.transport import Lines, whole_lines
 from lezo_ds.runs import records
-from lezo_ds.runs.method import StepMetrics
-from lezo_ds.runs.run import Run
+from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.run import StepMetrics
 from lezo_ds.runs.signals import Stopped
-from lezo_ds.runs.zeroth_order import ZerothOrderMethod
+from lezo_ds.runs.zeroth_order import ZerothOrderRun
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +43,22 @@ _PAUSE_SECONDS = 0.2
 """Time between rounds after the last step, in which replicas only wait for an evaluation."""
 
 
-class ReplicaRun(Run):
-    """What one rank does of a run, as part of a replica.
+class ReplicaRun(ZerothOrderRun):
+    """What one rank does of a run, as part of a replica. All have equal journals and weights.
 
     Attributes:
-        method: its journal and weights are equal in all replicas.
         replicas: the link to the other replicas.
     """
 
-    method: ZerothOrderMethod
-
-    def __init__(self, method: ZerothOrderMethod, replicas: Replicas) -> None:
-        super().__init__(method)
+    def __init__(
+        self,
+        config: RunConfig,
+        data: TaskData,
+        directory: RunDirectory,
+        engine: LezoEngine,
+        replicas: Replicas,
+    ) -> None:
+        super().__init__(config, data, directory, engine)
         self.replicas = replicas
         self._evaluator = ""  # address of the last replica that left to evaluate
         self.engine.workers = replicas
@@ -61,7 +68,7 @@ class ReplicaRun(Run):
     def open(self) -> None:
         distributed.on_rank_zero(self._begin_with_lines_of_others)
         super().open()
-        self.replicas.journal = self.method.journal
+        self.replicas.journal = self.journal
 
     def _begin_with_lines_of_others(self) -> None:
         """Take over the journal of another replica, if this one has none. For rank 0."""
@@ -102,11 +109,11 @@ class ReplicaRun(Run):
                 self.meet()
                 if self._is_over():  # with the steps that were taken over
                     self._do_empty_round()
-                    return self.method.metrics_of_last_step()
+                    return self.metrics_of_last_step()
                 if self.is_check_due():
                     # It takes a while, and with it replicas notice any flipped bit.
                     self.replicas.digest = self.engine.weights.digest()
-                metrics = self.method.step()
+                metrics = super().step()
                 self._record_brought()
                 return metrics
             except StepLostError as error:
@@ -117,7 +124,7 @@ class ReplicaRun(Run):
         self.replicas.stops_all = self.has_stop_file
         self.replicas.digest = ""
         while True:
-            self.replicas.own_learning_rate = self.method.engine.own_learning_rate()
+            self.replicas.own_learning_rate = self.engine.own_learning_rate()
             try:
                 place = self.replicas.meet()
             except NoQuorumError:
@@ -168,10 +175,9 @@ class ReplicaRun(Run):
     def _take_over(self, lines: Lines) -> int:
         """Append lines of others, and do their steps. Return the number of lines."""
         if lines.start > 0:
-            self.method.follow(lines.data)
+            self.follow(lines.data)
         else:
-            self.method.replace_journal(lines.data)
-            self.replicas.journal = self.method.journal
+            self.replace_journal(lines.data)
         return lines.data.count(b"\n")
 
     # Evaluations.
@@ -185,7 +191,7 @@ class ReplicaRun(Run):
         assert self.replicas.place is not None, "there was a round"
         for evaluation in self.replicas.place.evaluations:
             if not self.has_evaluated(evaluation.split, evaluation.step):
-                self.method.record(evaluation)
+                super().record(evaluation)
         self.replicas.evaluations = []
 
     def evaluate_and_save(self) -> None:
@@ -216,10 +222,10 @@ class ReplicaRun(Run):
         self.replicas.leave()
         for split, step in missing:
             if step != self.engine.global_steps:
-                self.method.restore(step)
+                self.restore(step)
             self.evaluate(split, at=step)
         if self.engine.global_steps != head:
-            self.method.restore(head)
+            self.restore(head)
         self.save_if_due()  # the snapshot is of the newest step
         self._catch_up()
         return True
@@ -231,7 +237,7 @@ class ReplicaRun(Run):
         ranks, for which these evaluations are collectives.
         """
         step = self.engine.global_steps
-        evaluations = self.method.evaluations
+        evaluations = self.evaluations
         recorded = {(evaluation.split, evaluation.step) for evaluation in evaluations}
         due = {("dev", number) for number in range(0, step + 1, self.eval_every)}
         if self._is_over():

@@ -36,7 +36,6 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.runs.method import StepMetrics, TrainingMethod
 from lezo_ds.runs.records import (
     TrainingState,
     assert_same_base,
@@ -44,6 +43,7 @@ from lezo_ds.runs.records import (
     make_header,
     owner_of,
 )
+from lezo_ds.runs.run import Run, StepMetrics
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
 from lezo_ds.zo.passes import passes_of_step
@@ -224,7 +224,7 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
     return FirstOrderEngine(engine, perturbed, sharded, config.seed)
 
 
-class FirstOrderMethod(TrainingMethod):
+class FirstOrderRun(Run):
     """AdamW in a run, which resumes from the checkpoint that training_state.json names.
 
     The order of writes makes any crash harmless: snapshot, checkpoint, training_state.json, and
@@ -278,9 +278,6 @@ class FirstOrderMethod(TrainingMethod):
             super().save()
         self._write_state(evaluations=tuple(self.evaluations))
 
-    def check(self) -> None:
-        """Do nothing: nobody knows what the weights should be but the optimizer that made them."""
-
     def save(self) -> None:
         if self._state.step == self.engine.global_steps:
             return
@@ -320,6 +317,3 @@ class FirstOrderMethod(TrainingMethod):
 
     def num_skipped_steps(self) -> int:
         return self.engine.skipped_steps
-
-    def close(self) -> None:
-        """Do nothing: training_state.json is complete after each write."""

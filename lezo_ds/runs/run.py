@@ -1,11 +1,14 @@
 """A run: evaluate, train, write snapshots, and score the best step.
 
-`Run` has the order of things. Two classes have what differs between runs:
+`Run` has the order of things. Its subclasses have what differs between runs:
 
-    trainer.train  builds  Run ---------> TrainingMethod   how a step changes the weights, and where
-                            ^             it is recorded: zeroth_order.py, first_order.py
-                            |
-                       ReplicaRun         a launch that shares the run with others: elastic.py
+    ZerothOrderRun (zeroth_order.py)    LeZO and MeZO; a run that only scores has no steps
+      a step        forward passes at probes, then an update of each rank's shards
+      on disk       journal.jsonl has a line for each step; a snapshot only saves time
+      ReplicaRun (elastic.py)           a launch that shares the run with others
+    FirstOrderRun (first_order.py)      AdamW
+      a step        forward and backward passes, then DeepSpeed's optimizer
+      on disk       training_state.json names the checkpoint from which a run resumes
 
 A launch is what one command starts: one rank or many. Most runs have one launch, which does at once
 what is due. With `elastic.lighthouse`, several launches do the steps of a run together, and one of
@@ -14,34 +17,34 @@ them evaluates while the others go on.
 Each rank executes this. (c) marks a collective: a rank that does not get there hangs all others, so
 each decision depends only on what all ranks know. Rank 0 writes the files.
 
-    open                             (c)  method.open: the records, the weights to resume with
+    open                             (c)  the records, the weights to resume with
     cut metrics.jsonl and samples.jsonl, write config.yaml
     begin                            (c)  evaluate the base model on the test split
     cross_check                      (c)  a training pass against the model alone
     repeat
-        method.check                 (c)  every 100 steps
-        evaluate_and_save            (c)  evaluate on the dev split, method.save; if they are due
+        check                        (c)  every 100 steps
+        evaluate_and_save            (c)  evaluate on the dev split, save; if they are due
         leave the loop                    after the last step, or when train.patience has run out
         raise Stopped                     if the votes in the last all-reduce ask for it
         look for requests                 they become votes of this rank in the next all-reduce
-        step                         (c)  method.step
+        step                         (c)
         write metrics.jsonl, show progress
     finish                           (c)  replicas wait for evaluations of others
-    method.restore                   (c)  the step with the lowest validation loss
+    restore                          (c)  the step with the lowest validation loss
     evaluate                         (c)  it on the test split
     digest of the weights            (c)  for the results
-    method.check                     (c)
-    write results.json, remove snapshots that nobody wants, method.close
+    check                            (c)
+    write results.json, remove snapshots that nobody wants, close
 
 An evaluation is
 
-    method.check                     (c)
+    check                            (c)
     repeat for each batch
         look for requests
         vote                         (c)  raise Stopped if any rank asks for it
         forward pass                 (c)
     write predictions/, metrics.jsonl, samples.jsonl
-    record                           (c)  method.record
+    record                           (c)
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ import logging
 import math
 import resource
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,15 +63,25 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.snapshots import prune_snapshots, remove_snapshots
-from lezo_ds.config import TRAINED, eval_every
+from lezo_ds.checkpoints.snapshots import (
+    SnapshotOwner,
+    own_snapshots,
+    prune_snapshots,
+    read_manifest,
+    remove_snapshots,
+    snapshot_path,
+)
+from lezo_ds.config import TRAINED, RunConfig, eval_every
 from lezo_ds.data.evaluation import evaluate, prediction_rows
+from lezo_ds.data.prefetch import StepBatches
+from lezo_ds.data.task_data import TaskData
+from lezo_ds.engine import ModelEngine
 from lezo_ds.files import remove_directory
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs import records
 from lezo_ds.runs.cross_check import cross_check
-from lezo_ds.runs.method import StepMetrics, TrainingMethod
+from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
@@ -82,16 +96,24 @@ MAJORITY_CLASS = "majority_class"
 MACRO_F1 = "macro_f1"
 """Names of scores in the record of an evaluation, next to the task's metric."""
 
+StepMetrics = dict[str, float | bool | None]
+"""Numbers of a step, by the names that they have in metrics.jsonl, such as `loss` and `applied`."""
 
-class Run:
-    """What one rank does of a run, which has no other launch.
+
+class Run(ABC):
+    """What one rank does of a run.
 
     The head of this module has the order of the calls. `begin`, `evaluate_and_save` and `finish`
     may raise `Stopped`.
 
     Attributes:
-        method: how the run trains, with the configuration, the data, the directory and the engine.
-        config, data, directory, engine: those of the method.
+        config: the configuration of the run.
+        data: the encoded splits, the metric and the objective.
+        batches: the batches of the steps; a thread lays out the next one.
+        directory: where rank 0 writes.
+        engine: the sharded model. `open` brings it to the step at which the run resumes.
+        evaluations: all recorded evaluations, oldest first, the same on every rank.
+        needs_snapshot_to_stop: whether a stop would lose the steps since the last snapshot.
         num_steps: number of steps to do; 0 if the run only scores.
         num_done: number of steps done. `engine.global_steps` goes back when an earlier step is
             restored, and this does not.
@@ -99,12 +121,18 @@ class Run:
         has_stop_file: whether rank 0 found the file STOP when it looked last.
     """
 
-    def __init__(self, method: TrainingMethod) -> None:
-        self.method = method
-        self.config = method.config
-        self.data = method.data
-        self.directory = method.directory
-        self.engine = method.engine
+    engine: ModelEngine
+    needs_snapshot_to_stop = False
+
+    def __init__(
+        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: ModelEngine
+    ) -> None:
+        self.config = config
+        self.data = data
+        self.batches = StepBatches(data, config)
+        self.directory = directory
+        self.engine = engine
+        self.evaluations: list[EvaluationRecord] = []
         self.num_steps = 0
         if self.config.method in TRAINED:
             self.num_steps = self.config.train.steps or 0
@@ -127,7 +155,7 @@ class Run:
             self.num_done = self.engine.global_steps
             if self._writes:
                 self._prune_snapshots()
-                evaluated = [(each.split, each.step) for each in self.method.evaluations]
+                evaluated = [(each.split, each.step) for each in self.evaluations]
                 seconds = self.directory.cut_logs(self.num_done, evaluated)
                 self._began = time.monotonic() - seconds
                 self.directory.write_config(self.config)
@@ -136,15 +164,15 @@ class Run:
             with on_stop_signals(lambda _: self.engine.request_stop()):
                 is_finished = self._run_to_end()
             results = self._results(is_finished=is_finished)
-            self.method.check()  # before the digest of these weights is written
+            self.check()  # before the digest of these weights is written
             if self._writes:
                 results.write(self.directory.results)
                 if is_finished and self.config.train.keep_snapshots == 0:
                     remove_directory(self.directory.checkpoints)
-                    protected = self.method.protected_steps(is_finished=True)
+                    protected = self.protected_steps(is_finished=True)
                     remove_snapshots(self.directory.snapshots, protected)
                 self.directory.forget_stop()
-                self.method.close()
+                self.close()
             return results
 
     def _last_good_step(self) -> str:
@@ -162,9 +190,9 @@ class Run:
             with logging_redirect_tqdm(), bar:  # log lines go above the progress bar
                 self._train(bar)
                 self.finish()
-            best = records.best_evaluation(self.method.evaluations)
+            best = records.best_evaluation(self.evaluations)
             if best is not None:
-                self.method.restore(best.step)
+                self.restore(best.step)
                 self.evaluate("test", at=best.step)
         except Stopped:  # from the loop, or from inside an evaluation
             return False
@@ -176,7 +204,7 @@ class Run:
             cross_check(self.engine, self.data, self.config)
         while True:
             if self.num_done > 0 and self.is_check_due():
-                self.method.check()
+                self.check()
             self.evaluate_and_save()
             if self.num_done >= self.num_steps or self.has_lost_patience():
                 return
@@ -191,11 +219,56 @@ class Run:
             bar.set_postfix({"loss": number(metrics["loss"])}, refresh=False)
             bar.update()
 
-    # What a replica does in another way (elastic.py). All of these are collectives of this launch.
+    # What differs between runs. All but the numbers of steps are collectives of this launch.
 
+    @abstractmethod
     def open(self) -> None:
-        """Open the run's records, and bring the engine to the step at which this launch begins."""
-        self.method.open()
+        """Start or open the run's records, and bring the engine to the last recorded step.
+
+        What another run has left in the directory is moved aside.
+        """
+
+    @abstractmethod
+    def step(self) -> StepMetrics:
+        """Bring the run forward by a step, and return the numbers of the newest step."""
+
+    @abstractmethod
+    def record(self, evaluation: EvaluationRecord) -> None:
+        """See that an evaluation that this launch has done is recorded."""
+
+    @abstractmethod
+    def restore(self, step: int) -> None:
+        """Bring the engine to the exact weights after a step that was validated."""
+
+    @abstractmethod
+    def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
+        """Return the steps whose snapshots stay, whatever train.keep_snapshots is.
+
+        A run that `is_finished` may need fewer of them.
+        """
+
+    @abstractmethod
+    def owner(self) -> SnapshotOwner:
+        """Return what the snapshots of this run have in their manifests. For rank 0."""
+
+    @abstractmethod
+    def num_skipped_steps(self) -> int:
+        """Return the number of steps that changed nothing. Only that of rank 0 counts."""
+
+    def num_flat_steps(self) -> int:
+        """Return the number of steps whose probes had equal losses. Only that of rank 0 counts."""
+        return 0
+
+    def check(self) -> None:  # noqa: B027
+        """Check the weights, if their right values are known, and wait for records to be synced.
+
+        Raises:
+            DesyncError: the weights of a rank are not what the steps made of them.
+            JournalError: the records of the last steps cannot be written.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Close the run's records. Nothing can be recorded afterwards."""
 
     def begin(self) -> None:
         """Score the base model, if this launch is the one to do it, and get ready for steps."""
@@ -209,21 +282,13 @@ class Run:
             try:
                 self.evaluate("dev", at=step)
             except Stopped:
-                if self.method.needs_snapshot_to_stop:
+                if self.needs_snapshot_to_stop:
                     self.save_if_due()
                 raise
         self.save_if_due()
 
-    def step(self) -> StepMetrics:
-        """Bring the run forward by a step, and return the numbers of the newest step."""
-        return self.method.step()
-
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Wait, after the last step, until all evaluations of the run are recorded here."""
-
-    def record(self, evaluation: EvaluationRecord) -> None:
-        """See that an evaluation that this launch has done is recorded."""
-        self.method.record(evaluation)
 
     # What is due.
 
@@ -238,7 +303,7 @@ class Run:
             return False
         if step == self.num_steps or self.has_lost_patience():
             return True
-        if self.engine.stop_agreed and self.method.needs_snapshot_to_stop:
+        if self.engine.stop_agreed and self.needs_snapshot_to_stop:
             return True
         every = self.config.train.snapshot_every
         if every is None:
@@ -247,7 +312,7 @@ class Run:
 
     def has_lost_patience(self) -> bool:
         """Return whether train.patience ends the run: too many validations without progress."""
-        stop = records.stopping_step(self.method.evaluations, self.config.train.patience)
+        stop = records.stopping_step(self.evaluations, self.config.train.patience)
         return stop is not None and stop <= self.num_done
 
     # Requests of the user.
@@ -294,7 +359,7 @@ class Run:
         """
         if self.engine.global_steps != at or self.has_evaluated(split, at):
             return
-        self.method.check()
+        self.check()
         encoded = self.data.dev if split == "dev" else self.data.test
         result = evaluate(self, self.data, encoded, self.config.train.eval_batch_size)
         if split == "test":
@@ -328,24 +393,49 @@ class Run:
 
     def has_evaluated(self, split: str, step: int) -> bool:
         """Return whether an evaluation of a split after `step` steps is recorded."""
-        recorded = {(record.split, record.step) for record in self.method.evaluations}
+        recorded = {(record.split, record.step) for record in self.evaluations}
         return (split, step) in recorded
 
     # Files.
+
+    def save(self) -> None:
+        """Write a snapshot of the current step, and what a run resumes from, unless it is there."""
+        step = self.engine.global_steps
+        target = snapshot_path(self.directory.snapshots, step)
+
+        def is_there() -> bool:
+            manifest = read_manifest(target)
+            return manifest is not None and self.owner().owns(step, manifest)
+
+        if distributed.on_rank_zero(is_there):
+            return
+        self.check()  # wrong weights would come back from a snapshot after every restart
+        checksum = None
+        if self._writes:
+            checksum = self.owner().checksum(step)
+        self.engine.write_model(target, journal=checksum)
 
     def save_if_due(self) -> None:
         """Write the snapshot that is due at this step, if any; remove the oldest. A collective."""
         if not self.is_snapshot_due():
             return
-        self.method.save()
+        self.save()
         if self._writes:
             self._prune_snapshots()
 
     def _prune_snapshots(self) -> None:
         """Remove all but the newest snapshots while the run goes on."""
         num_kept = max(1, self.config.train.keep_snapshots)  # a run resumes from the newest
-        protected = self.method.protected_steps(is_finished=False)
+        protected = self.protected_steps(is_finished=False)
         prune_snapshots(self.directory.snapshots, num_kept, protected)
+
+    def prepare_resumption(self, num_steps: int) -> None:
+        """Announce it. Move snapshots of other runs or of unrecorded steps aside. For rank 0."""
+        if num_steps > 0:  # loading or replaying them may take a while
+            logger.info("resuming at step %d of %d", num_steps, self.config.train.steps)
+        root = self.directory.snapshots
+        _, foreign_steps = own_snapshots(root, self.owner())
+        self.directory.set_aside([snapshot_path(root, step) for step in foreign_steps])
 
     def _log_metrics(self, metrics: Mapping[str, float | bool | None]) -> None:
         """Append numbers of the current step to metrics.jsonl, and send them to the monitors."""
@@ -373,11 +463,11 @@ class Run:
         # A run that only scores has no validations, so nothing is best.
         best = trained = None
         if is_finished:
-            best = records.best_evaluation(self.method.evaluations)
-            trained = records.best_evaluation(self.method.evaluations, first_step=1)
+            best = records.best_evaluation(self.evaluations)
+            trained = records.best_evaluation(self.evaluations, first_step=1)
         best_step = None if best is None else best.step
         scores: dict[int | None, dict[str, float]] = {}  # of the test split, by steps
-        for evaluation in self.method.evaluations:
+        for evaluation in self.evaluations:
             if evaluation.split == "test":
                 scores[evaluation.step] = evaluation.metrics
         of_base = scores.get(0, {})
@@ -401,14 +491,14 @@ class Run:
             best_step=best_step,
             best_dev_loss=None if best is None else best.loss,
             trained_dev_loss=None if trained is None else trained.loss,
-            worse_than_base=is_finished and records.is_worse_than_base(self.method.evaluations),
+            worse_than_base=is_finished and records.is_worse_than_base(self.evaluations),
             steps=self.num_done,
             early_stop_step=early_stop_step,
             seed=config.seed,
             seconds=self._seconds(),
             peak_memory_bytes=self._peak_memory_bytes(),
-            skipped_steps=self.method.num_skipped_steps(),
-            flat_steps=self.method.num_flat_steps(),
+            skipped_steps=self.num_skipped_steps(),
+            flat_steps=self.num_flat_steps(),
             model_fingerprint=self.engine.base.fingerprint,
             weights_digest=self.engine.weights.digest(),
             world_size=self.engine.world_size,

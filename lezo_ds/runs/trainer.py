@@ -40,7 +40,7 @@ from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.first_order import FirstOrderMethod, initialize_first_order
+from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
 from lezo_ds.runs.records import (
     RecordedRun,
     assert_same_model_config,
@@ -50,7 +50,7 @@ from lezo_ds.runs.records import (
 )
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.run import Run
-from lezo_ds.runs.zeroth_order import ZerothOrderMethod
+from lezo_ds.runs.zeroth_order import ZerothOrderRun
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +99,10 @@ def train(config: RunConfig) -> RunResults:
         if config.method == "adamw":
             logger.info("loading %s", config.model.path)
             first_order = initialize_first_order(config, ds_config)
-            run = Run(FirstOrderMethod(config, data, directory, first_order))
+            run = FirstOrderRun(config, data, directory, first_order)
         elif config.elastic.lighthouse is None:
             engine = make_engine(config, ds_config)
-            run = Run(ZerothOrderMethod(config, data, directory, engine))
+            run = ZerothOrderRun(config, data, directory, engine)
         else:
             # torchft is an extra, and only replicas load it.
             from lezo_ds.replicas.quorum import Replicas
@@ -117,7 +117,7 @@ def train(config: RunConfig) -> RunResults:
             )
             resources.callback(replicas.leave)
             engine = make_engine(config, ds_config)
-            run = ReplicaRun(ZerothOrderMethod(config, data, directory, engine), replicas)
+            run = ReplicaRun(config, data, directory, engine, replicas)
         return run.execute()
 
 

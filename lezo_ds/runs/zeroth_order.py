@@ -26,13 +26,13 @@ from lezo_ds.engine import LezoEngine
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord, Journal, read_journal
 from lezo_ds.runs import records
-from lezo_ds.runs.method import StepMetrics, TrainingMethod
+from lezo_ds.runs.run import Run, StepMetrics
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
 
-class ZerothOrderMethod(TrainingMethod):
+class ZerothOrderRun(Run):
     """Training by forward passes, recorded in a journal; or no training, if the run only scores.
 
     Attributes:
@@ -40,7 +40,6 @@ class ZerothOrderMethod(TrainingMethod):
     """
 
     engine: LezoEngine
-    needs_snapshot_to_stop = False
     journal: Journal | None = None
 
     def open(self) -> None:
