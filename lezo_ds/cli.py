@@ -561,7 +561,7 @@ def _prepare_process() -> None:
     handler.setFormatter(_Formatter())
     handler.addFilter(_Once())
     logging.basicConfig(level=level, handlers=[handler])
-    for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
+    for noisy in ("accelerate", "DeepSpeed", "httpx", "datasets", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 

@@ -6,7 +6,7 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
     config.yaml               the configuration of the last start
     journal.jsonl             the records of a run that is not first-order (zeroth_order.py)
     training_state.json       the records of a first-order run, which name its checkpoint
-    checkpoints/step-N/       DeepSpeed's checkpoint (first_order.py)
+    checkpoints/checkpoint-N/ the Trainer's checkpoint (first_order.py)
     snapshots/step-N/         a model in the format of transformers or peft
     predictions/step-N.jsonl  the answers to the test examples
     samples.jsonl             some answers of each evaluation, with their rewards

@@ -7,7 +7,8 @@
       on disk       journal.jsonl has a line for each step; a snapshot only saves time
       ReplicaRun (elastic.py)           a launch that shares the run with others
     FirstOrderRun (first_order.py)      AdamW
-      a step        forward and backward passes, then DeepSpeed's optimizer
+      a step        forward and backward passes, then DeepSpeed's optimizer; the loop is that of
+                    transformers' Trainer, which calls the run back
       on disk       training_state.json names the checkpoint from which a run resumes
 
 A launch is what one command starts: one rank or many. Most runs have one launch, which does at once
@@ -188,7 +189,7 @@ class Run(ABC):
             self.num_done = self.engine.global_steps
             bar = progress_bar(self.num_steps, num_done=self.num_done, is_shown=self._writes)
             with logging_redirect_tqdm(), bar:  # log lines go above the progress bar
-                self._train(bar)
+                self.train(bar)
                 self.finish()
             best = records.best_evaluation(self.evaluations)
             if best is not None:
@@ -198,26 +199,41 @@ class Run(ABC):
             return False
         return True
 
-    def _train(self, bar: tqdm[Any]) -> None:
+    def train(self, bar: tqdm[Any]) -> None:
         """Do what is left of the steps, with evaluations and snapshots. It may raise Stopped."""
+        self.cross_check()
+        while not self.is_over():
+            self.count_step(self.step(), bar)
+
+    def cross_check(self) -> None:
+        """Compare a training pass with the model alone, if steps follow. A collective."""
         if self.num_done < self.num_steps:
             cross_check(self.engine, self.data, self.config)
-        while True:
-            if self.num_done > 0 and self.is_check_due():
-                self.check()
-            self.evaluate_and_save()
-            if self.num_done >= self.num_steps or self.has_lost_patience():
-                return
-            # The votes were part of the last step's all-reduce. A snapshot that the stop needs is
-            # written by now.
-            if self.engine.stop_agreed:
-                raise Stopped
-            self.look_for_requests()
-            metrics = self.step()
-            self.num_done = self.engine.global_steps
-            self._log_metrics(metrics)
-            bar.set_postfix({"loss": number(metrics["loss"])}, refresh=False)
-            bar.update()
+
+    def is_over(self) -> bool:
+        """Do what is due between two steps, and return whether no step follows. A collective.
+
+        Raises:
+            Stopped: all ranks agreed to stop.
+        """
+        if self.num_done > 0 and self.is_check_due():
+            self.check()
+        self.evaluate_and_save()
+        if self.num_done >= self.num_steps or self.has_lost_patience():
+            return True
+        # The votes were part of the last step's all-reduce. A snapshot that the stop needs is
+        # written by now.
+        if self.engine.stop_agreed:
+            raise Stopped
+        self.look_for_requests()
+        return False
+
+    def count_step(self, metrics: StepMetrics, bar: tqdm[Any]) -> None:
+        """Log and show a step that was done."""
+        self.num_done = self.engine.global_steps
+        self._log_metrics(metrics)
+        bar.set_postfix({"loss": number(metrics["loss"])}, refresh=False)
+        bar.update()
 
     # What differs between runs. All but the numbers of steps are collectives of this launch.
 

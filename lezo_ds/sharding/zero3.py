@@ -5,7 +5,6 @@
       v
     sharded model
       | start_forward_engine       forward passes only, at perturbed weights
-      | start_training_engine      backward passes and an optimizer, for AdamW
       v
     DeepSpeed's engine
 
@@ -25,8 +24,6 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lezo_ds.distributed import device
 from lezo_ds.sharding.gather import GatherAhead, keep_in_step
@@ -110,19 +107,6 @@ def start_forward_engine(
     if not get_accelerator().is_synchronized_device():
         keep_in_step(blocks)
     GatherAhead(model, blocks)
-    return engine
-
-
-def start_training_engine(
-    *, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, ds_config: Mapping[str, Any]
-) -> Any:
-    """Wrap a loaded model in a DeepSpeed engine that also shards gradients and optimizer states."""
-    # With offload, DeepSpeed would insist on its own CPU optimizer, which has to be compiled.
-    config = {**ds_config, "zero_force_ds_cpu_optimizer": False}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
-    )
-    engine.eval()
     return engine
 
 

@@ -18,14 +18,15 @@ from ranks import run_ranks
 from run_ends import digest_after, results_of
 from tiny_runs import DS_CONFIG, SEED, TINY_OPT, make_batch, write_model
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
 from lezo_ds.config import config_from_dict
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import DivergenceError
-from lezo_ds.runs.first_order import initialize_first_order
+from lezo_ds.forward.batch import StepBatch
+from lezo_ds.runs.first_order import FirstOrderTrainer, initialize_first_order
 from lezo_ds.zo.keys import dropout_key
 
 pytestmark = pytest.mark.distributed
@@ -45,10 +46,32 @@ def gathered(engine):
     return {parameter.name: parameter.gather() for parameter in engine.weights.shards}
 
 
-def do_step(engine):
-    return engine.learning_rate, engine.train_batch(
-        make_batch(engine.global_steps), classification_loss
-    )
+class Follower(TrainerCallback):
+    """Notes the learning rate and the loss of each step, and writes a checkpoint after the second
+    one."""
+
+    def __init__(self, engine):
+        self.engine, self.steps = engine, []
+
+    def on_train_begin(self, *_, **__):
+        self.engine.start(self.trainer.model_wrapped)
+
+    def on_step_end(self, arguments, state, *_, **__):
+        self.steps.append((self.trainer.rate, self.trainer.mean_loss))
+        if state.global_step == 2:
+            self.trainer.save_checkpoint()
+
+
+def train(config, engine, root, checkpoint=None, loss=classification_loss):
+    """Return (learning rate, loss) of each step."""
+
+    def batches(step):
+        return StepBatch.of(make_batch(step))
+
+    follower = Follower(engine)
+    follower.trainer = FirstOrderTrainer(config, engine, batches, loss, follower, root)
+    follower.trainer.train(resume_from_checkpoint=checkpoint)
+    return follower.steps
 
 
 def train_and_resume(directory, root, num_ranks):
@@ -66,16 +89,13 @@ def train_and_resume(directory, root, num_ranks):
     config = config_from_dict(values, "the test")
     ds_config = load_ds_config(DS_CONFIG, "fp32", num_ranks, 2)
     engine, fresh, broken = (initialize_first_order(config, ds_config) for _ in range(3))
-    steps = [do_step(engine), do_step(engine)]
-    engine.save_training_state(root)
-    steps += [do_step(engine), do_step(engine)]
+    steps = train(config, engine, root)
     (batch,) = make_batch(0, num_micro_batches=1)
     assert torch.equal(engine.forward(batch), engine.forward(batch)), "dropout acts in evaluations"
-    fresh.load_training_state(root, 2)
-    resumed = [*steps[:2], do_step(fresh), do_step(fresh)]
+    resumed = [*steps[:2], *train(config, fresh, root, str(root / "checkpoint-2"))]
     before = gathered(broken)
     with pytest.raises(DivergenceError, match="loss of step 0 is not finite"):
-        broken.train_batch(make_batch(0), lambda logits, _: logits[:, 0] * math.nan)
+        train(config, broken, root, loss=lambda logits, _: logits[:, 0] * math.nan)
     same = all(torch.equal(before[name], weight) for name, weight in gathered(broken).items())
     return steps, gathered(engine), resumed, gathered(fresh), same
 
@@ -188,9 +208,9 @@ def test_all_files_of_a_checkpoint_are_on_the_disk_before_the_state_names_it(rec
     operations = log.read_text().splitlines()
     last_named = len(operations) - operations[::-1].index("replace training_state.json")
     synced = {line for line in operations[:last_named] if line.startswith("fsync ")}
-    checkpoint = snapshot_path(run_dir / "checkpoints", 3)
-    files = list(checkpoint.iterdir())
-    assert len(files) == 4  # the weights and the optimizer of each rank
+    checkpoint = run_dir / "checkpoints" / "checkpoint-3"
+    files = list(checkpoint.rglob("*"))
+    assert len([path for path in files if path.suffix == ".pt"]) == 5  # weights, moments, schedule
     for path in (*files, checkpoint, checkpoint.parent):
         assert f"fsync {path.relative_to(run_dir)}" in synced
 
@@ -210,7 +230,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_in_one_line(
     # The other rank may add that this one has ended.
     error = next(line for line in finished.err.splitlines() if line.startswith("error: "))
     assert finished.code == 2 and "Traceback" not in finished.err
-    assert f"the checkpoint {path.parent} cannot be loaded: " in error
+    assert f"the checkpoint {path.parents[1]} cannot be loaded: " in error
     assert "fix: restore it from a copy" in error
     assert (run_dir / "training_state.json").read_bytes() == (
         undisturbed / "training_state.json"

@@ -370,13 +370,13 @@ class Lab:
         shared = environment(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
         started = []
         for rank in range(num_ranks):
-            files = [self._outputs / f"{kind}-{len(self.ranks)}" for kind in ("out", "err")]
+            files = [self._outputs / f"{kind}-{len(self.ranks)}" for kind in ("in", "out", "err")]
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(
                 target=_run_program, args=(command, own, REPOSITORY, files), daemon=True
             )
             process.start()
-            process.errors = files[1]
+            process.errors = files[2]
             started.append(process)
             self.ranks.append(process)
         return started if num_ranks > 1 else started[0]
