@@ -53,6 +53,8 @@ _SHORT.maxstring = 100
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 
+_BEFORE_TRAINER = ("0.1.", "0.2.", "0.3.", "0.4.", "0.5.")
+"""Beginnings of the versions with checkpoints of their own for AdamW."""
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 """Keys of a model's config.json that change if the model is only copied or saved again."""
 
@@ -167,7 +169,7 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
     Raises:
         UserError: the first input that differs, with both values.
     """
-    _refuse_other_law(recorded, ours)
+    _refuse_older_training(recorded, ours)
     for key, old, new in _differences(_inputs_of(recorded), _inputs_of(ours)):
         # A key that is younger than the run had its default.
         default = _SHORT.repr(READER.keys.get(key, {}).get("default"))
@@ -188,21 +190,21 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
 
 
-def _refuse_other_law(recorded: Header, ours: Header) -> None:
-    """Refuse to continue a run whose next steps would have another law than those before.
-
-    0.5.0 gave each group of examples a deviation of its own.
-    """
-    zo = recorded.config.get("zo")
-    if not isinstance(zo, dict):
-        return
-    version = recorded.libraries.get("lezo_ds")
+def _refuse_older_training(recorded: Header, ours: Header) -> None:
+    """Refuse to continue a run of an older version that trained in another way."""
+    version = str(recorded.libraries.get("lezo_ds"))
     own_version = ours.libraries["lezo_ds"]
-    has_groups = zo.get("examples_per_direction") is not None
-    if zo.get("estimator") == "fzoo" and has_groups and version == "0.5.0" != own_version:
+    zo = recorded.config.get("zo")
+    if not isinstance(zo, dict) or version == own_version:
+        return
+    change = ""
+    if version == "0.5.0" and zo.get("estimator") == "fzoo" and zo.get("examples_per_direction"):
+        change = "in zo.estimator=fzoo, groups of examples share one deviation since 0.6.0"
+    if recorded.config.get("method") == "adamw" and version.startswith(_BEFORE_TRAINER):
+        change = "method=adamw has checkpoints of transformers' Trainer since 0.6.0"
+    if change:
         raise UserError(
-            "in zo.estimator=fzoo, groups of examples share one deviation since 0.6.0, and the "
-            f"journal was written by lezo_ds {version} (this is {own_version})",
+            f"{change}, and the run was written by lezo_ds {version} (this is {own_version})",
             fix=f"resume the run with lezo_ds {version}, or use another run_dir",
         )
 

@@ -16,6 +16,7 @@ from commands import assert_one_error, run_forked, run_forked_well, wait_until
 from faults import run_faulty
 from ranks import run_ranks
 from run_ends import digest_after, results_of
+from thorough import thorough
 from tiny_runs import DS_CONFIG, SEED, TINY_OPT, make_batch, write_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -215,8 +216,15 @@ def test_all_files_of_a_checkpoint_are_on_the_disk_before_the_state_names_it(rec
         assert f"fsync {path.relative_to(run_dir)}" in synced
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut short"])
-@pytest.mark.parametrize("kind", ["model", "optim"])
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [
+        ("missing", "model"),
+        ("cut short", "optim"),
+        thorough("missing", "optim"),
+        thorough("cut short", "model"),
+    ],
+)
 def test_a_checkpoint_that_cannot_be_loaded_is_refused_in_one_line(
     kind, damage, recipe, undisturbed, tmp_path
 ):

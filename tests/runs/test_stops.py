@@ -103,7 +103,7 @@ def test_a_second_process_in_a_directory_is_refused_and_the_first_goes_on(recipe
     run_forked_well(endless, meanwhile=after_four_steps(tmp_path, start_another))
 
 
-@pytest.mark.parametrize(("victim", "number"), [(0, "SIGSTOP"), (1, "SIGKILL")])
+@pytest.mark.parametrize(("victim", "number"), [thorough(0, "SIGSTOP"), (1, "SIGKILL")])
 def test_a_dead_or_hung_rank_ends_the_run_which_names_the_last_good_step(
     victim, number, recipe, undisturbed, tmp_path
 ):

@@ -13,6 +13,7 @@ from assets import write_recipe
 from own_data import own_values, write_byte_model, write_tickets
 from own_memory import forget_peak, needs_peak, peak_memory
 from ranks import run_ranks
+from thorough import thorough
 from tiny_models import FAMILIES
 from tiny_runs import write_model
 from transformers import OPTConfig
@@ -84,8 +85,8 @@ def measure_steps(config, options):
     ("split", "options", "inputs"),
     [
         (None, ((5,), (9,)), INPUTS),
-        (2, ((5,), (9,)), INPUTS),
-        (None, (tuple(range(3, 67)),) * 3, InputSizes(128, 128, rows=3, targets=3 * 64)),
+        thorough(2, ((5,), (9,)), INPUTS),
+        thorough(None, (tuple(range(3, 67)),) * 3, InputSizes(128, 128, rows=3, targets=3 * 64)),
     ],
     ids=["ZeRO-3", "tensor parallelism", "long answers"],
 )

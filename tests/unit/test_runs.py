@@ -139,6 +139,15 @@ def test_what_a_resumption_refuses_changes_no_recorded_run(tmp_path):
 LOW_RANK = ("zo.noise_rank=1", "zo.directions=4", "train.batch_size=4", "train.micro_batch_size=4")
 
 
+def test_a_run_of_adamw_before_the_trainer_is_not_continued():
+    ours = header("method=adamw", "adamw.learning_rate=1e-4")
+    older = replace(ours, libraries={"lezo_ds": "0.5.0"})
+    younger = replace(ours, libraries={"lezo_ds": "0.6.0"})
+    with pytest.raises(UserError, match=r"Trainer .* lezo_ds 0.5.0 \(this is 0.6.0\); fix: resume"):
+        assert_same_run(older, younger, READER.may_differ)
+    assert_same_run(younger, replace(ours, libraries={"lezo_ds": "0.10.0"}), READER.may_differ)
+
+
 def test_a_run_of_fzoo_with_groups_is_not_continued_by_another_law():
     groups = header(*LOW_RANK, "zo.estimator=fzoo", "zo.examples_per_direction=1")
     older = replace(groups, libraries={"lezo_ds": "0.5.0"})
