@@ -1,7 +1,7 @@
 # make demo          a real model on real film reviews, in about ten minutes, no GPU needed; it fetches 95 MB
 # make test          the tests, in about eight minutes on two cores
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
-# make test-thorough  the same with more settings, faults and ways to start, in about fifteen minutes
+# make test-thorough what make test leaves out: more settings, faults and ways to start, every command of the pages
 # make test-families every family that transformers builds, in about 25 minutes on one core (docs/families.md)
 # make check         lint, format and types
 # make gpu           the kernels' tests and the benchmark, on a GPU
@@ -10,11 +10,12 @@
 # Each target makes what it needs in .venv, from the exact versions in constraints.txt.
 
 PYTHON ?= python3
-PYTEST_WORKERS ?= 2
+# Three workers on two cores: tests of several processes wait for each other.
+PYTEST_WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt --editable
 
 # Without an NVIDIA device, DeepSpeed is told to use the CPU instead of guessing.
 ifeq ($(wildcard /dev/nvidia[0-9]*),)

@@ -114,6 +114,7 @@ def test_every_command_is_of_a_kind_that_a_test_runs():
     assert RUN_HERE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("line", RUN_HERE)
 def test_a_command_of_the_pages_runs(line, root, run_of_the_page):
     run_on_forked_ranks(root, line)

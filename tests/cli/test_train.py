@@ -135,6 +135,7 @@ def test_the_same_command_changes_nothing_and_more_steps_go_on_as_if_asked_for_a
     )
 
 
+@pytest.mark.thorough
 def test_real_sst2_and_a_pretrained_model_run_on_two_ranks(tmp_path):
     values = recipe_values(shared_asset("models/opt-mini"), shared_asset("data/sst2"))
     values["data"] |= {"num_train": 100, "num_dev": 20, "num_test": 60}

@@ -299,6 +299,7 @@ def peak_of_loading(small, large):
     return peak, stored, max(shard.numel for shard in shards) * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @needs_peak
 def test_loading_takes_the_codes_and_a_few_matrices(models, tmp_path):

@@ -342,7 +342,8 @@ def test_the_key_replaces_what_the_json_says_of_sharding_and_leaves_the_rest(tmp
     assert load_ds_config(path, "fp32", 4, 2, tensor_parallel=1)["zero_optimization"]["stage"] == 3
 
 
-@pytest.mark.parametrize("keys", [["tensor_parallel=2"], thorough(["partition_size=2"])])
+@pytest.mark.thorough
+@pytest.mark.parametrize("keys", [["tensor_parallel=2"], ["partition_size=2"]])
 def test_a_run_of_two_ranks_is_read_by_one(keys, tmp_path):
     recipe = write_recipe(tmp_path)
     run_dir, shown = tmp_path / "run", tmp_path / "new.jsonl"

@@ -117,6 +117,7 @@ def rewritten(
     return target
 
 
+@pytest.mark.thorough
 def test_a_journal_that_was_cut_short_is_exported_only_before_the_cut(journal, recipe, tmp_path):
     lines = journal.read_bytes().splitlines(keepends=True)
     of_step_5 = b'{"kind":"step","step":5,'

@@ -212,6 +212,7 @@ def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(recipe, und
     assert finish(recipe, run_dir) == undisturbed[1]
 
 
+@pytest.mark.thorough
 def test_a_line_that_cannot_be_synced_ends_the_run_at_the_next_step(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
     fault = Fault(
@@ -234,6 +235,7 @@ def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path)
     assert check_interrupted(tmp_path / "run", undisturbed[1]) == 0
 
 
+@pytest.mark.thorough
 def test_a_full_or_read_only_disk_ends_a_run_which_resumes_when_there_is_room(
     recipe, undisturbed, tmp_path
 ):

@@ -55,6 +55,7 @@ def test_a_run_started_anew_in_a_used_directory_sets_aside_what_is_there(
         assert digest_after(run_dir / "earlier-1", step) == digest_after(first, step)
 
 
+@pytest.mark.thorough
 def test_a_snapshot_that_was_copied_in_is_set_aside(recipe, first, second, tmp_path):
     run_dir = tmp_path / "run"
     run_forked_well(arguments(recipe, run_dir, "seed=1", "train.steps=5", "train.snapshot_every=0"))

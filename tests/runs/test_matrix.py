@@ -185,7 +185,7 @@ def recipe(case, models, data, run_dir):
     ]
 
 
-IN_EVERY_RUN = (CASES[0], CASES[3], LOW_RANK[2])
+IN_EVERY_RUN = (CASES[3], LOW_RANK[2])
 
 
 @pytest.mark.parametrize(

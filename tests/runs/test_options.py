@@ -83,6 +83,7 @@ def test_a_metric_that_fails_ends_a_run_in_one_line_which_goes_on_when_it_is_cor
 PATIENT = ["train.steps=20", "train.eval_every=2", "train.patience=2", "zo.learning_rate=0"]
 
 
+@pytest.mark.thorough
 def test_a_run_without_better_validations_stops_and_stays_stopped(recipe, tmp_path):
     run_dir, cut = tmp_path / "run", tmp_path / "cut"
     train(recipe, run_dir, *PATIENT)

@@ -14,7 +14,6 @@ from commands import assert_one_error, run_forked, run_forked_well, wait_until
 from own_data import VERBALIZERS, own_values, write_chat_model, write_tickets
 from peft import PeftModel
 from pyarrow import parquet
-from thorough import thorough
 from tiny_runs import write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -111,7 +110,8 @@ def assert_merged(command, base, adapter, merged):
     assert changed == {"q_proj", "fc1"}
 
 
-@pytest.mark.parametrize("kind", ["lora", thorough("prefix")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
 def test_the_export_of_an_adapter_labels_and_scores_as_its_run(kind, root, tmp_path):
     keys = [f"peft.kind={kind}", "model.dtype=bf16", "zo.learning_rate=0.1", "train.steps=4"]
     if kind == "lora":

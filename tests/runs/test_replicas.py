@@ -572,6 +572,7 @@ def _do_rounds(url, journal, number, early, ends):
                 ends.put(time.monotonic() - died)
 
 
+@pytest.mark.thorough
 def test_unlike_machines_have_equal_weights_and_wrong_weights_leave(lab, tmp_path):
     unlike = lab.start(*LONG, program=program(tmp_path, "unlike", UNLIKE))
     other = lab.start(*LONG)

@@ -70,6 +70,7 @@ def test_a_file_stops_all_ranks_and_the_run_resumes(recipe, undisturbed, tmp_pat
     assert_stopped_well_and_resumes(recipe, tmp_path, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_stop_asked_for_in_an_evaluation_does_not_wait_for_its_end(recipe, undisturbed, tmp_path):
     # The file is there before the run looks for the first time: in the first evaluation.
     (tmp_path / "STOP").touch()
@@ -92,6 +93,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert_stopped_well_and_resumes(recipe, tmp_path, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_second_process_in_a_directory_is_refused_and_the_first_goes_on(recipe, tmp_path):
     def start_another(ranks):
         second = run_forked(arguments(recipe, tmp_path), num_ranks=2)
