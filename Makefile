@@ -1,5 +1,5 @@
 # make demo          a real model on real film reviews, in about ten minutes, no GPU needed; it fetches 95 MB
-# make test          the tests, in about eight minutes on two cores
+# make test          the tests, in about nine minutes on two cores
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
 # make test-thorough what make test leaves out: more settings, faults and ways to start, every command of the pages
 # make test-families every family that transformers builds, in about 25 minutes on one core (docs/families.md)
@@ -10,8 +10,8 @@
 # Each target makes what it needs in .venv, from the exact versions in constraints.txt.
 
 PYTHON ?= python3
-# Three workers on two cores: tests of several processes wait for each other.
-PYTEST_WORKERS ?= 3
+# Four workers on two cores: tests of several processes wait for each other.
+PYTEST_WORKERS ?= 4
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -56,6 +56,7 @@ def test_where_the_kernels_cannot_be_built_one_line_says_what_to_install(
     assert reason in problem and fix in advice
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("first_use")
 def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
     monkeypatch, tmp_path, caplog

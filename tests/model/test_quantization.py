@@ -314,6 +314,7 @@ def test_loading_takes_the_codes_and_a_few_matrices(models, tmp_path):
 # The program.
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_run_is_resumed_scored_and_exported_with_its_bits_only(tmp_path):
     model, data = write_reader(tmp_path / "model"), write_data(tmp_path / "data")

@@ -66,6 +66,7 @@ def train_all(assets, num_ranks, *settings):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_forwards_ranks_and_passes_change_no_bit_of_a_step_and_micro_batches_no_loss(assets):
     ((alone, one_pass_each, whole_batches),) = run_ranks(
