@@ -10,8 +10,8 @@
 # Each target makes what it needs in .venv, from the exact versions in constraints.txt.
 
 PYTHON ?= python3
-# Four workers on two cores: tests of several processes wait for each other.
-PYTEST_WORKERS ?= 4
+# Three workers on two cores: tests of several processes wait for each other.
+PYTEST_WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
