@@ -163,4 +163,5 @@ def end_with(error: LezoError) -> NoReturn:
 
 
 def first_line(error: Exception) -> str:
+    """Return the type of an error of a library, and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

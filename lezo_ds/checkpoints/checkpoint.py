@@ -272,7 +272,8 @@ def _ties_unlike_weights(model: Any, directory: Path, dtype: torch.dtype) -> boo
     A directory without weights, whose memory is planned, has what its config says.
     """
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if not pairs or not has_weights(directory):
+    stored = [*directory.glob("*.safetensors"), *directory.glob(_PICKLED_WEIGHTS[0])]
+    if not pairs or not stored:
         return False
     files = open_weights(model, directory)
     for target, source in pairs.items():

@@ -269,7 +269,9 @@ class _MappedTensors:
         self.num_read = 0
         try:
             values = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            self._tensors = {name: value for name, value in values.items() if _is_tensor(value)}
+            self._tensors: dict[str, Tensor] = {
+                name: value for name, value in values.items() if isinstance(value, Tensor)
+            }
         except OSError:
             raise
         except Exception as error:  # damaged files raise errors of many types
@@ -300,10 +302,6 @@ class _MappedTensor:
         part = self._tensor[index]
         self._owner.num_read += part.nbytes
         return part
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 def stored_parameters(

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _FEWEST_RECORDS = 10
 _MAX_LABELS = 200  # a column with more different values is not taken for labels, unless it is named
 _MAX_LABEL_LENGTH = 60  # characters
-# A label may be misspelt if another one is so many times as frequent and so similar.
+# A label is probably a misspelling of one that is this many times as frequent and this similar.
 _RARE = 10
 _NEAR = 0.85
 _MOST = 0.8  # of the records must fit a reading of a column
