@@ -353,9 +353,9 @@ def start_steps(word: str, inputs: Inputs) -> Callable[[], float]:
     num_steps = inputs.config.train.steps
     directions = directions_of(make_law(zo))
     perturbed = shared._perturbed
-    engine = LezoEngine(
-        shared._deepspeed, perturbed, shared.sharded, directions, zo, shared.seed, num_steps
-    )
+    perturbed.directions = directions
+    parts = (shared._deepspeed, perturbed, shared.sharded)
+    engine = LezoEngine(parts, zo, shared.seed, num_steps)
     layout = LAYOUTS[variant.kind]
 
     def step() -> float:

@@ -50,6 +50,8 @@ class ReplicaRun(ZerothOrderRun):
         replicas: the link to the other replicas.
     """
 
+    engine: LezoEngine
+
     def __init__(
         self,
         config: RunConfig,

@@ -37,12 +37,12 @@ from lezo_ds.config.deepspeed import shared_by
 from lezo_ds.config.schema import READER
 from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import load_task_data
-from lezo_ds.engine import LezoEngine
+from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter, read_adapter
 from lezo_ds.registry import names_code
 from lezo_ds.runs.records import read_run
-from lezo_ds.runs.trainer import make_engine, restore
+from lezo_ds.runs.trainer import open_engine, restore
 
 _RECIPE = (
     "data.task",
@@ -77,7 +77,7 @@ class Opened(NamedTuple):
 
     source: dict[str, Any]
     config: RunConfig
-    load_engine: Callable[[], LezoEngine]
+    load_engine: Callable[[], ModelEngine]
 
 
 def open_run(path: Path, step: str, overrides: Sequence[str] = ()) -> Opened:
@@ -156,9 +156,9 @@ def open_model(
         config = config_from_dict(values, where, overrides, recorded=not is_checked)
         _refuse_recorded_code(config, overrides)
 
-    def load_engine() -> LezoEngine:
+    def load_engine() -> ModelEngine:
         shared = shared_by(distributed.world_size(), config)
-        engine = make_engine(shared, has_adapter=has_adapter)
+        engine = open_engine(shared, has_adapter=has_adapter)
         if has_adapter:
             _load_adapter(engine, directory)
         return engine
@@ -192,7 +192,7 @@ def _assert_undamaged(directory: Path) -> None:
         )
 
 
-def _load_adapter(engine: LezoEngine, directory: Path) -> None:
+def _load_adapter(engine: ModelEngine, directory: Path) -> None:
     """Set the weights of an adapter to those in its export. A collective."""
     facts = distributed.on_rank_zero(lambda: read_facts(directory)) or {}
     if facts.get("base") != engine.base.fingerprint:

@@ -30,13 +30,12 @@ from lezo_ds.config import (
     TRAINED,
     ZEROTH_ORDER,
     RunConfig,
-    ZoConfig,
     make_layer_policy,
     trained_part,
 )
 from lezo_ds.config.deepspeed import check_shares, ds_config_of, shared_by
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.engine import LezoEngine, initialize
+from lezo_ds.engine import LezoEngine, Parts, ReplayEngine, load_parts
 from lezo_ds.errors import UserError
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
@@ -53,21 +52,6 @@ from lezo_ds.runs.run import Run
 from lezo_ds.runs.zeroth_order import ZerothOrderRun
 
 logger = logging.getLogger(__name__)
-
-_SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="stochastic")
-"""Settings of an engine that updates nothing, and therefore stores no low bits of the weights."""
-
-# What only the decisions of a step need. They may be a user's code, and a replay decides nothing.
-_REPLAY_ONLY: dict[str, Any] = {
-    "estimator": "spsa",
-    "estimator_options": {},
-    "directions": 1,
-    "learning_rate": 0.0,
-    "lr_schedule": "constant",
-    "layer_policy": "uniform",
-    "layer_policy_options": {},
-    "sparsity": 0.0,
-}
 
 
 def train(config: RunConfig) -> RunResults:
@@ -101,8 +85,9 @@ def train(config: RunConfig) -> RunResults:
             first_order = initialize_first_order(config, ds_config)
             run = FirstOrderRun(config, data, directory, first_order)
         elif config.elastic.lighthouse is None:
-            engine = make_engine(config, ds_config)
-            run = ZerothOrderRun(config, data, directory, engine)
+            is_trained = config.method in ZEROTH_ORDER
+            make = make_engine if is_trained else open_engine
+            run = ZerothOrderRun(config, data, directory, make(config, ds_config))
         else:
             # torchft is an extra, and only replicas load it.
             from lezo_ds.replicas.quorum import Replicas
@@ -163,26 +148,34 @@ def check_run(
     return monitor_sections(config), directory
 
 
-def make_engine(
-    config: RunConfig,
-    ds_config: dict[str, Any] | None = None,
-    *,
-    has_adapter: bool = False,
-) -> LezoEngine:
-    """Load a run's model, sharded over all ranks. A collective.
+def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
+    """Load the model of a run of LeZO, sharded over all ranks, to train it. A collective."""
+    parts = _load(config, ds_config)
+    return LezoEngine(parts, config.zo, config.seed, config.train.steps)
+
+
+def open_engine(
+    config: RunConfig, ds_config: dict[str, Any] | None = None, *, has_adapter: bool = False
+) -> ReplayEngine:
+    """Load a run's model, sharded over all ranks, for its recorded steps. A collective.
 
     Its adapter, if it has one, is attached if the method trains it, or with `has_adapter`.
     """
+    return ReplayEngine(_load(config, ds_config, has_adapter=has_adapter), config.zo)
+
+
+def _load(
+    config: RunConfig, ds_config: dict[str, Any] | None, *, has_adapter: bool = False
+) -> Parts:
     logger.info("loading %s", config.model.path)
-    return initialize(
+    return load_parts(
         config.model.path,
-        config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY,
+        config.zo if config.method in ZEROTH_ORDER else None,
         ds_config=ds_config or _prepare(config),
         dtype=config.model.dtype,
         seed=config.seed,
         peft=config.peft if has_adapter or config.method in TRAINED else None,
         partition_size=config.partition_size,
-        num_steps=config.train.steps,
         bits=config.model.bits,
     )
 
@@ -228,7 +221,7 @@ def monitor_sections(config: RunConfig) -> dict[str, Any]:
     return sections
 
 
-def restore(run: RecordedRun, step: int) -> LezoEngine:
+def restore(run: RecordedRun, step: int) -> ReplayEngine:
     """Return an engine with exactly the weights that the run had after `step` steps. A collective.
 
     Raises:
@@ -242,10 +235,9 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
             fix="use the version of lezo_ds that wrote it, or open one of its snapshots",
         )
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
-    zo = replace(run.config.zo, **_REPLAY_ONLY)
     # An adapter begins with values of this seed, whatever seed a command samples with.
-    config = replace(run.config, zo=zo, seed=run.header.config["seed"])
-    engine = make_engine(shared_by(distributed.world_size(), config))
+    config = replace(run.config, seed=run.header.config["seed"])
+    engine = open_engine(shared_by(distributed.world_size(), config))
     header = run.header
     facts = (engine.base.fingerprint, engine.base.table_hash)
     if facts != (header.model_fingerprint, header.parameter_table_hash):

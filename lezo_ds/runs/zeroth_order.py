@@ -22,7 +22,7 @@ import logging
 from lezo_ds import distributed
 from lezo_ds.checkpoints.snapshots import SnapshotOwner
 from lezo_ds.config import TRAINED, may_differ_on_resume
-from lezo_ds.engine import LezoEngine
+from lezo_ds.engine import LezoEngine, ReplayEngine
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord, Journal, read_journal
 from lezo_ds.runs import records
@@ -39,7 +39,7 @@ class ZerothOrderRun(Run):
         journal: on rank 0, the run's journal once it is open; None on other ranks.
     """
 
-    engine: LezoEngine
+    engine: ReplayEngine
     journal: Journal | None = None
 
     def open(self) -> None:
@@ -65,6 +65,7 @@ class ZerothOrderRun(Run):
         return records.evaluations_of(self.journal.records)
 
     def step(self) -> StepMetrics:
+        assert isinstance(self.engine, LezoEngine), "a run that only scores has no steps"
         batch = self.batches.at(self.engine.global_steps)
         self.engine.train_batch(batch, self.data.loss)
         return self.metrics_of_last_step()

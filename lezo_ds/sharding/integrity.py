@@ -58,7 +58,10 @@ class Witness:
     """
 
     def __init__(
-        self, shards: Iterable[Shard], low_bits: Mapping[str, Tensor], precision: UpdatePrecision
+        self,
+        shards: Iterable[Shard],
+        low_bits: Mapping[str, Tensor],
+        precision: UpdatePrecision | None,
     ) -> None:
         """Copy one sample of each shard; every shard has at least one element."""
         self._low_bits = low_bits
@@ -77,10 +80,13 @@ class Witness:
             copy = UpdateTarget(sample, region, shard.named.parameter_id, low, shard.shape)
             self._samples.append((shard, copy))
 
-    def follow(self, updates: Sequence[StepUpdate], updater: Updater) -> None:
+    def follow(self, updates: Sequence[StepUpdate], updater: Updater | None) -> None:
         """Apply the updates of steps to the samples."""
         for shard, copy in self._samples:
             changes = updates_of_parameter(updates, shard.named.block, decays=shard.decays)
+            if not changes:
+                continue
+            assert updater is not None and self._precision is not None
             updater.update([copy], changes, self._precision)
 
     def unlike(self) -> list[str]:

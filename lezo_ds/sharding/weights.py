@@ -54,8 +54,8 @@ class ShardedWeights:
         Args:
             shards: of all parameters.
             aliases: all names of each parameter, by its first name. Tied weights have several.
-            precision: how `apply` stores updates; None if an optimizer of torch updates the weights
-                instead.
+            precision: how `apply` stores updates; None if there are none, as of weights that are
+                only scored, or that an optimizer of torch updates.
             has_adapter: whether the trained parameters are those of an adapter.
         """
         self.shards = shards
@@ -129,16 +129,16 @@ class ShardedWeights:
         is_16_bit = shard.dtype != torch.float32
         return self._precision == "fp32_master" and is_16_bit and shard.is_trained
 
-    def apply(self, updates: Sequence[StepUpdate], updater: Updater) -> None:
+    def apply(self, updates: Sequence[StepUpdate], updater: Updater | None) -> None:
         """Apply the updates of steps, in order.
 
         One step at a time gives the same bits as many at once.
         """
-        assert self._precision is not None
         for (block, decays), shards in self._trained.items():
             changes = updates_of_parameter(updates, block, decays=decays)
             if not changes:
                 continue
+            assert updater is not None and self._precision is not None
             targets = []
             for shard in shards:
                 low = self.low_bits.get(shard.name)
@@ -150,7 +150,6 @@ class ShardedWeights:
 
     def witness(self) -> Witness:
         """Return samples of the trained shards as they are now."""
-        assert self._precision is not None
         trained = chain.from_iterable(self._trained.values())
         return Witness(trained, self.low_bits, self._precision)
 

@@ -352,7 +352,7 @@ def test_fp16_is_refused_where_the_processor_does_not_compute_in_it(monkeypatch)
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)  # the refusal comes first
     with pytest.raises(UserError, match="in which this machine does not compute; fix: add"):
-        lezo_ds.initialize("model", ZoConfig(learning_rate=1e-3), {}, dtype="fp16")
+        lezo_ds.initialize("model", ZoConfig(**TRAINS), {}, dtype="fp16")
 
 
 TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
@@ -391,7 +391,7 @@ def test_a_missing_compiler_shows_before_offloaded_weights_are_loaded(monkeypatc
 
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)
     monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr("lezo_ds.engine.kernels_of", kernels)
+    monkeypatch.setattr("lezo_ds.engine.model.kernels_of", kernels)
     ds_config = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
     with pytest.raises(UserError, match="without g"):
         lezo_ds.initialize("no model", ZoConfig(**TRAINS), ds_config)

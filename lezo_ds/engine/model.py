@@ -1,0 +1,304 @@
+"""A sharded model in DeepSpeed's engine: forward passes, votes of ranks, and directories of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezo_ds import agreement, distributed
+from lezo_ds.agreement import Claims
+from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
+from lezo_ds.checkpoints.snapshots import Card, load_snapshot, snapshot_path, write_snapshot
+from lezo_ds.config import PeftConfig, ZoConfig, make_law, trained_part
+from lezo_ds.config.deepspeed import offloads_weights, tensor_parallel_size
+from lezo_ds.data.generation import generate
+from lezo_ds.distributed.workers import Ranks, Workers
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import MicroBatch, StepBatch, to_device
+from lezo_ds.forward.directions import directions_of
+from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.forward.probes import Perturbation
+from lezo_ds.journal import Journal
+from lezo_ds.noise import kernels_of
+from lezo_ds.sharding import zero3
+from lezo_ds.zo.passes import Pass
+
+LAST_RESULT = "result of the step before"
+"""The name of a claim about the step before, after which weights may differ already."""
+
+Parts = tuple[Any, PerturbedForward, ShardedModel]
+"""What makes an engine: DeepSpeed's, the forward pass, and the model with its shards."""
+
+
+class ModelEngine:
+    """A sharded model in DeepSpeed's engine: what scoring and all ways of training share.
+
+    Attributes:
+        sharded: the model, its shards, and the files that it came from.
+        module: the transformers model, with sharded parameters.
+        weights: this rank's shards.
+        layout: the transformer blocks of the model.
+        base: the model on disk that the run starts from.
+        global_steps: number of steps since the base weights, including skipped ones.
+        stop_requested: whether this rank was asked to stop.
+        stop_agreed: whether the votes of the last step asked for a stop. It is the same on all
+            ranks.
+        workers: who shares the passes of a step: the ranks of this launch, or of all replicas.
+        journal: on rank 0, each zeroth-order step is written here before it is applied. A step's
+            record is on the disk before the next step is applied, and before a model is written.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._deepspeed, self._perturbed, self.sharded = parts
+        self.module = self.sharded.module
+        self.weights = self.sharded.weights
+        self.layout = self.sharded.layout
+        self.base = self.sharded.base
+        self.global_steps = 0
+        self.stop_requested = False
+        self.stop_agreed = False
+        self.workers: Workers = Ranks(self.world_size // self.tensor_parallel)
+        self.journal: Journal | None = None
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all processes."""
+        return distributed.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return distributed.world_size()
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of ranks that split each weight and run the same passes. It is 1 under ZeRO-3."""
+        return tensor_parallel_size(self.sharded.ds_config)
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which this rank computes."""
+        return distributed.device()
+
+    @property
+    def monitor(self) -> Any:
+        """DeepSpeed's monitor, which writes to TensorBoard, W&B, Comet or CSV."""
+        return self._deepspeed.monitor
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after the next step. As a signal handler must, it sets a flag."""
+        self.stop_requested = True
+
+    def agree_on_stop(self) -> bool:
+        """Return whether any rank has asked for a stop. A collective for use between steps."""
+        vote = torch.tensor([float(self.stop_requested)], dtype=torch.float64, device=self.device)
+        self.stop_agreed = distributed.sum_vector(vote)[0] > 0
+        return self.stop_agreed
+
+    @torch.no_grad()
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the logits or new tokens of a micro-batch at the current weights. A collective."""
+        (outputs,) = self.run(to_device(micro_batch, self.device), None)
+        return outputs
+
+    def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
+        """Run one forward pass, or write answers, with inputs that are on the device. A collective.
+
+        Returns:
+            The output at each probe of the perturbation, or one output at the weights themselves:
+            logits, or new tokens if the micro-batch has `generation` settings.
+        """
+        call: Callable[..., Any] = self._deepspeed
+        if micro_batch.generation is not None:
+            call = partial(generate, self.module, micro_batch)
+        return self._perturbed(micro_batch, perturbation, call)
+
+    def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
+        """Return what a training pass makes of a micro-batch at theta. A collective."""
+        return self.forward(micro_batch)
+
+    @torch.no_grad()
+    def forward_alone(self, ids: Sequence[int]) -> Tensor:
+        """Return the logits of one sequence by the modules' own forward methods. A collective.
+
+        Args:
+            ids: token ids.
+
+        Returns:
+            [len(ids), vocabulary], in the dtype of the model.
+        """
+        input_ids = torch.tensor([list(ids)], device=self.device)
+        with self._perturbed.own_forwards():
+            output = self._deepspeed(input_ids=input_ids)
+        logits: Tensor = output.logits
+        return logits[0]
+
+    def save_checkpoint(self, save_dir: str | Path) -> Path:
+        """Write the model as a Hugging Face directory, and return it. A collective.
+
+        The directory is `save_dir/step-NNNNNNNN`, with the number of steps so far.
+        """
+        target = snapshot_path(Path(save_dir), self.global_steps)
+        self.write_model(target)
+        return target
+
+    def write_model(
+        self,
+        target: Path,
+        *,
+        card: Card | None = None,
+        merge: bool = False,
+        **claims: Any,
+    ) -> None:
+        """Write the model, or its adapter, to a directory (`write_snapshot`). A collective.
+
+        The records of its steps are on the disk before.
+        """
+        self.finish_records()
+        facts = {"step": self.global_steps, **claims}
+        write_snapshot(self.sharded, target, facts, card=card, merge=merge)
+
+    def finish_records(self) -> None:
+        """Wait until the records of all steps are on the disk, or raise JournalError."""
+        if self.journal is not None:
+            self.journal.sync()
+
+    def load_model(self, snapshot: Path | None, step: int) -> None:
+        """Load a snapshot's weights (None: the initial ones), after `step` steps. A collective."""
+        if snapshot is None:
+            self.sharded.load_initial()
+        else:
+            load_snapshot(self.sharded, snapshot)
+        self.global_steps = step
+
+    def passes_of_rank(self, rank: int, passes: Sequence[Pass]) -> list[Pass]:
+        """Return those of a step's passes that a rank runs.
+
+        Raises:
+            UserError: the ranks of this launch cannot share them evenly.
+        """
+        return self.workers.passes_of(rank // self.tensor_parallel, passes)
+
+    def sum_losses(self, losses: Tensor, batch: StepBatch, claims: Claims) -> list[float]:
+        """Sum the losses of a step, check that ranks agree, and collect the votes. A collective.
+
+        The votes for a stop are part of the all-reduce that every step has anyway. All ranks thus
+        learn of a request at the same step, without another message.
+
+        Args:
+            losses: float64 [n], this rank's losses, and 0 for those of other ranks.
+            batch: of the step.
+            claims: what this rank works on, besides the batch.
+
+        Returns:
+            The sums over all workers, n numbers.
+
+        Raises:
+            DesyncError: the ranks disagree. All ranks raise.
+        """
+        if self.global_rank % self.tensor_parallel:
+            # Of ranks that split the weights and run the same passes, the first one counts.
+            losses = torch.zeros_like(losses)
+        vote = losses.new_tensor([float(self.stop_requested)])
+        if self.world_size > 1 or batch.content is not None:
+            claims = {**claims, **agreement.batch_claims(batch)}
+        values = self._sum_agreed(torch.cat([losses, vote]), claims)
+        *sums, stop_votes = self.workers.sum(values, claims)
+        self.stop_agreed = stop_votes > 0
+        return sums
+
+    def _sum_agreed(self, values: Tensor, claims: Claims) -> list[float]:
+        """Sum over all ranks by one all-reduce; all ranks raise DesyncError if their claims differ.
+
+        A sum is exact if its element is 0 on all ranks but one, or a small integer on each.
+        """
+        proof = values.new_tensor(agreement.claim_numbers(claims))
+        sums = distributed.sum_vector(torch.cat([values, proof]))
+        if not agreement.all_agree(sums[len(values) :], self.world_size):
+            by_rank = distributed.gather_objects((self.global_steps, dict(claims)))
+            step_of_first, _ = by_rank[0]
+            by_rank = [claims_of_rank for _, claims_of_rank in by_rank]
+            num_good = step_of_first
+            if len({claims_of_rank.get(LAST_RESULT) for claims_of_rank in by_rank}) > 1:
+                # The ranks had different results in the last step, so they did different updates.
+                num_good -= 1
+            self._cut_journal(num_good)
+            raise agreement.disagreement(step_of_first, by_rank, num_good)
+        return sums[: len(values)]
+
+    def _cut_journal(self, num_good: int) -> None:
+        if self.journal is not None:
+            self.journal.cut(num_good)
+
+
+def load_parts(
+    model: str,
+    zo: ZoConfig | None,
+    ds_config: Mapping[str, Any],
+    dtype: str = "fp32",
+    seed: int = 0,
+    peft: PeftConfig | None = None,
+    partition_size: int | None = None,
+    bits: int | None = None,
+) -> Parts:
+    """Load a model sharded over all ranks, and return what an engine is made of. A collective.
+
+    Each rank reads only its own slices of the weights. No rank ever holds the whole model.
+
+    Args:
+        model: hub id, or directory with config.json and safetensors files.
+        zo: of it, the law of directions, the trained part of the weights and the precision of
+            updates count. None: no weight is perturbed or updated.
+        ds_config: DeepSpeed config as a dict.
+        dtype: "fp32", "bf16" or "fp16".
+        seed: an adapter's start depends on it.
+        peft: the adapter that the model has, or None.
+        partition_size: number of ranks in a shard group; None for all.
+        bits: in which the matrices of the blocks are stored; None stores them in `dtype`.
+    """
+    distributed.init_distributed()
+    if dtype == "fp16" and not distributed.supports_fp16():
+        raise UserError(
+            f"{model} has model.dtype=fp16, in which this machine does not compute",
+            fix="add model.dtype=bf16, or fp32, which keeps all bits",
+        )
+    directions = None
+    if zo is not None:
+        directions = directions_of(make_law(zo))
+        # Refused before weights are loaded. Offloaded shards are updated on the CPU.
+        kernels_of(distributed.device())
+        if offloads_weights(ds_config):
+            kernels_of(torch.device("cpu"))
+    sharded = load_sharded_model(
+        model,
+        ds_config=ds_config,
+        dtype=dtype,
+        precision=zo.update_precision if zo else None,
+        seed=seed,
+        peft=peft,
+        partition_size=partition_size,
+        trained=trained_part(zo) if zo else "all",
+        bits=bits,
+    )
+    blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
+    engine = sharded.engine
+    if engine is None:
+        engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
+    if zo is None:
+        return engine, PerturbedForward(sharded.module, {}), sharded
+    trainable = {
+        shard.parameter: shard.named for shard in sharded.weights.shards if shard.is_trained
+    }
+    perturbed = PerturbedForward(
+        sharded.module,
+        trainable,
+        blocks,
+        directions=directions,
+        shares_start=trained_part(zo) != "all",
+    )
+    return engine, perturbed, sharded

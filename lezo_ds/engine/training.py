@@ -1,0 +1,271 @@
+"""An engine that trains: it decides the steps of LeZO, and does them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezo_ds import distributed
+from lezo_ds.config import (
+    PeftConfig,
+    ZoConfig,
+    checked_optimizer,
+    make_estimator,
+    make_layer_policy,
+    make_schedule,
+    probes_per_pass,
+)
+from lezo_ds.engine.model import Parts, load_parts
+from lezo_ds.engine.replay import ReplayEngine
+from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
+from lezo_ds.forward.directions import PROBES_AT_ONCE
+from lezo_ds.forward.probes import Perturbation
+from lezo_ds.zo.keys import direction_key, step_key
+from lezo_ds.zo.passes import Groups, KeyedProbe, Pass
+from lezo_ds.zo.records import StepPlan, StepRecord
+from lezo_ds.zo.step import PlanFormat, Step
+
+MAX_SKIPPED_STEPS = 10
+"""Number of steps in a row that may be skipped before the run ends."""
+
+
+class LezoEngine(ReplayEngine):
+    """A sharded model and its zeroth-order optimizer.
+
+    Attributes:
+        config: settings of the optimizer.
+        seed: of the run.
+        learning_rates, estimator, layer_policy: made from the config.
+        plan_format: bytes of the plan that rank 0 broadcasts at each step.
+    """
+
+    def __init__(
+        self, parts: Parts, config: ZoConfig, seed: int, num_steps: int | None = None
+    ) -> None:
+        super().__init__(parts, config)
+        self.seed = seed
+        self.config = config
+        self.learning_rates = make_schedule(config, num_steps)
+        self.estimator = make_estimator(config)
+        num_blocks = self.layout.num_blocks
+        trained = (shard.named for shard in self.weights.shards if shard.is_trained)
+        trains_outside = any(named.block >= num_blocks for named in trained)
+        self.layer_policy = make_layer_policy(config, num_blocks, trains_outside=trains_outside)
+        self.plan_format = PlanFormat(
+            num_groups=self.layer_policy.num_groups,
+            num_probes=self.estimator.num_probes,
+            has_weights=self.layer_policy.has_weights,
+        )
+        self._num_steps = num_steps
+        self._probes_per_pass = probes_per_pass(config)
+        self._settings_agreed = False
+
+    @torch.no_grad()
+    def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the output at a probe of scale 0 of all layers, in the groups of a step.
+
+        It is that of the last of two copies of the batch, if a pass of a step has several.
+        """
+        num_examples = micro_batch.num_examples
+        size = min(self.config.examples_per_direction or num_examples, num_examples)
+        key = step_key(self.seed, self.global_steps)
+        keys = tuple(direction_key(key, group) for group in range(num_examples // size))
+        probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
+        return self.run(micro_batch, Perturbation(probes))[-1]
+
+    @torch.no_grad()
+    def train_batch(
+        self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction
+    ) -> StepRecord:
+        """Do one step (LeZO, Wang et al. 2024, Algorithm 1).
+
+        Args:
+            batch: all micro-batches of the step, the same on every rank. Rank r runs the passes r,
+                r + world_size, ... and a run lays out only the micro-batches of these. A run with
+                the same micro-batches gives the same weights on any number of ranks.
+            loss_function: (logits or generated tokens, micro-batch) -> summed loss of each example.
+
+        Returns:
+            The record of the step. If a loss was not finite, `applied` is false and the weights
+            have not changed.
+
+        Raises:
+            UserError: the passes cannot be shared evenly among the ranks, or the examples are not
+                whole groups with enough directions.
+            DivergenceError: `MAX_SKIPPED_STEPS` steps in a row were skipped.
+            DesyncError: the ranks do not have the same settings, do not work on the same step or
+                batch, or had different results in the step before. All ranks raise. The step is
+                not done, and earlier steps that may be wrong are cut off the journal.
+            JournalError: the record of this step, or of the step before, cannot be written. The
+                step is not applied.
+        """
+        batch = StepBatch.of(batch)
+        step = self.plan_step(batch)
+        losses = self._measure(step, batch, loss_function)
+        record = step.estimate(self._sum(losses, step, batch))
+        self._write_ahead(record)
+        self.apply(record.step + 1)
+        self._end_if_diverged()
+        return record
+
+    def plan_step(self, batch: StepBatch) -> Step:
+        """Return the next step, which rank 0 plans for all ranks. A collective."""
+        size = self.config.examples_per_direction
+        groups = Groups.of(len(batch), batch.num_examples, size)
+        if not self._settings_agreed:
+            self.estimator.check_groups(groups.number)
+            self._agree_on_settings(len(batch))
+        message = b""
+        if self.global_rank == 0:
+            probes = self.estimator.probes(self.records)
+            message = self.plan_format.pack(self._decide(), probes)
+        message = distributed.broadcast_bytes(message, self.plan_format.num_bytes)
+        plan, probes = self.plan_format.unpack(message)
+        return Step(plan, probes, self.estimator, groups, self._probes_per_pass, batch.total_weight)
+
+    def _decide(self) -> StepPlan:
+        """Return the plan of the next step, a function of the run's seed and its records so far."""
+        layers = self.layer_policy.sample(self.seed, self.records)
+        return StepPlan(
+            step=self.global_steps,
+            key=step_key(self.seed, self.global_steps),
+            dropped_layers=layers.dropped,
+            learning_rate=self.workers.learning_rate(self.own_learning_rate()),
+            perturbation_scale=self.config.perturbation_scale,
+            layer_weights=layers.weights,
+        )
+
+    def own_learning_rate(self) -> float:
+        """Return the learning rate of the next step, as this machine computes it."""
+        return self.learning_rates.at(self.global_steps)
+
+    def perturbation(self, step: Step, forward_pass: Pass) -> Perturbation:
+        """Return the weights at which a pass measures the loss. theta itself stays as it is."""
+        dropped = frozenset(step.plan.dropped_layers)
+        return Perturbation(step.probes_of(forward_pass), dropped)
+
+    def _measure(self, step: Step, batch: StepBatch, loss_function: LossFunction) -> Tensor:
+        """Run this rank's passes.
+
+        Returns:
+            float64 [num_losses], with 0 for the losses of other ranks' passes, so that the sum over
+            all ranks has every loss.
+        """
+        losses = torch.zeros(step.num_losses, dtype=torch.float64, device=self.device)
+        passes = self.passes_of_rank(self.global_rank, step.passes)
+        # All inputs are copied before the first pass, because a copy from the host waits for queued
+        # GPU work.
+        indices = {forward_pass.micro_batch for forward_pass in passes}
+        inputs = {index: to_device(batch[index], self.device) for index in indices}
+        for forward_pass in passes:
+            index = forward_pass.micro_batch
+            outputs = self.run(inputs[index], self.perturbation(step, forward_pass))
+            for probe, output in zip(forward_pass.probes, outputs, strict=True):
+                of_examples = loss_function(output, inputs[index]).double()
+                if self.config.examples_per_direction is not None:
+                    check_losses(len(of_examples), inputs[index])
+                of_groups = of_examples.chunk(step.groups.per_micro_batch)
+                for group, of_group in enumerate(of_groups):
+                    if forward_pass.counts:
+                        losses[step.place(index, group, probe)] = of_group.sum()
+        return losses
+
+    def _sum(self, losses: Tensor, step: Step, batch: StepBatch) -> list[float]:
+        """Return the losses of all ranks, and check that all do the same step. A collective."""
+        claims = {
+            "step": str(self.global_steps),
+            "seed": str(self.seed),
+            "plan": repr((step.plan, step.probes)),
+            **self._last_result(),
+        }
+        return self.sum_losses(losses, batch, claims)
+
+    def _write_ahead(self, record: StepRecord) -> None:
+        """Append a record to the run's records, and to the journal if this rank has it.
+
+        The journal comes first, as in any write-ahead log. Weights in memory are gone after a power
+        cut, so they need not wait for the disk: only what is on a disk must never be ahead of the
+        journal.
+        """
+        if self.journal is not None:
+            self.journal.append(record, wait=False)
+        self.records.append(record)
+
+    def _end_if_diverged(self) -> None:
+        last = self.records[-MAX_SKIPPED_STEPS:]
+        if len(last) == MAX_SKIPPED_STEPS and not any(record.applied for record in last):
+            self.finish_records()
+            raise DivergenceError(
+                f"the loss was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step "
+                f"{last[-1].step}; fix: start again in another run_dir, with a third of "
+                "zo.learning_rate, or with bf16 or fp32 instead of fp16"
+            )
+
+    def _agree_on_settings(self, num_micro_batches: int) -> None:
+        """Check, before the first step, that all ranks have the same settings. A collective.
+
+        The number of probes and of micro-batches decides the length of a step's messages. If the
+        lengths differ, gloo fails without a reason, and NCCL waits forever.
+        """
+        claims = {f"zo.{key}": repr(value) for key, value in vars(self.config).items()}
+        claims["train.steps"] = repr(self._num_steps)
+        claims["number of micro-batches"] = str(num_micro_batches)
+        claims |= self._last_result()
+        self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), claims)
+        self._settings_agreed = True
+
+
+def check_losses(num_losses: int, micro_batch: MicroBatch) -> None:
+    """Refuse losses of which nobody can say to which group of examples each belongs."""
+    if num_losses != micro_batch.num_examples:
+        raise UserError(
+            f"zo.examples_per_direction needs a loss for each of {micro_batch.num_examples} "
+            f"examples of a micro-batch, and its loss function returned {num_losses}",
+            fix="return one loss per example, or name the examples in MicroBatch.examples",
+        )
+
+
+def initialize(
+    model: str,
+    config: ZoConfig,
+    ds_config: Mapping[str, Any],
+    dtype: str = "fp32",
+    seed: int = 0,
+    peft: PeftConfig | None = None,
+    partition_size: int | None = None,
+    num_steps: int | None = None,
+    bits: int | None = None,
+) -> LezoEngine:
+    """Load a model sharded over all ranks and return the engine that trains it.
+
+    Each rank reads only its own slices of the weights. No rank ever holds the whole model.
+
+    Args:
+        model: hub id, or directory with config.json and safetensors files.
+        config: settings of the zeroth-order optimizer.
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`. With
+            `tensor_parallel.autotp_size` of N, groups of N ranks split the weights and run the same
+            passes.
+        dtype: "fp32", "bf16" or "fp16".
+        seed: seed of the run. Noise and dropped layers depend on (seed, step), an adapter's start
+            on seed.
+        peft: the adapter to train, or None to train all weights.
+        partition_size: number of ranks in a shard group, a divisor of the number of ranks; None
+            for all. Each group holds a replica of the weights and exchanges only scalars with the
+            others.
+        num_steps: number of steps of the run; needed if the learning rate depends on it.
+        bits: 4 or 8 stores the matrices of the blocks in so many bits (`sharding.quantization`).
+            Only an adapter can be trained then. None stores them in `dtype`.
+
+    Raises:
+        UserError: settings contradict each other; there is no such model, it has no transformer
+            blocks, or its weights or the adapter do not fit; or everything that is trainable is in
+            blocks and all blocks are dropped.
+    """
+    config = checked_optimizer(config, peft, bits, num_steps)
+    parts = load_parts(model, config, ds_config, dtype, seed, peft, partition_size, bits)
+    return LezoEngine(parts, config, seed, num_steps)
