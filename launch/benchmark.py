@@ -58,7 +58,7 @@ from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.forward.directions import directions_of
-from lezo_ds.noise import ALL, UpdateTarget
+from lezo_ds.noise import Elements, UpdateTarget
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.tools.sizes import OPT_SHAPES, opt_config
@@ -503,7 +503,7 @@ def update_times(rounds: int) -> str:
         low = None
         if dtype != torch.float32 and precision == "fp32_master":
             low = torch.zeros_like(values, dtype=torch.int16)
-        target = [UpdateTarget(values, ALL, parameter_id=1, low=low, shape=UPDATE_SHAPE)]
+        target = [UpdateTarget(values, Elements.all_of(1, UPDATE_SHAPE), low)]
         actions = {
             "16 of rank 1": partial(low_rank.update, target, many, precision),
             "1 dense": partial(dense.update, target, one, precision),

@@ -29,7 +29,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 from lezo_ds.errors import HubError, UserError, did_you_mean, first_line
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_other_inputs
 from lezo_ds.forward.rope import rotate_each_row
-from lezo_ds.noise import ALL, Region
+from lezo_ds.noise import Region
 from lezo_ds.sharding.files import WeightFiles, has_weights
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -283,8 +283,8 @@ def _ties_unlike_weights(model: Any, directory: Path, dtype: torch.dtype) -> boo
             continue
         size = model.get_parameter(source).numel()
         for start in range(0, size, _COMPARED_AT_ONCE):
-            count = min(_COMPARED_AT_ONCE, size - start)
-            parts = [files.read(tensors, Region(start), count) for tensors in (one, other)]
+            region = Region.run(start, min(_COMPARED_AT_ONCE, size - start))
+            parts = [files.read(tensors, region) for tensors in (one, other)]
             if not torch.equal(parts[0].to(dtype), parts[1].to(dtype)):
                 return True
     return False
@@ -334,7 +334,7 @@ def check_files(model: nn.Module, directory: Path) -> None:
     for name in state.keys() - parameters:
         if name not in files.tensors:
             continue
-        stored = files.read([name], ALL, state[name].numel()).to(state[name])
+        stored = files.read([name], Region.run(0, state[name].numel())).to(state[name])
         if not torch.equal(stored, state[name].flatten()):
             raise UserError(
                 f"{directory} holds values of {name}, which are neither loaded nor saved: it is no "

@@ -27,7 +27,7 @@ from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.forward.adapters import Adapter, PrefixAdapter, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_all_but, quantized_matrices
 from lezo_ds.sharding import tensor_parallel, zero3
-from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
+from lezo_ds.sharding.parameters import parameter_ids, table_hash
 from lezo_ds.sharding.quantization import quantization_of, quantize_parameters
 from lezo_ds.sharding.quantized_shards import QuantizedFlatShard, QuantizedRectangleShard
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, Split
@@ -163,13 +163,12 @@ def _shards_of(
     for module_name, parameter in module.named_parameters():
         name = own_name(module_name)
         block = layout.block_of(name, is_embedding=parameter in embeddings)
-        named = NamedParameter(name, ids[name], block)
         split = splits.get(parameter)
         is_quantized = quantization_of(parameter) is not None
         if split is None:
             flat = QuantizedFlatShard if is_quantized else FlatShard
-            shards.append(flat(parameter, named))
+            shards.append(flat(parameter, name, block, ids[name]))
         else:
             rectangle = QuantizedRectangleShard if is_quantized else RectangleShard
-            shards.append(rectangle(parameter, named, split))
+            shards.append(rectangle(parameter, name, block, ids[name], split))
     return shards

@@ -22,7 +22,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch, StepBatch, to_device
 from lezo_ds.forward.directions import directions_of
 from lezo_ds.forward.perturbed_forward import PerturbedForward
-from lezo_ds.forward.probes import Perturbation
+from lezo_ds.forward.probes import Perturbation, TrainedParameter
 from lezo_ds.journal import Journal
 from lezo_ds.noise import kernels_of
 from lezo_ds.sharding import zero3
@@ -290,10 +290,12 @@ def load_parts(
     if engine is None:
         engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     if zo is None:
-        return engine, PerturbedForward(sharded.module, {}), sharded
-    trainable = {
-        shard.parameter: shard.named for shard in sharded.weights.shards if shard.is_trained
-    }
+        return engine, PerturbedForward(sharded.module, ()), sharded
+    trainable = [
+        TrainedParameter(shard.name, shard.parameter, shard.block, shard.computed)
+        for shard in sharded.weights.shards
+        if shard.is_trained
+    ]
     perturbed = PerturbedForward(
         sharded.module,
         trainable,

@@ -52,8 +52,8 @@ class LezoEngine(ReplayEngine):
         self.learning_rates = make_schedule(config, num_steps)
         self.estimator = make_estimator(config)
         num_blocks = self.layout.num_blocks
-        trained = (shard.named for shard in self.weights.shards if shard.is_trained)
-        trains_outside = any(named.block >= num_blocks for named in trained)
+        trained = (shard for shard in self.weights.shards if shard.is_trained)
+        trains_outside = any(shard.block >= num_blocks for shard in trained)
         self.layer_policy = make_layer_policy(config, num_blocks, trains_outside=trains_outside)
         self.plan_format = PlanFormat(
             num_groups=self.layer_policy.num_groups,

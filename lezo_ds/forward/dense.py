@@ -178,9 +178,4 @@ class DensePerturber(Perturber):
 
 
 def _weight(entry: TrainedParameter) -> Weight:
-    return Weight(
-        theta=entry.parameter.data,
-        parameter_id=entry.named.parameter_id,
-        out_dtype=dtype_of_copies(entry.parameter),
-        region=entry.named.region,
-    )
+    return Weight(entry.parameter.data, entry.elements, dtype_of_copies(entry.parameter))

@@ -64,7 +64,7 @@ class PassState:
         if not self.current.probes:
             return ()
         dropped = self.current.dropped_layers
-        return [entry for entry in owned if entry.named.block not in dropped]
+        return [entry for entry in owned if entry.block not in dropped]
 
     @property
     def runs_at_once(self) -> bool:
@@ -211,7 +211,7 @@ class Directions(ABC):
         """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
 
         Args:
-            targets: on one device, with the shape of the full parameter.
+            targets: on one device.
             updates: of one step or of many.
             precision: how 16-bit values are stored.
         """

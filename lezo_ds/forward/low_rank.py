@@ -37,7 +37,7 @@ from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.directions import Directions, PassState, Perturber
 from lezo_ds.forward.module_calls import add_before_sum
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
-from lezo_ds.noise import Matrix, Runs, Subtraction, UpdateTarget
+from lezo_ds.noise import Elements, Region, Subtraction, UpdateTarget
 from lezo_ds.zo.laws import FIRST_OF_COLUMNS
 from lezo_ds.zo.passes import group_of
 from lezo_ds.zo.updates import Update, UpdatePrecision
@@ -54,23 +54,24 @@ class LowRankDirections(Directions):
         return LowRankPerturber(state, self, perturbation, batch)
 
     def vectors(
-        self, matrix: Matrix, keys: Sequence[int], device: torch.device
+        self, elements: Elements, keys: Sequence[int], device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Return a and b of each direction, without the factor rank^-1/2.
 
         Args:
-            matrix: of which the elements in `rows` and `columns` are asked for.
+            elements: of a matrix. They lie in some rows and columns of it.
             keys: of the directions.
             device: of the result.
 
         Returns:
-            a, fp32 [len(keys) * rank, len(rows)]; b, fp32 [len(keys) * rank, len(columns)].
+            a, fp32 [len(keys) * rank, rows]; b, fp32 [len(keys) * rank, columns].
         """
         rank = self.law.rank
-        of_rows = Runs(rank, matrix.rows.start, len(matrix.rows), matrix.num_rows)
-        first_column = FIRST_OF_COLUMNS + matrix.columns.start
-        of_columns = Runs(rank, first_column, len(matrix.columns), matrix.num_columns)
-        draw = partial(self.kernels_of(device).draw, self.law.entries, matrix.parameter_id, keys)
+        num_rows, num_columns = elements.shape
+        rows, columns = elements.rows_and_columns()
+        of_rows = Region(rows.start, rank, len(rows), num_rows)
+        of_columns = Region(FIRST_OF_COLUMNS + columns.start, rank, len(columns), num_columns)
+        draw = partial(self.kernels_of(device).draw, self.law.entries, elements.parameter_id, keys)
         return draw(of_rows), draw(of_columns)
 
     def update(
@@ -93,12 +94,9 @@ class LowRankDirections(Directions):
             coefficients = of_directions.repeat_interleave(rank)[:, None].to(device)
             keys = [update.key for update in step]
             for target in targets:
-                matrix = Matrix.of(
-                    target.parameter_id, target.shape, target.region, target.values.numel()
-                )
-                a, b = self.vectors(matrix, keys, device)
+                a, b = self.vectors(target.elements, keys, device)
                 u = a * coefficients
-                subtraction = Subtraction(target, matrix, u, b, step[0].factor, keys[0])
+                subtraction = Subtraction(target, u, b, step[0].factor, keys[0])
                 kernels.subtract(subtraction, precision)
 
 
@@ -175,11 +173,9 @@ class LowRankPerturber(Perturber):
         Each is [directions * rank, inputs or outputs of this rank], in the dtype of the model.
         """
         parameter = weight.parameter
-        named = weight.named
         if parameter in self._kept:
             return self._kept[parameter]
-        matrix = Matrix.of(named.parameter_id, named.shape, named.region, parameter.numel())
-        of_rows, of_columns = self._vectors_of(matrix, self._keys)
+        of_rows, of_columns = self._vectors_of(weight.elements, self._keys)
         vectors = of_columns.to(parameter.dtype), of_rows.to(parameter.dtype)
         if transposed:  # a weight that is stored as [inputs, outputs]
             vectors = vectors[::-1]

@@ -22,11 +22,10 @@ from lezo_ds.forward.answer_cache import changes_cache, takes_padding
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.directions import Directions, PassState
 from lezo_ds.forward.module_calls import children_read_by
-from lezo_ds.forward.probes import Perturbation, ProbePass
+from lezo_ds.forward.probes import Perturbation, ProbePass, TrainedParameter
 from lezo_ds.forward.rope import own_positions, rope_limit
 from lezo_ds.forward.wrappers import (
     SelectingHead,
-    Trainable,
     parameters_read_by,
     target_log_probabilities,
     wrap_block,
@@ -39,7 +38,7 @@ class PerturbedForward:
 
     Args:
         model: with its parameters sharded or not. Its modules get new forward methods.
-        trainable: the parameters that may be perturbed. A tied parameter appears once.
+        trainable: what may be perturbed. A tied parameter appears once.
         blocks: the transformer blocks, in order. Where the perturber `takes_blocks` (on a GPU), one
             kernel perturbs all weights of a block when the block begins; they must be gathered by
             then.
@@ -51,14 +50,15 @@ class PerturbedForward:
     def __init__(
         self,
         model: nn.Module,
-        trainable: Trainable,
+        trainable: Sequence[TrainedParameter],
         blocks: Sequence[nn.Module] = (),
         *,
         directions: Directions | None = None,
         shares_start: bool = False,
     ) -> None:
         num_blocks = len(blocks)
-        assert not shares_start or all(named.block < num_blocks for named in trainable.values())
+        assert not shares_start or all(entry.block < num_blocks for entry in trainable)
+        entries = {entry.parameter: entry for entry in trainable}
         self._model: Any = model
         self._num_blocks = num_blocks
         self._shares_start = shares_start
@@ -76,17 +76,17 @@ class PerturbedForward:
         for module in model.modules():
             owns_any = any(parameter is not None for parameter in module._parameters.values())
             if owns_any or children_read_by(module):
-                if changes_cache(module) and parameters_read_by(module, trainable):
+                if changes_cache(module) and parameters_read_by(module, entries):
                     self._trains_what_changes_caches = True
-                wrap_module(module, self._state, trainable)
+                wrap_module(module, self._state, entries)
         for index, block in enumerate(blocks):
-            wrap_block(block, index, self._state, trainable)
+            wrap_block(block, index, self._state, entries)
         model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
         # Whether the model returns what its head returns. Some scale or cap the logits first; the
         # first pass shows it.
         self._ends_with_head = True
         if head is not None:  # a causal language model has one
-            head.forward = SelectingHead(head, self._state, trainable).forward
+            head.forward = SelectingHead(head, self._state, entries).forward
 
     @contextmanager
     def own_forwards(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lezo_ds.sharding.parameters import NamedParameter
+from lezo_ds.noise import Elements
 from lezo_ds.zo.passes import KeyedProbe
 
 PerturbedWeights = Mapping[str, Sequence[Tensor]]
@@ -55,12 +55,14 @@ class TrainedParameter(NamedTuple):
     Attributes:
         name: in the module that reads it, for example "weight", or "conv1d.weight" of a child.
         parameter: holds theta while the module runs.
-        named: its name and id in the unsharded model, which select its noise.
+        block: index of its transformer block, or of its group of layers outside the blocks.
+        elements: those that the module computes with on this rank.
     """
 
     name: str
     parameter: nn.Parameter
-    named: NamedParameter
+    block: int
+    elements: Elements
 
 
 class ProbePass(NamedTuple):
@@ -85,11 +87,11 @@ AT_THETA = ProbePass()
 
 
 def trained_parameters(
-    modules: Iterable[nn.Module], trainable: Mapping[nn.Parameter, NamedParameter]
+    modules: Iterable[nn.Module], trainable: Mapping[nn.Parameter, TrainedParameter]
 ) -> list[TrainedParameter]:
     """Return the parameters that modules own themselves and that may be perturbed."""
     return [
-        TrainedParameter(name, parameter, trainable[parameter])
+        trainable[parameter]._replace(name=name)
         for module in modules
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter in trainable

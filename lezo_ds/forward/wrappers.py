@@ -25,10 +25,9 @@ from lezo_ds.forward.copies import has_batch, run_once
 from lezo_ds.forward.directions import PROBES_AT_ONCE, PassState
 from lezo_ds.forward.module_calls import children_read_by, modules_that_run
 from lezo_ds.forward.probes import AT_THETA, TrainedParameter, trained_parameters
-from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, look_up, whole_logits
 
-Trainable = Mapping[nn.Parameter, NamedParameter]
+Trainable = Mapping[nn.Parameter, TrainedParameter]
 
 TARGETS_AT_ONCE = 128
 """Most targets whose logits are copied to float32 at a time."""

@@ -13,7 +13,7 @@ Each kind of device has one `Kernels`, which all perturbation laws share:
 
     perturb     theta, key, scale           ->  theta + scale * z, a copy
     update      theta, (key, c), ...        ->  theta - c * z, in place
-    draw        keys                        ->  runs of numbers
+    draw        keys                        ->  rows of numbers
     subtract    theta, u, b                 ->  theta - (u_1 b_1 + u_2 b_2 + ...), in place
 
 Two programs compute the same bits: `cpu` in C++ and `gpu` in Triton. They round every fp32
@@ -28,6 +28,7 @@ and 16 low bits in addition to the 16-bit value (`low_bits`).
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -46,10 +47,10 @@ NOISE_VERSION = 1
 
 
 class Region(NamedTuple):
-    """Where the elements that a rank has lie in the full parameter, counted in row-major order.
+    """A rectangle of the elements of a parameter, counted in row-major order.
 
-    It is a rectangle: its element (i, j) is element start + i * stride + j of the parameter. For
-    example, columns 2 to 4 of a parameter of 3 rows and 6 columns are Region(2, 3, 6):
+    Its element (i, j) is element start + i * stride + j of the parameter. For example, columns 2 to
+    4 of a parameter of 3 rows and 6 columns are Region(2, 3, 3, 6):
 
          0  1 [ 2  3  4] 5
          6  7 [ 8  9 10] 11
@@ -57,107 +58,96 @@ class Region(NamedTuple):
 
     Attributes:
         start: index of its first element.
-        width: number of elements of a row. 0 stands for one row, however long.
-        stride: distance of the first elements of two rows, the parameter's width.
+        num_rows: 1 for a run of elements, however long.
+        width: number of elements of a row.
+        stride: distance of the first elements of two rows.
     """
 
-    start: int = 0
-    width: int = 0
-    stride: int = 0
+    start: int
+    num_rows: int
+    width: int
+    stride: int
 
-    def rows(self, count: int) -> tuple[int, int, int]:
-        """Return number of rows, width and stride of a region of `count` elements."""
-        if self.width == 0:
-            return 1, count, count
-        return count // self.width, self.width, self.stride
+    @classmethod
+    def run(cls, start: int, count: int) -> Region:
+        """Return `count` elements from `start` on."""
+        return cls(start, 1, count, count)
 
-    def elements(self, first: int, last: int, device: torch.device) -> Tensor:
-        """Return where its elements `first` to `last` - 1 lie in the full parameter: int64 [n]."""
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return self.num_rows * self.width
+
+    def indices(self, first: int, last: int, device: torch.device) -> Tensor:
+        """Return where its elements `first` to `last` - 1 lie in the parameter: int64 [n]."""
         positions = torch.arange(first, last, device=device)
-        if self.width:
+        if self.num_rows > 1:
             rows = positions // self.width
             positions = rows * self.stride + positions % self.width
         return positions + self.start
 
 
-ALL = Region()
-"""The region of a full parameter."""
+class Elements(NamedTuple):
+    """Some elements of one parameter: those that a rank stores, or that a module computes with.
+
+    Attributes:
+        parameter_id: unsigned 32-bit; it selects the parameter's noise.
+        shape: of the full parameter.
+        region: which of its elements.
+    """
+
+    parameter_id: int
+    shape: tuple[int, ...]
+    region: Region
+
+    @classmethod
+    def all_of(cls, parameter_id: int, shape: Sequence[int]) -> Elements:
+        """Return all elements of a parameter."""
+        return cls(parameter_id, tuple(shape), Region.run(0, math.prod(shape)))
+
+    def rows_and_columns(self) -> tuple[range, range]:
+        """Return the rows and the columns of a matrix in which its elements lie."""
+        start, num_rows, width, stride = self.region
+        num_columns = self.shape[1]
+        last = start + (num_rows - 1) * stride + width - 1
+        rows = range(start // num_columns, last // num_columns + 1)
+        columns = range(num_columns)
+        if num_rows > 1 or len(rows) == 1:
+            first_column = start % num_columns
+            columns = range(first_column, min(first_column + width, num_columns))
+        return rows, columns
 
 
 class Weight(NamedTuple):
     """A parameter to perturb, or some rows of it.
 
     Attributes:
-        theta: the parameter, or the rectangle of it that `region` describes; any shape and strides.
-        parameter_id: unsigned 32-bit.
+        theta: the elements, of any shape and strides.
+        elements: which they are.
         out_dtype: dtype of the perturbed copies.
         rows: int64 [n], indices of rows of theta [num_rows, width] in any order, also repeated.
             The copies then have only these rows, and the region must be of whole rows.
-        region: where theta lies in the full parameter.
     """
 
     theta: Tensor
-    parameter_id: int
+    elements: Elements
     out_dtype: torch.dtype
     rows: Tensor | None = None
-    region: Region = ALL
 
 
 class UpdateTarget(NamedTuple):
-    """What an update changes in place: the elements of a parameter that a rank stores.
+    """What an update changes in place: elements that a rank stores.
 
     Attributes:
         values: contiguous [n].
-        region: where they lie in the full parameter.
-        parameter_id: unsigned 32-bit.
+        elements: which they are.
         low: contiguous int16 [n], the low bits of `low_bits.split_master`. Only 16-bit values
             that are stored as "fp32_master" have them.
-        shape: of the full parameter; only directions of low rank read it.
     """
 
     values: Tensor
-    region: Region
-    parameter_id: int
+    elements: Elements
     low: Tensor | None = None
-    shape: tuple[int, ...] = ()
-
-
-class Matrix(NamedTuple):
-    """A matrix of which a rank has some elements.
-
-    Attributes:
-        parameter_id: unsigned 32-bit.
-        num_rows, num_columns: of the full parameter.
-        rows, columns: those of the rank's elements.
-    """
-
-    parameter_id: int
-    num_rows: int
-    num_columns: int
-    rows: range
-    columns: range
-
-    @classmethod
-    def of(cls, parameter_id: int, shape: Sequence[int], region: Region, count: int) -> Matrix:
-        """Return the matrix of `count` elements that lie in `region` of a parameter [*shape]."""
-        num_rows, num_columns = shape
-        rows_of_region, width, stride = region.rows(count)
-        last = region.start + (rows_of_region - 1) * stride + width - 1
-        rows = range(region.start // num_columns, last // num_columns + 1)
-        columns = range(num_columns)
-        if rows_of_region > 1 or len(rows) == 1:
-            first_column = region.start % num_columns
-            columns = range(first_column, min(first_column + width, num_columns))
-        return cls(parameter_id, num_rows, num_columns, rows, columns)
-
-
-class Runs(NamedTuple):
-    """Runs of consecutive numbers of a parameter: run r begins at number first + r * distance."""
-
-    number: int
-    first: int
-    length: int
-    distance: int
 
 
 class Subtraction(NamedTuple):
@@ -167,18 +157,16 @@ class Subtraction(NamedTuple):
     to fp32 on its own, in the order of the terms.
 
     Attributes:
-        target: whose elements change in place.
-        matrix: where they lie.
-        rows: u, fp32 [terms, len(matrix.rows)].
-        columns: b, fp32 [terms, len(matrix.columns)].
+        target: elements of a matrix, which change in place.
+        u: fp32 [terms, rows in which the elements lie].
+        b: fp32 [terms, columns in which they lie].
         factor: rounded to fp32.
         dither_key: of the words by which 16-bit values are rounded at random.
     """
 
     target: UpdateTarget
-    matrix: Matrix
-    rows: Tensor
-    columns: Tensor
+    u: Tensor
+    b: Tensor
     factor: float
     dither_key: int
 
@@ -229,15 +217,15 @@ class Kernels(ABC):
         entries: Distribution,
         parameter_id: int,
         keys: Sequence[int],
-        runs: Runs,
+        region: Region,
     ) -> Tensor:
-        """Return the runs of each key's numbers: fp32 [keys * runs.number, runs.length].
+        """Return a rectangle of each key's numbers: fp32 [keys * num_rows, width].
 
         Args:
             entries: the distribution of the numbers.
             parameter_id: unsigned 32-bit.
             keys: of the directions.
-            runs: which numbers.
+            region: which numbers.
         """
 
     @abstractmethod
@@ -285,7 +273,7 @@ def _triton_kernels(device: torch.device) -> Kernels:
         kernels = TritonKernels(device)
         # The first launch builds Triton's launcher: a missing compiler must show now, not in a
         # training step.
-        target = UpdateTarget(torch.zeros(1, device=device), ALL, parameter_id=0)
+        target = UpdateTarget(torch.zeros(1, device=device), Elements.all_of(0, [1]))
         kernels.update("normal", [target], [Update(key=0, coefficient=1.0)], "stochastic")
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise _triton_refusal(error) from error

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from lezo_ds.errors import UserError
 from lezo_ds.noise import (
+    Elements,
     Kernels,
     Region,
-    Runs,
     Subtraction,
     UpdateTarget,
     Weight,
@@ -149,7 +149,7 @@ class CpuKernels(Kernels):
         num_signs: int,
     ) -> list[list[Tensor]]:
         copies = []
-        for theta, parameter_id, out_dtype, rows, region in weights:
+        for theta, elements, out_dtype, rows in weights:
             theta = theta.contiguous()
             shape = theta.shape
             if rows is not None:
@@ -157,10 +157,11 @@ class CpuKernels(Kernels):
                 if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
                     raise ValueError(f"rows must lie in [0, {len(theta)})")
                 shape = torch.Size((len(rows), theta.shape[1]))
-                region = Region(region.start, width=shape[1], stride=shape[1])
+                region = Region(elements.region.start, len(rows), shape[1], shape[1])
+                elements = elements._replace(region=region)
             of_weight = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
             call = PerturbCall(
-                *_elements(region, shape.numel(), parameter_id, theta.dtype, entries),
+                *_fields_of(elements, theta.dtype, entries),
                 theta=theta.data_ptr(),
                 rows=None if rows is None else rows.data_ptr(),
                 plus=of_weight[0].data_ptr(),
@@ -181,10 +182,9 @@ class CpuKernels(Kernels):
         precision: UpdatePrecision,
     ) -> None:
         packed = pack_updates(updates)
-        for values, region, parameter_id, low, _ in targets:
-            count = values.numel()
+        for values, elements, low in targets:
             call = UpdateCall(
-                *_elements(region, count, parameter_id, values.dtype, entries),
+                *_fields_of(elements, values.dtype, entries),
                 theta=values.data_ptr(),
                 low=None if low is None else low.data_ptr(),
                 updates=packed.ctypes.data,
@@ -198,14 +198,12 @@ class CpuKernels(Kernels):
         entries: Distribution,
         parameter_id: int,
         keys: Sequence[int],
-        runs: Runs,
+        region: Region,
     ) -> Tensor:
-        out = torch.empty(len(keys) * runs.number, runs.length)
+        out = torch.empty(len(keys) * region.num_rows, region.width)
         packed_keys = np.array(keys, dtype=np.uint64)
-        region = Region(runs.first, width=runs.length, stride=runs.distance)
-        num_entries = runs.number * runs.length
         call = EntriesCall(
-            *_elements(region, num_entries, parameter_id, out.dtype, entries),
+            *_fields_of(Elements(parameter_id, (), region), out.dtype, entries),
             out=out.data_ptr(),
             keys=packed_keys.ctypes.data,
             num_keys=len(keys),
@@ -214,22 +212,21 @@ class CpuKernels(Kernels):
         return out
 
     def subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
-        target, matrix, u, b, factor, dither_key = subtraction
-        region = target.region
-        count = target.values.numel()
+        (values, elements, low), u, b, factor, dither_key = subtraction
+        rows, columns = elements.rows_and_columns()
         call = SubtractCall(
             # It draws only the dither, which is the same for all distributions.
-            *_elements(region, count, target.parameter_id, target.values.dtype, "normal"),
-            theta=target.values.data_ptr(),
-            low=None if target.low is None else target.low.data_ptr(),
+            *_fields_of(elements, values.dtype, "normal"),
+            theta=values.data_ptr(),
+            low=None if low is None else low.data_ptr(),
             rows=u.data_ptr(),
             columns=b.data_ptr(),
             num_terms=len(u),
-            num_matrix_rows=len(matrix.rows),
-            num_matrix_columns=len(matrix.columns),
-            first_row=matrix.rows.start,
-            first_column=matrix.columns.start,
-            parameter_width=matrix.num_columns,
+            num_matrix_rows=len(rows),
+            num_matrix_columns=len(columns),
+            first_row=rows.start,
+            first_column=columns.start,
+            parameter_width=elements.shape[1],
             dither_key=dither_key,
             factor=factor,
             precision=PRECISIONS[precision],
@@ -237,14 +234,13 @@ class CpuKernels(Kernels):
         self._library.lezo_subtract(ctypes.byref(call))
 
 
-def _elements(
-    region: Region, count: int, parameter_id: int, dtype: torch.dtype, entries: Distribution
-) -> tuple[int, ...]:
+def _fields_of(elements: Elements, dtype: torch.dtype, entries: Distribution) -> tuple[int, ...]:
     """Return the fields of `Call`."""
+    start, *shape_of_region = elements.region
     return (
-        *region.rows(count),
-        region.start,
-        parameter_id,
+        *shape_of_region,
+        start,
+        elements.parameter_id,
         FORMATS[dtype],
         DISTRIBUTIONS[entries],
         torch.get_num_threads(),

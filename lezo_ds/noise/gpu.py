@@ -19,7 +19,6 @@ from torch import Tensor
 from lezo_ds.noise import (
     Kernels,
     Region,
-    Runs,
     Subtraction,
     UpdateTarget,
     Weight,
@@ -120,10 +119,9 @@ class TritonKernels(Kernels):
             parts.append(
                 _Part(
                     constants=_perturb_constants(theta.dtype, kernel_dtype, num_signs),
-                    parameter_id=weight.parameter_id,
-                    numel=theta.numel(),
+                    parameter_id=weight.elements.parameter_id,
+                    region=weight.elements.region,
                     address=theta.data_ptr(),
-                    region=weight.region,
                     copy_offset=num_bytes,
                     copy_is_fp32=is_fp32,
                 )
@@ -145,27 +143,27 @@ class TritonKernels(Kernels):
     def _perturb_rows(
         self, entries: Distribution, weight: Weight, key: int, scale: float, num_signs: int
     ) -> list[Tensor]:
-        theta, parameter_id, out_dtype, rows, region = weight
+        theta, elements, out_dtype, rows = weight
         assert rows is not None
         theta = theta.contiguous()
         rows = rows.contiguous()
         width = theta.shape[1]
         address = theta.data_ptr()
-        if region.start:
+        start = elements.region.start
+        if start:
             # The kernel counts rows from the first one of the parameter. That row need not be in
             # memory: only the rows that are asked for are read.
-            rows = rows + region.start // width
-            address -= region.start * theta.itemsize
+            rows = rows + start // width
+            address -= start * theta.itemsize
         # A row that starts within a block can touch one more tile.
         per_block = PER_BLOCK[entries]
-        first_row = Region(0 if width % per_block == 0 else per_block - 1)
-        tiles_of_row = num_tiles(first_row, width, per_block, BLOCKS_OF_TILE[entries])
+        first_row = Region.run(0 if width % per_block == 0 else per_block - 1, width)
+        tiles_of_row = num_tiles(first_row, per_block, BLOCKS_OF_TILE[entries])
         part = _Part(
             constants=_perturb_constants(theta.dtype, out_dtype, num_signs),
-            parameter_id=parameter_id,
-            numel=width,
-            address=address,
+            parameter_id=elements.parameter_id,
             region=first_row,
+            address=address,
             tiles_of_row=tiles_of_row,
         )
         (of_one_row,) = _launches(kernels.perturb_kernel, (part,), entries, self._device)
@@ -187,15 +185,14 @@ class TritonKernels(Kernels):
         if not targets or not updates:
             return
         parts = []
-        for values, region, parameter_id, low, _ in targets:
+        for values, elements, low in targets:
             storage = "fp32" if values.dtype == torch.float32 else precision
             parts.append(
                 _Part(
                     constants=(("dtype", values.dtype), ("storage", storage)),
-                    parameter_id=parameter_id,
-                    numel=values.numel(),
+                    parameter_id=elements.parameter_id,
+                    region=elements.region,
                     address=values.data_ptr(),
-                    region=region,
                     low_address=0 if low is None else low.data_ptr(),
                 )
             )
@@ -208,64 +205,66 @@ class TritonKernels(Kernels):
         entries: Distribution,
         parameter_id: int,
         keys: Sequence[int],
-        runs: Runs,
+        region: Region,
     ) -> Tensor:
-        num_runs = len(keys) * runs.number
-        out = torch.empty(num_runs, runs.length, device=self._device)
+        num_rows = len(keys) * region.num_rows
+        out = torch.empty(num_rows, region.width, device=self._device)
         per_block = PER_BLOCK[entries]
         num_blocks = BLOCKS_OF_TILE[entries]
-        # A run may begin at any element of a block.
-        tiles_of_run = -(-(per_block - 1 + runs.length) // (per_block * num_blocks))
+        # A row may begin at any element of a block.
+        tiles_of_row = -(-(per_block - 1 + region.width) // (per_block * num_blocks))
         kernel = _compiled(
             kernels.entries_kernel,
             (("distribution", entries), ("per_block", per_block), ("num_blocks", num_blocks)),
         )
         kernel.run(
-            (num_runs, tiles_of_run, 1),  # only the first number may be above 65,535
+            (num_rows, tiles_of_row, 1),  # only the first number may be above 65,535
             out,
             _keys_on_device(tuple(keys), self._device),
             parameter_id,
-            runs.first,
-            runs.distance,
-            runs.length,
-            runs.number,
+            region.start,
+            region.stride,
+            region.width,
+            region.num_rows,
         )
         return out
 
     def subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
-        target, matrix, u, b, factor, dither_key = subtraction
-        values = target.values
-        region = target.region
+        (values, elements, low), u, b, factor, dither_key = subtraction
+        region = elements.region
+        rows, columns = elements.rows_and_columns()
         is_fp32 = values.dtype == torch.float32
-        count = values.numel()
-        low = values if target.low is None else target.low
+        if low is None:
+            low = values  # any address
         kernel = _compiled(
             kernels.subtract_kernel,
             (
                 ("dtype", TRITON_TYPES[values.dtype]),
                 ("storage", "fp32" if is_fp32 else precision),
-                ("layout", "rows" if region.width else "any"),
+                ("layout", "rows" if region.num_rows > 1 else "any"),
                 ("num_blocks", _BLOCKS_OF_SUBTRACTION),
             ),
             are_aligned=(values.data_ptr() % 16 == 0, low.data_ptr() % 16 == 0),
         )
         kernel.run(
-            (num_tiles(region, count, 4, _BLOCKS_OF_SUBTRACTION), 1, 1),
+            (num_tiles(region, 4, _BLOCKS_OF_SUBTRACTION), 1, 1),
             values,
             low,
             u.contiguous(),
             b.contiguous(),
             factor,
             dither_key,
-            target.parameter_id,
-            *region,
-            count,
+            elements.parameter_id,
+            region.start,
+            region.width,
+            region.stride,
+            region.size,
             len(u),
-            matrix.num_columns,
-            matrix.rows.start,
-            len(matrix.rows),
-            matrix.columns.start,
-            len(matrix.columns),
+            elements.shape[1],
+            rows.start,
+            len(rows),
+            columns.start,
+            len(columns),
         )
 
 
@@ -277,9 +276,8 @@ class _Part(NamedTuple):
 
     constants: tuple[tuple[str, Any], ...]
     parameter_id: int
-    numel: int
-    address: int
     region: Region
+    address: int
     copy_offset: int = 0
     copy_is_fp32: bool = False
     tiles_of_row: int = 0
@@ -304,10 +302,10 @@ def _launches(
     """
     alike: dict[tuple[tuple[str, Any], ...], list[_Part]] = {}
     for part in parts:
-        in_units = (part.numel, part.address, part.copy_offset, part.low_address)
+        in_units = (part.region.size, part.address, part.copy_offset, part.low_address)
         unit = 16 if all(number % 16 == 0 for number in in_units) else 1
         layout = "any"
-        if part.region.width:
+        if part.region.num_rows > 1:
             layout = "rows"
         elif part.region.start % PER_BLOCK[distribution] == 0:
             layout = "aligned"
@@ -339,30 +337,32 @@ def _table(
         column[:] = (
             num_programs,
             part.parameter_id,
-            part.numel,
+            part.region.size,
             part.address,
-            *part.region,
+            part.region.start,
+            part.region.width,
+            part.region.stride,
             part.copy_offset,
             part.copy_is_fp32,
             part.tiles_of_row,
             part.low_address,
         )
         num_programs += num_tiles(
-            part.region, part.numel, PER_BLOCK[distribution], BLOCKS_OF_TILE[distribution]
+            part.region, PER_BLOCK[distribution], BLOCKS_OF_TILE[distribution]
         )
     return table, num_programs
 
 
-def num_tiles(region: Region, count: int, per_block: int, blocks_of_tile: int) -> int:
-    """Return how many programs cover a region of `count` elements."""
-    if count == 0:
+def num_tiles(region: Region, per_block: int, blocks_of_tile: int) -> int:
+    """Return how many programs cover a region."""
+    if region.size == 0:
         return 0
-    if region.width:
+    if region.num_rows > 1:
         # All blocks that a row may touch, as in `triton_kernels._elements_of_rectangle`.
         blocks_of_row = (region.width + 2 * (per_block - 1)) // per_block
-        num_blocks = count // region.width * blocks_of_row
+        num_blocks = region.num_rows * blocks_of_row
     else:
-        num_blocks = -(-(region.start % per_block + count) // per_block)
+        num_blocks = -(-(region.start % per_block + region.size) // per_block)
     return -(-num_blocks // blocks_of_tile)
 
 

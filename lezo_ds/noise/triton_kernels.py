@@ -8,7 +8,7 @@ blocks) work on which. It is int64 [11, num_columns], with a column for each ten
     PARAMETER_ID
     COUNT                                        number of elements; with rows_ptr, those of a row
     ADDRESS                                      of theta, or of the values to update
-    START                                        three fields of the tensor's `Region`
+    START                                        of the tensor's `Region`, as two more
     WIDTH
     STRIDE
     COPY_OFFSET                                  perturb: bytes from out_ptr to the copy for plus
@@ -612,7 +612,7 @@ def subtract_kernel(
         factor: of theta.
         key: of the dither.
         parameter_id: of the matrix.
-        start: three numbers of the `Region`, with `width` and `stride`.
+        start: of the `Region`, as `width` and `stride`.
         width: see `start`.
         stride: see `start`.
         count: elements of the region.

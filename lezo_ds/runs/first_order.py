@@ -63,7 +63,7 @@ class FirstOrderEngine(ModelEngine):
     has_started = False
 
     def __init__(self, sharded: ShardedModel) -> None:
-        super().__init__((None, PerturbedForward(sharded.module, {}), sharded))
+        super().__init__((None, PerturbedForward(sharded.module, ()), sharded))
 
     def start(self, deepspeed_engine: Any) -> None:
         """Use the engine that the Trainer has made."""

@@ -147,30 +147,29 @@ class WeightFiles:
                 )
         return found
 
-    def read(self, tensors: Sequence[str], region: Region, count: int) -> Tensor:
+    def read(self, tensors: Sequence[str], region: Region) -> Tensor:
         """Read elements of a parameter from its tensors, in their stored dtype.
 
         Args:
             tensors: of the parameter, as `find` returned them.
-            region: which elements, counted in the full parameter.
-            count: number of elements.
+            region: which elements of the parameter.
 
         Returns:
-            [count], on the CPU.
+            [region.size], on the CPU.
         """
-        if region.width and count:
+        if region.num_rows > 1:
             (tensor,) = tensors  # only one tensor has rows of its parameter's width
             row, column = divmod(region.start, region.stride)
             with self._opened(self.tensors[tensor].file) as handle:
                 columns = slice(column, column + region.width)
-                rectangle = handle.get_slice(tensor)[row : row + count // region.width, columns]
+                rectangle = handle.get_slice(tensor)[row : row + region.num_rows, columns]
                 return rectangle.reshape(-1)  # type: ignore[no-any-return]
         slices: list[Tensor] = []
         begin = 0  # of the tensor, counted in the parameter
         for tensor in tensors:
             end = begin + math.prod(self.tensors[tensor].shape)
             first = max(region.start, begin)
-            last = min(region.start + count, end)
+            last = min(region.start + region.size, end)
             if first < last:
                 slices.append(self._read_slice(tensor, first - begin, last - begin))
             begin = end

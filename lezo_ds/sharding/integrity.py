@@ -6,12 +6,13 @@ Witness     of a few elements  between snapshots: on each rank, against a replay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import Region, Updater, UpdateTarget
+from lezo_ds.noise import Elements, Region, Updater, UpdateTarget
 from lezo_ds.sharding.shards import Shard
 from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
 
@@ -23,34 +24,57 @@ _MIX_FACTOR = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _NUM_ELEMENTS = 64  # of a sample
 
 
-def shard_digest(shard: Tensor, region: Region, parameter_id: int) -> int:
-    """Return the digest of a slice or rectangle of a parameter: a signed 64-bit integer.
+def digest_of(values: Tensor, elements: Elements) -> int:
+    """Return the digest of some elements of a parameter: a signed 64-bit integer.
 
     The digest is the sum of (bit pattern) * (odd pseudo-random number of the element's index)
     modulo 2**64. So the digests of slices add up to that of the parameter, and a change of one
     element always changes it. It detects faults, but does not resist an adversary.
 
     Args:
-        shard: [n], of 32- or 16-bit elements.
-        region: where the elements lie in the full parameter.
-        parameter_id: gives equal parameters of different names different digests.
+        values: [n], of 32 or 16 bits each.
+        elements: which they are. Their ids give equal parameters of different names different
+            digests.
     """
-    total = torch.zeros((), dtype=torch.int64, device=shard.device)
-    chunk = _CHUNK_ON_CPU if shard.device.type == "cpu" else _CHUNK
-    bits_dtype = torch.int32 if shard.element_size() == 4 else torch.int16
-    for begin in range(0, shard.numel(), chunk):
-        values = shard[begin : begin + chunk]
-        bits = values.view(bits_dtype).to(torch.int64)
-        index = region.elements(begin, begin + values.numel(), shard.device)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    chunk = _CHUNK_ON_CPU if values.device.type == "cpu" else _CHUNK
+    bits_dtype = torch.int32 if values.element_size() == 4 else torch.int16
+    stream = elements.parameter_id * _STREAM_FACTOR % (1 << 63)
+    for begin in range(0, values.numel(), chunk):
+        bits = values[begin : begin + chunk].view(bits_dtype).to(torch.int64)
+        index = elements.region.indices(begin, begin + bits.numel(), values.device)
         # A finalizer like SplitMix64's: neighboring indices get unrelated numbers. Products wrap.
-        number = (index + 1) * _INDEX_FACTOR + parameter_id * _STREAM_FACTOR % (1 << 63)
+        number = (index + 1) * _INDEX_FACTOR + stream
         number = (number ^ (number >> 31)) * _MIX_FACTOR | 1
         total += (bits * number).sum()
     return int(total)
 
 
+def apply_updates(
+    shards: Mapping[tuple[int, bool], Sequence[Shard]],
+    target_of: Callable[[Shard], UpdateTarget],
+    updates: Sequence[StepUpdate],
+    updater: Updater | None,
+    precision: UpdatePrecision | None,
+) -> None:
+    """Apply the updates of steps, in order, to some elements of each shard.
+
+    Args:
+        shards: by block, and by whether weight decay applies: those alike have the same updates.
+        target_of: returns the elements of a shard to update. It is asked if there are updates.
+        updates: one step at a time gives the same bits as many at once.
+        updater: the run's directions. Like `precision`, None only if there are no updates.
+        precision: how 16-bit values are stored.
+    """
+    for (block, decays), alike in shards.items():
+        changes = updates_of_parameter(updates, block, decays=decays)
+        if changes:
+            assert updater is not None and precision is not None
+            updater.update([target_of(shard) for shard in alike], changes, precision)
+
+
 class Witness:
-    """Samples of a rank's shards: the first elements of each.
+    """Samples of a rank's shards: the first elements of each, which follow the steps.
 
     `follow` applies the updates of the journal to the samples, `unlike` compares them with the
     shards, to which the steps have applied the same updates. A weight that something else has
@@ -59,46 +83,43 @@ class Witness:
 
     def __init__(
         self,
-        shards: Iterable[Shard],
-        low_bits: Mapping[str, Tensor],
+        shards: Mapping[tuple[int, bool], Sequence[Shard]],
+        target_of: Callable[[Shard], UpdateTarget],
         precision: UpdatePrecision | None,
     ) -> None:
-        """Copy one sample of each shard; every shard has at least one element."""
-        self._low_bits = low_bits
+        """Copy one sample of each shard; see `apply_updates` for the arguments."""
+        self._shards = shards
+        self._target_of = target_of
         self._precision = precision
-        # A shard, and a copy of its first elements and their low bits, which follows the steps.
-        self._samples: list[tuple[Shard, UpdateTarget]] = []
-        for shard in shards:
-            # In one row, its elements are neighbors in the full parameter.
-            _, width, _ = shard.region.rows(shard.count)
-            number = min(_NUM_ELEMENTS, width)
-            low = low_bits.get(shard.name)
-            if low is not None:
-                low = low[:number].clone()
-            region = Region(shard.region.start)
-            sample = shard.stored()[:number].clone()
-            copy = UpdateTarget(sample, region, shard.named.parameter_id, low, shard.shape)
-            self._samples.append((shard, copy))
+        self._samples: dict[Shard, UpdateTarget] = {}
+        for shard in chain.from_iterable(shards.values()):
+            self._samples[shard] = _sample(target_of(shard))
 
     def follow(self, updates: Sequence[StepUpdate], updater: Updater | None) -> None:
         """Apply the updates of steps to the samples."""
-        for shard, copy in self._samples:
-            changes = updates_of_parameter(updates, shard.named.block, decays=shard.decays)
-            if not changes:
-                continue
-            assert updater is not None and self._precision is not None
-            updater.update([copy], changes, self._precision)
+        apply_updates(self._shards, self._samples.__getitem__, updates, updater, self._precision)
 
     def unlike(self) -> list[str]:
         """Return the names of the parameters whose shards or low bits differ from their samples."""
         names = []
-        for shard, copy in self._samples:
-            number = copy.values.numel()
+        for shard, sample in self._samples.items():
+            present = _sample(self._target_of(shard))
             # As integers: -0.0 equals 0.0, and NaN does not equal itself.
-            sampled = shard.stored()[:number].view(torch.uint8)
-            is_equal = torch.equal(copy.values.view(torch.uint8), sampled)
-            if copy.low is not None:
-                is_equal &= torch.equal(copy.low, self._low_bits[shard.name][:number])
+            is_equal = torch.equal(
+                sample.values.view(torch.uint8), present.values.view(torch.uint8)
+            )
+            if sample.low is not None and present.low is not None:
+                is_equal &= torch.equal(sample.low, present.low)
             if not is_equal:
                 names.append(shard.name)
         return names
+
+
+def _sample(target: UpdateTarget) -> UpdateTarget:
+    """Return a copy of the first elements, which are neighbors in the full parameter."""
+    values, elements, low = target
+    number = min(_NUM_ELEMENTS, elements.region.width)
+    if low is not None:
+        low = low[:number].clone()
+    first = elements._replace(region=Region.run(elements.region.start, number))
+    return UpdateTarget(values[:number].clone(), first, low)

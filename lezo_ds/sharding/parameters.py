@@ -1,4 +1,4 @@
-"""What identifies a parameter on any number of ranks: its name, its id and its block.
+"""What identifies the parameters of a model on any number of ranks: ids, and a hash of all names.
 
 Noise is a function of (key, parameter id, element), and the journal's header has the hash of all
 names and shapes. So all of these are functions of the unsharded model alone.
@@ -8,30 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-
-from lezo_ds.noise import ALL, Region
-
-
-@dataclass(frozen=True)
-class NamedParameter:
-    """The identity of a parameter.
-
-    Attributes:
-        name: its name in the unsharded model, an adapter's wrappers left out.
-        parameter_id: unsigned 32-bit, from `parameter_ids`; it selects the parameter's noise.
-        block: index of its transformer block, or of its group outside the blocks
-            (`BlockLayout.block_of`).
-        region: the elements of the full parameter that modules compute with on this rank. These are
-            all of them, except of a weight that tensor parallelism splits.
-        shape: of the full parameter.
-    """
-
-    name: str
-    parameter_id: int
-    block: int
-    region: Region = ALL
-    shape: tuple[int, ...] = ()
 
 
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:

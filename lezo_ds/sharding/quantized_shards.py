@@ -50,11 +50,6 @@ class QuantizedFlatShard(QuantizedShard, FlatShard):
 class QuantizedRectangleShard(QuantizedShard, RectangleShard):
     """Tensor parallelism: whole groups of a rectangle of the matrix."""
 
-    @staticmethod
-    def _count(parameter: Any) -> int:
-        quantization: Quantization = parameter.quantization
-        return quantization.numel
-
     def _codes(self) -> Tensor:
         codes: Tensor = self.parameter.data
         return codes

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +31,7 @@ from deepspeed.checkpoint.affine import AffinePiece
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.noise import ALL, Region
-from lezo_ds.sharding.parameters import NamedParameter
+from lezo_ds.noise import Elements, Region
 
 
 @dataclass(eq=False)
@@ -42,14 +41,17 @@ class Shard(ABC):
     Attributes:
         parameter: the parameter in the module tree. Between passes its `data` is empty if it is
             gathered.
-        named: its identity, and the elements that modules compute with.
-        shape: of the full parameter.
-        region: the elements of the full parameter that this rank stores.
-        count: number of these elements. It is 0 if the parameter is too small for all ranks to have
-            some.
+        name: its name in the unsharded model, an adapter's wrappers left out.
+        block: index of its transformer block, or of its group of layers outside the blocks
+            (`BlockLayout.block_of`).
+        elements: those that this rank stores.
         group: the ranks that store the full parameter together.
+        computed: the elements that modules compute with on this rank. These are all of them, except
+            of a weight that tensor parallelism splits.
         is_replicated: whether each rank of the group stores the full parameter.
-        name: `named.name`.
+        count: number of the stored elements. It is 0 if the parameter is too small for all ranks to
+            have some.
+        shape: of the full parameter.
         numel: number of elements of the full parameter.
         decays: whether weight decay applies: to matrices, but not to biases and norms, as in MeZO's
             code.
@@ -59,17 +61,17 @@ class Shard(ABC):
     """
 
     parameter: Any
-    named: NamedParameter
-    shape: tuple[int, ...]
-    region: Region
-    count: int
+    name: str
+    block: int
+    elements: Elements
     group: Any
 
     is_replicated = False
 
     def __post_init__(self) -> None:
-        self.named = replace(self.named, shape=self.shape)
-        self.name = self.named.name
+        self.computed = Elements.all_of(self.elements.parameter_id, self.elements.shape)
+        self.count = self.elements.region.size
+        self.shape = self.elements.shape
         self.numel = math.prod(self.shape)
         self.decays = len(self.shape) > 1
         self.is_trained: bool = self.parameter.requires_grad
@@ -78,7 +80,7 @@ class Shard(ABC):
 
     @abstractmethod
     def stored(self) -> Tensor:
-        """Return the stored elements [count] in the order of `region`, without any padding.
+        """Return the stored elements [count] in the order of their region, without any padding.
 
         Of a parameter that is trained, this is a view: what is written to it is stored.
         """
@@ -107,18 +109,13 @@ class FlatShard(Shard):
     end, DeepSpeed pads the slice with uninitialized memory, which is never read.
     """
 
-    def __init__(self, parameter: Any, named: NamedParameter) -> None:
+    def __init__(self, parameter: Any, name: str, block: int, parameter_id: int) -> None:
         self._size, shape = self._layout(parameter)
         numel = math.prod(shape)
         start = min(parameter.ds_zero_partition_rank * self._size, numel)
-        super().__init__(
-            parameter,
-            named,
-            shape,
-            Region(start),
-            min(self._size, numel - start),
-            parameter.ds_process_group,
-        )
+        own = Region.run(start, min(self._size, numel - start))
+        elements = Elements(parameter_id, shape, own)
+        super().__init__(parameter, name, block, elements, parameter.ds_process_group)
         self.device = parameter.ds_tensor.device
 
     @staticmethod
@@ -133,7 +130,7 @@ class FlatShard(Shard):
 
     def own_elements(self, values: Tensor) -> Tensor:
         """Return the stored ones [count] of the elements of the full parameter."""
-        start = self.region.start
+        start = self.elements.region.start
         return values.reshape(-1)[start : start + self.count]
 
     def gather_like(self, stored: Tensor) -> Tensor:
@@ -163,25 +160,23 @@ class RectangleShard(Shard):
     Modules compute with what is here, and nothing is gathered.
     """
 
-    def __init__(self, parameter: Any, named: NamedParameter, split: Split) -> None:
+    def __init__(
+        self, parameter: Any, name: str, block: int, parameter_id: int, split: Split
+    ) -> None:
         self._pieces = split.pieces
         self.is_replicated = not split.pieces
-        region = ALL
+        elements = Elements.all_of(parameter_id, split.shape)
         if split.pieces:
             # A piece is a view of the full parameter: an offset and strides.
             piece = split.pieces[comm.get_rank(split.group)]
             stride = piece.source_strides[0]
-            region = Region(piece.source_offset)  # full rows: one run of elements
+            region = Region.run(piece.source_offset, piece.numel)  # if it has full rows
             if len(piece.shape) > 1 and math.prod(piece.shape[1:]) != stride:
-                region = Region(piece.source_offset, piece.shape[-1], stride)
-        named = replace(named, region=region)
-        count = self._count(parameter)
-        super().__init__(parameter, named, split.shape, region, count, split.group)
-
-    @staticmethod
-    def _count(parameter: Any) -> int:
-        """Return the number of elements of the rectangle."""
-        return int(parameter.numel())
+                width = piece.shape[-1]
+                region = Region(piece.source_offset, piece.numel // width, width, stride)
+            elements = elements._replace(region=region)
+        super().__init__(parameter, name, block, elements, split.group)
+        self.computed = elements
 
     def stored(self) -> Tensor:
         rectangle: Tensor = self.parameter.data

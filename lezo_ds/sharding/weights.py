@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,10 +12,10 @@ from lezo_ds import distributed
 from lezo_ds.noise import Region, Updater, UpdateTarget
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.sharding.files import WeightFiles
-from lezo_ds.sharding.integrity import Witness, shard_digest
+from lezo_ds.sharding.integrity import Witness, apply_updates, digest_of
 from lezo_ds.sharding.shards import Shard
 from lezo_ds.sharding.zero3 import finish_updates
-from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
+from lezo_ds.zo.updates import StepUpdate, UpdatePrecision
 
 LOW_BITS_DIRECTORY = "low_bits"
 """The folder of low bits in a directory of weights."""
@@ -70,7 +69,7 @@ class ShardedWeights:
         self._trained: dict[tuple[int, bool], list[Shard]] = {}
         for shard in shards:
             if shard.is_trained and shard.count:
-                self._trained.setdefault((shard.named.block, shard.decays), []).append(shard)
+                self._trained.setdefault((shard.block, shard.decays), []).append(shard)
 
     def load(self, shards: Sequence[Shard], files: WeightFiles) -> None:
         """Fill shards from files, of which each rank reads only its own elements.
@@ -90,8 +89,8 @@ class ShardedWeights:
         for shard in shards:
             low = None
             if low_files is not None and self._has_low_bits(shard):
-                low = low_files.read([shard.name], shard.region, shard.count)
-            values = files.read(tensors[shard.name], shard.region, shard.count)
+                low = low_files.read([shard.name], shard.elements.region)
+            values = files.read(tensors[shard.name], shard.elements.region)
             self.fill(shard, values, low)
         finish_updates()
 
@@ -130,28 +129,16 @@ class ShardedWeights:
         return self._precision == "fp32_master" and is_16_bit and shard.is_trained
 
     def apply(self, updates: Sequence[StepUpdate], updater: Updater | None) -> None:
-        """Apply the updates of steps, in order.
-
-        One step at a time gives the same bits as many at once.
-        """
-        for (block, decays), shards in self._trained.items():
-            changes = updates_of_parameter(updates, block, decays=decays)
-            if not changes:
-                continue
-            assert updater is not None and self._precision is not None
-            targets = []
-            for shard in shards:
-                low = self.low_bits.get(shard.name)
-                stored = shard.stored()
-                identity = shard.named.parameter_id
-                targets.append(UpdateTarget(stored, shard.region, identity, low, shard.shape))
-            updater.update(targets, changes, self._precision)
+        """Apply the updates of steps, in order, to all trained shards."""
+        apply_updates(self._trained, self._target_of, updates, updater, self._precision)
         finish_updates()
+
+    def _target_of(self, shard: Shard) -> UpdateTarget:
+        return UpdateTarget(shard.stored(), shard.elements, self.low_bits.get(shard.name))
 
     def witness(self) -> Witness:
         """Return samples of the trained shards as they are now."""
-        trained = chain.from_iterable(self._trained.values())
-        return Witness(trained, self.low_bits, self._precision)
+        return Witness(self._trained, self._target_of, self._precision)
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
         """Return (rank, name) of each shard that differs from its first replica. A collective.
@@ -163,8 +150,8 @@ class ShardedWeights:
         compared = [shard for shard in self.shards if has_groups or shard.is_replicated]
         if not compared:
             return []
-        elements = [(shard.name, shard.region) for shard in compared]
-        own = dict(zip(elements, self._shard_digests(compared), strict=True))
+        stored = [(shard.name, shard.elements.region) for shard in compared]
+        own = dict(zip(stored, self._digests(compared), strict=True))
         first: dict[tuple[str, Region], int] = {}
         unlike = []
         for rank, digests in enumerate(distributed.gather_objects(own)):
@@ -176,7 +163,7 @@ class ShardedWeights:
     def digest(self, shards: Sequence[Shard] | None = None) -> str:
         """Return one digest of full parameters and their low bits, 32 hex digits. A collective.
 
-        It is the same for any sharding (`shard_digest`).
+        It is the same for any sharding (`digest_of`).
 
         Args:
             shards: of the parameters; None for all.
@@ -184,7 +171,7 @@ class ShardedWeights:
         if shards is None:
             shards = self.shards
         group = shards[0].group
-        digests = self._shard_digests(shards)
+        digests = self._digests(shards)
         if distributed.rank() % distributed.world_size(group) != 0:
             # Of replicas, only that of the first rank of each group counts.
             for index, shard in enumerate(shards):
@@ -195,14 +182,15 @@ class ShardedWeights:
         text = ";".join(f"{name}:{total}" for name, total in by_name)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _shard_digests(self, shards: Sequence[Shard]) -> list[int]:
+    def _digests(self, shards: Sequence[Shard]) -> list[int]:
         """Return the digest of each shard and its low bits: signed 64-bit integers."""
         digests = []
         for shard in shards:
-            parameter_id = shard.named.parameter_id
-            total = shard_digest(shard.stored(), shard.region, parameter_id)
+            elements = shard.elements
+            total = digest_of(shard.stored(), elements)
             low = self.low_bits.get(shard.name)
             if low is not None:
-                total += shard_digest(low, shard.region, parameter_id ^ _LOW_STREAM)
+                low_id = elements.parameter_id ^ _LOW_STREAM
+                total += digest_of(low, elements._replace(parameter_id=low_id))
             digests.append((total + 2**63) % 2**64 - 2**63)
         return digests

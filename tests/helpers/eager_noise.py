@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import Region, UpdateTarget, Weight
+from lezo_ds.noise import Elements, UpdateTarget, Weight
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.noise.philox import (
     DITHER_STREAM,
@@ -232,12 +232,12 @@ class EagerNoise:
     def _copy(self, weight: Weight, key: int, scale: float) -> Tensor:
         theta = weight.theta
         if weight.rows is None:
-            z = self._draw(key, weight.parameter_id, weight.region, theta.numel())
+            z = self._draw(key, weight.elements)
         else:
             width = theta.shape[1]
-            first_elements = weight.region.start + weight.rows[:, None] * width
-            elements = first_elements + torch.arange(width)
-            z = draw_at(self.entries, key, weight.parameter_id, elements)
+            first_indices = weight.elements.region.start + weight.rows[:, None] * width
+            indices = first_indices + torch.arange(width)
+            z = draw_at(self.entries, key, weight.elements.parameter_id, indices)
             theta = theta[weight.rows]
         if scale != 0:  # the sum would turn -0.0 + 0.0 into 0.0
             theta = theta.to(torch.float32) + z.view(theta.shape) * scale
@@ -254,45 +254,46 @@ class EagerNoise:
                 self._update(target, update, precision)
 
     def _update(self, target: UpdateTarget, update: Update, precision: UpdatePrecision) -> None:
-        high, region, parameter_id, low, _ = target
-        z = self._draw(update.key, parameter_id, region, high.numel())
+        high, elements, low = target
+        z = self._draw(update.key, elements)
         value = join_master(high, low) * update.factor - z * update.coefficient
         if low is not None:
             new_high, new_low = split_master(value, high.dtype)
             low.copy_(new_low)
             high.copy_(new_high)
         elif precision == "stochastic" and high.dtype != torch.float32:
-            elements = region.elements(0, high.numel(), high.device)
-            words = words_at(update.key, parameter_id, elements, DITHER_STREAM)
+            indices = elements.region.indices(0, high.numel(), high.device)
+            words = words_at(update.key, elements.parameter_id, indices, DITHER_STREAM)
             high.copy_(round_stochastic(value, words, high.dtype))
         else:
             high.copy_(value)
 
-    def _draw(self, key: int, parameter_id: int, region: Region, count: int) -> Tensor:
-        """Return z of all elements of a region: fp32 [count]."""
-        if region.width == 0:  # one row: no block is drawn twice
-            return draw(self.entries, key, parameter_id, region.start, count)
-        elements = region.elements(0, count, torch.device("cpu"))
-        return draw_at(self.entries, key, parameter_id, elements)
+    def _draw(self, key: int, elements: Elements) -> Tensor:
+        """Return z of some elements: fp32 [number of elements]."""
+        parameter_id, _, region = elements
+        if region.num_rows == 1:  # no block is drawn twice
+            return draw(self.entries, key, parameter_id, region.start, region.size)
+        indices = region.indices(0, region.size, torch.device("cpu"))
+        return draw_at(self.entries, key, parameter_id, indices)
 
 
 class EagerLowRankKernels:
     """What `LowRankDirections` ask of kernels, one outer product at a time, on the CPU."""
 
-    def draw(self, entries, parameter_id, keys, runs):
+    def draw(self, entries, parameter_id, keys, region):
         found = []
         for key in keys:
-            for place in range(runs.number):
-                start = runs.first + place * runs.distance
-                found.append(draw(entries, key, parameter_id, start, runs.length))
+            for row in range(region.num_rows):
+                start = region.start + row * region.stride
+                found.append(draw(entries, key, parameter_id, start, region.width))
         return torch.stack(found)
 
     def subtract(self, subtraction, precision):
-        target, matrix, u, b, factor, dither_key = subtraction
-        high, low = target.values, target.low
-        elements = target.region.elements(0, high.numel(), high.device)
-        rows = elements // matrix.num_columns - matrix.rows.start
-        columns = elements % matrix.num_columns - matrix.columns.start
+        (high, elements, low), u, b, factor, dither_key = subtraction
+        own_rows, own_columns = elements.rows_and_columns()
+        indices = elements.region.indices(0, high.numel(), high.device)
+        rows = indices // elements.shape[1] - own_rows.start
+        columns = indices % elements.shape[1] - own_columns.start
         delta = torch.zeros(high.numel())
         for of_rows, of_columns in zip(u, b, strict=True):
             delta = delta + of_rows[rows] * of_columns[columns]
@@ -302,7 +303,7 @@ class EagerLowRankKernels:
             low.copy_(new_low)
             high.copy_(new_high)
         elif precision == "stochastic" and high.dtype != torch.float32:
-            words = words_at(dither_key, target.parameter_id, elements, DITHER_STREAM)
+            words = words_at(dither_key, elements.parameter_id, indices, DITHER_STREAM)
             high.copy_(round_stochastic(value, words, high.dtype))
         else:
             high.copy_(value)

@@ -19,6 +19,6 @@ class EqualRows(LowRankLaw):
 
 
 class EqualRowsDirections(LowRankDirections):
-    def vectors(self, matrix, keys, device):
-        a, b = super().vectors(matrix, keys, device)
+    def vectors(self, elements, keys, device):
+        a, b = super().vectors(elements, keys, device)
         return torch.ones_like(a), b

@@ -20,7 +20,9 @@ from transformers import (
 )
 
 from lezo_ds.forward.blocks import find_blocks
-from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
+from lezo_ds.forward.probes import TrainedParameter
+from lezo_ds.noise import Elements
+from lezo_ds.sharding.parameters import parameter_ids
 
 VOCABULARY = 48
 NUM_BLOCKS = 3
@@ -104,8 +106,10 @@ def tunable(model, only=None):
     """All parameters that require a gradient (and are in `only`), as the engine would name them."""
     layout = find_blocks(model)
     ids = parameter_ids(name for name, _ in model.named_parameters())
-    return {
-        parameter: NamedParameter(name, ids[name], layout.block_of(name))
+    return [
+        TrainedParameter(
+            name, parameter, layout.block_of(name), Elements.all_of(ids[name], parameter.shape)
+        )
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and (only is None or name in only)
-    }
+    ]

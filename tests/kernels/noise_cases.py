@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lezo_ds.noise import Region, UpdateTarget, Weight
+from lezo_ds.noise import Elements, Region, UpdateTarget, Weight
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.passes import KeyedProbe
@@ -69,6 +69,20 @@ def stored(values, dtype, precision, device="cpu"):
     return high.to(device), low.to(device)
 
 
+def target(values, parameter_id, start=0, low=None):
+    """The elements from `start` on of a parameter, to update."""
+    region = Region.run(start, values.numel())
+    return UpdateTarget(values, Elements(parameter_id, values.shape, region), low)
+
+
+def weight(theta, parameter_id, out_dtype=None, rows=None, region=None):
+    """A parameter to perturb, whose copies have its own dtype by default."""
+    region = region or Region.run(0, theta.numel())
+    return Weight(
+        theta, Elements(parameter_id, theta.shape, region), out_dtype or theta.dtype, rows
+    )
+
+
 def at(*scales):
     """The probes at these scales of one direction."""
     return [KeyedProbe((KEY,), scale) for scale in scales]
@@ -77,8 +91,7 @@ def at(*scales):
 def drawn(noise, key, parameter_id, start, count, device="cpu"):
     """z of the elements [start, start + count), as an update of zeros shows it."""
     values = torch.zeros(count, device=device)
-    target = UpdateTarget(values, Region(start), parameter_id)
-    noise.update([target], [Update(key, -1.0)], "stochastic")
+    noise.update([target(values, parameter_id, start)], [Update(key, -1.0)], "stochastic")
     return values
 
 
@@ -99,17 +112,17 @@ def perturbed(noise, dtype, out_dtype, device):
     ]
     # Vectors have copies in fp32, as in models.
     weights = [
-        Weight(theta, place, torch.float32 if place % 3 == 1 else out_dtype)
+        weight(theta, place, torch.float32 if place % 3 == 1 else out_dtype)
         for place, theta in enumerate(thetas)
     ]
     of_rows = [
-        Weight(thetas[place], place, out_dtype, torch.tensor(rows, device=device))
+        weight(thetas[place], place, out_dtype, torch.tensor(rows, device=device))
         for place, rows in ((0, [3, 0, 3]), (5, [1, 4]), (6, [8]))
     ]
     copies = []
     for scales in SCALES:
         copies += noise.perturb(weights, at(*scales))
-        copies += [noise.perturb([weight], at(*scales))[0] for weight in of_rows]
+        copies += [noise.perturb([some_rows], at(*scales))[0] for some_rows in of_rows]
     return list(itertools.chain(*copies))
 
 
@@ -117,11 +130,9 @@ def updated(noise, dtype, precision, device):
     targets = []
     for parameter_id, (count, start) in enumerate(TARGETS):
         values, low = stored(values_of_every_size(count), dtype, precision, device)
-        targets.append(UpdateTarget(values, Region(start), parameter_id, low))
+        targets.append(target(values, parameter_id, start, low))
     noise.update(targets, UPDATES, precision)
-    return [
-        tensor for target in targets for tensor in (target.values, target.low) if tensor is not None
-    ]
+    return [tensor for each in targets for tensor in (each.values, each.low) if tensor is not None]
 
 
 def bits(tensor):

@@ -10,12 +10,13 @@ from noise_cases import DISTRIBUTIONS, DTYPES, KEY, PRECISIONS, stored, values_o
 from test_noise import IS_INTERPRETED, TRITON, assert_same_bits
 
 from lezo_ds.forward.low_rank import LowRankDirections
-from lezo_ds.noise import ALL, Matrix, Region, UpdateTarget
+from lezo_ds.noise import Elements, Region, UpdateTarget
 from lezo_ds.zo.laws import FIRST_OF_COLUMNS, LowRankLaw
 from lezo_ds.zo.updates import Update
 
 CPU = torch.device("cpu")
 SHAPE = (13, 307)
+ALL = Elements.all_of(6, SHAPE)
 UPDATES = [
     Update(KEY, 0.01, 0.999),
     Update(2**64 - 1, -0.3, begins_step=False),
@@ -44,11 +45,12 @@ def eager(law):
     return LowRankDirections(law, kernels_of=lambda _: EagerLowRankKernels())
 
 
-def updated(noise, values, low, region, precision, device=CPU):
+def updated(noise, values, low, region, precision, device=CPU, shape=SHAPE):
     """The elements of a region after the updates, and their low bits."""
     values = values.to(device, copy=True)
     low = None if low is None else low.to(device, copy=True)
-    noise.update([UpdateTarget(values, region, 6, low, SHAPE)], UPDATES, precision)
+    target = UpdateTarget(values, Elements(6, shape, region), low)
+    noise.update([target], UPDATES, precision)
     return values, low
 
 
@@ -67,17 +69,18 @@ def test_parts_of_a_matrix_get_the_bits_of_the_reference(backend, dtype, precisi
         law = LowRankLaw(distribution, rank=1 + 2 * place)
         noise = backend_of(law)
         values, low = stored(values_of_every_size(math.prod(SHAPE)), dtype, precision)
-        full, full_low = updated(eager(law), values, low, ALL, precision)
+        full, full_low = updated(eager(law), values, low, ALL.region, precision)
         for first, end in FLAT:
             part_low = None if low is None else low[first:end]
-            region = Region(first)
+            region = Region.run(first, end - first)
             part = updated(noise, values[first:end], part_low, region, precision, device)
             assert_same_bits(part[0], full[first:end])
             if low is not None:
                 assert_same_bits(part[1], full_low[first:end])
         for rows, columns in RECTANGLES:
             where = (slice(*rows), slice(*columns))
-            region = Region(rows[0] * 307 + columns[0], columns[1] - columns[0], 307)
+            width = columns[1] - columns[0]
+            region = Region(rows[0] * 307 + columns[0], rows[1] - rows[0], width, 307)
             part_low = None if low is None else low.view(SHAPE)[where].flatten()
             mine = values.view(SHAPE)[where].flatten()
             part = updated(noise, mine, part_low, region, precision, device)
@@ -91,16 +94,17 @@ def test_wide_matrices_get_the_bits_of_the_reference(precision):
     shape = (6, 2001)  # more columns than the kernel takes at once
     law = LowRankLaw("normal", rank=6)
     values, low = stored(values_of_every_size(math.prod(shape)), torch.bfloat16, precision)
-    full = UpdateTarget(values.clone(), ALL, 6, None if low is None else low.clone(), shape)
-    eager(law).update([full], UPDATES, precision)
+    whole = Region.run(0, values.numel())
+    full, full_low = updated(eager(law), values, low, whole, precision, shape=shape)
     for first, end in [(0, 6 * 2001), (1003, 5 * 2001 + 7)]:
-        mine = values[first:end].clone()
-        my_low = None if low is None else low[first:end].clone()
-        target = UpdateTarget(mine, Region(first), 6, my_low, shape)
-        LowRankDirections(law).update([target], UPDATES, precision)
-        assert_same_bits(mine, full.values[first:end])
+        my_low = None if low is None else low[first:end]
+        region = Region.run(first, end - first)
+        mine, my_low = updated(
+            LowRankDirections(law), values[first:end], my_low, region, precision, shape=shape
+        )
+        assert_same_bits(mine, full[first:end])
         if low is not None:
-            assert_same_bits(my_low, full.low[first:end])
+            assert_same_bits(my_low, full_low[first:end])
 
 
 def test_an_update_is_the_formula_of_the_page_in_plain_pytorch():
@@ -118,17 +122,16 @@ def test_an_update_is_the_formula_of_the_page_in_plain_pytorch():
                 b = draw("normal", update.key, 6, first, num_columns)
                 delta = delta + (coefficient * a)[:, None] * b
         expected = expected * factor - delta
-    found, _ = updated(LowRankDirections(law), theta, None, ALL, "stochastic")
+    found, _ = updated(LowRankDirections(law), theta, None, ALL.region, "stochastic")
     assert_same_bits(found, expected.flatten())
 
 
 def test_vectors_of_some_rows_and_columns_are_parts_of_the_whole_ones(backend):
     backend_of, device = backend
     noise = backend_of(LowRankLaw("normal", rank=2))
-    whole = Matrix.of(6, SHAPE, ALL, math.prod(SHAPE))
-    part = whole._replace(rows=range(3, 9), columns=range(100, 307))
+    part = ALL._replace(region=Region(3 * 307 + 100, 6, 207, 307))
     keys = [KEY, 5]
-    a, b = noise.vectors(whole, keys, device)
+    a, b = noise.vectors(ALL, keys, device)
     some_of_a, some_of_b = noise.vectors(part, keys, device)
     assert a.shape == (4, 13)
     assert_same_bits(some_of_a, a[:, 3:9].contiguous())
@@ -140,14 +143,14 @@ def test_vectors_of_some_rows_and_columns_are_parts_of_the_whole_ones(backend):
 
 
 @pytest.mark.parametrize(
-    ("region", "count", "rows", "columns"),
+    ("region", "rows", "columns"),
     [
-        (ALL, 13 * 307, (0, 13), (0, 307)),
-        (Region(5), 300, (0, 1), (5, 305)),
-        (Region(300), 700, (0, 4), (0, 307)),
-        (Region(2 * 307 + 3, 10, 307), 70, (2, 9), (3, 13)),
+        (ALL.region, (0, 13), (0, 307)),
+        (Region.run(5, 300), (0, 1), (5, 305)),
+        (Region.run(300, 700), (0, 4), (0, 307)),
+        (Region(2 * 307 + 3, 7, 10, 307), (2, 9), (3, 13)),
     ],
 )
-def test_a_region_covers_these_rows_and_columns(region, count, rows, columns):
-    matrix = Matrix.of(6, SHAPE, region, count)
-    assert (matrix.rows, matrix.columns) == (range(*rows), range(*columns))
+def test_a_region_covers_these_rows_and_columns(region, rows, columns):
+    elements = Elements(6, SHAPE, region)
+    assert elements.rows_and_columns() == (range(*rows), range(*columns))

@@ -27,11 +27,13 @@ from noise_cases import (
     hashed,
     result,
     stored,
+    target,
     values_of_every_size,
+    weight,
 )
 
 from lezo_ds.forward.dense import DenseDirections
-from lezo_ds.noise import ALL, Region, UpdateTarget, Weight
+from lezo_ds.noise import Elements, Region, UpdateTarget
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.noise.philox import DITHER_STREAM, words_at, words_of_blocks
 from lezo_ds.zo.laws import DenseLaw
@@ -107,12 +109,12 @@ def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
     z = draw(distribution, KEY, 6, 0, theta.numel()).view_as(theta)
     scales = [1e-3, -1e-3, 0.0, 0.25, 0.5, -0.25]
     noise = EagerNoise(DenseLaw(distribution))
-    (copies,) = noise.perturb([Weight(theta, 6, dtype)], at(*scales))
+    (copies,) = noise.perturb([weight(theta, 6)], at(*scales))
     for scale, copy in zip(scales, copies, strict=True):
         # The sum would turn -0.0 + 0.0 into 0.0.
         assert_same_bits(copy, (theta.float() + z * scale).to(dtype) if scale else theta)
     shard = theta.flatten().to(torch.float32, copy=True)
-    noise.update([UpdateTarget(shard, ALL, 6)], [Update(KEY, 0.3, 0.99)], "stochastic")
+    noise.update([target(shard, 6)], [Update(KEY, 0.3, 0.99)], "stochastic")
     assert_same_bits(shard, (theta.float() * 0.99 - z * 0.3).flatten())
 
 
@@ -131,13 +133,11 @@ def test_slices_and_single_updates_give_the_bits_of_one_call(backend, precision,
     values = values_of_every_size(1101)
     full, full_low = stored(values, torch.bfloat16, precision, device)
     parts, parts_low = stored(values, torch.bfloat16, precision, device)
-    noise.update([UpdateTarget(full, ALL, 6, full_low)], updates, precision)
+    noise.update([target(full, 6, low=full_low)], updates, precision)
     for update in updates:
         for first, last in ((0, 367), (367, 734), (734, 1101)):
             low = None if parts_low is None else parts_low[first:last]
-            noise.update(
-                [UpdateTarget(parts[first:last], Region(first), 6, low)], [update], precision
-            )
+            noise.update([target(parts[first:last], 6, first, low)], [update], precision)
     assert_same_bits(parts, full)
     if full_low is not None:
         assert_same_bits(parts_low, full_low)
@@ -155,18 +155,18 @@ def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, col
         noise, plain = backend_of(law), EagerNoise(law)
         values, low = stored(values_of_every_size(11 * 133), torch.bfloat16, precision)
         theta = values.view(11, 133)
-        region = Region(rows[0] * 133 + columns[0], columns[1] - columns[0], 133)
         mine = theta[part].contiguous().to(device)
-        ((plus, minus),) = noise.perturb(
-            [Weight(mine, 6, torch.float32, region=region)], at(0.1, -0.1)
-        )
-        (full,) = plain.perturb([Weight(theta, 6, torch.float32)], at(0.1, -0.1))
+        region = Region(rows[0] * 133 + columns[0], *mine.shape, 133)
+        rectangle = weight(mine, 6, torch.float32, region=region)
+        ((plus, minus),) = noise.perturb([rectangle], at(0.1, -0.1))
+        (full,) = plain.perturb([weight(theta, 6, torch.float32)], at(0.1, -0.1))
         for copy, expected in zip((plus, minus), full, strict=True):
             assert_same_bits(copy, expected[part])
         mine_low = None if low is None else low.view(11, 133)[part].flatten().to(device)
         updates = [Update(KEY, 0.01, 0.999), Update(7, -0.3)]
-        noise.update([UpdateTarget(mine.view(-1), region, 6, mine_low)], updates, precision)
-        plain.update([UpdateTarget(values, ALL, 6, low)], updates, precision)
+        elements = Elements(6, theta.shape, region)
+        noise.update([UpdateTarget(mine.view(-1), elements, mine_low)], updates, precision)
+        plain.update([target(values, 6, low=low)], updates, precision)
         assert_same_bits(mine, theta[part])
         if low is not None:
             assert_same_bits(mine_low, low.view(11, 133)[part].flatten())
@@ -176,21 +176,19 @@ def test_a_transposed_parameter_is_perturbed_by_its_row_major_index(backend):
     backend_of, device = backend
     noise = backend_of(DenseLaw())
     theta = values_of_every_size(35).view(5, 7)
-    weights = [Weight(theta.t().contiguous().to(device).t(), 6, theta.dtype)]
+    weights = [weight(theta.t().contiguous().to(device).t(), 6)]
     (copies,) = noise.perturb(weights, at(0.1, -0.1))
-    (expected,) = EagerNoise(DenseLaw()).perturb([Weight(theta, 6, theta.dtype)], at(0.1, -0.1))
+    (expected,) = EagerNoise(DenseLaw()).perturb([weight(theta, 6)], at(0.1, -0.1))
     for copy, plain in zip(copies, expected, strict=True):
         assert_same_bits(copy, plain)
     strided = torch.tensor([3, 9, 0, 9], device=device)[::2]
     ((rows,),) = noise.perturb([weights[0]._replace(rows=strided)], at(0.1))
     assert_same_bits(rows, copies[0][strided])
-    later = weights[0]._replace(
-        theta=theta[3:].to(device), rows=strided[:1] - 3, region=Region(3 * 7)
-    )
+    later = weight(theta[3:].to(device), 6, rows=strided[:1] - 3, region=Region.run(3 * 7, 2 * 7))
     ((row,),) = noise.perturb([later], at(0.1))
     assert_same_bits(row, copies[0][3:4])
     noise.update([], [Update(KEY, 0.1)], "stochastic")
-    noise.update([UpdateTarget(theta.flatten().to(device), ALL, 6)], [], "stochastic")
+    noise.update([target(theta.flatten().to(device), 6)], [], "stochastic")
     assert noise.perturb([], at(0.1)) == []
 
 
@@ -288,7 +286,7 @@ def test_a_nan_of_any_bits_stays_one_in_the_high_half_of_a_master(backend):
     high = torch.tensor([-0.0, 1.0, float("nan")], dtype=torch.bfloat16, device=device)
     low = torch.tensor([-1, 0, 0], dtype=torch.int16, device=device)
     noise = backend_of(DenseLaw())
-    noise.update([UpdateTarget(high, ALL, 2, low)], [Update(KEY, 1e-3)], "fp32_master")
+    noise.update([target(high, 2, low=low)], [Update(KEY, 1e-3)], "fp32_master")
     assert high.isnan().tolist() == [True, False, True]
     assert low[[0, 2]].tolist() == [0, 0]
 
@@ -354,9 +352,9 @@ def test_tiny_updates_survive_in_16_bits(dtype, size, precision):
         Update(1000 + index, float(coefficient)) for index, coefficient in enumerate(coefficients)
     ]
     exact = torch.zeros(50_000)
-    noise.update([UpdateTarget(exact, ALL, 4)], updates, precision)
+    noise.update([target(exact, 4)], updates, precision)
     values, low = stored(start.float(), dtype, precision)
-    noise.update([UpdateTarget(values, ALL, 4, low)], updates, precision)
+    noise.update([target(values, 4, low=low)], updates, precision)
     change, exact = join_master(values, low).double() - start.double(), exact.double()
     least, most = SIGNAL[precision]
     assert least <= float(change @ exact / (exact @ exact)) <= most

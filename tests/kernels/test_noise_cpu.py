@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from eager_noise import EagerNoise
-from noise_cases import CASES, GOLDEN, at, digest, drawn, result
+from noise_cases import CASES, GOLDEN, at, digest, drawn, result, target, weight
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.dense import DenseDirections
-from lezo_ds.noise import ALL, Region, UpdateTarget, Weight, cpu, kernels_of
+from lezo_ds.noise import cpu, kernels_of
 from lezo_ds.noise.cpu import CpuKernels
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.zo.laws import DenseLaw
@@ -152,9 +152,9 @@ def test_the_number_of_threads_changes_no_bit(distribution):
         noise = backend(law)
         torch.set_num_threads(num_threads)
         shard = theta.clone()
-        noise.update([UpdateTarget(shard, Region(5), 2)], [Update(1, 0.1)], "stochastic")
-        ((full,),) = noise.perturb([Weight(theta, 2, theta.dtype)], at(0.1))
-        ((some,),) = noise.perturb([Weight(table, 2, theta.dtype, rows)], at(0.1))
+        noise.update([target(shard, 2, 5)], [Update(1, 0.1)], "stochastic")
+        ((full,),) = noise.perturb([weight(theta, 2)], at(0.1))
+        ((some,),) = noise.perturb([weight(table, 2, rows=rows)], at(0.1))
         digests.add(digest([shard, full, some]))
     assert len(digests) == 1
 
@@ -168,8 +168,8 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
         high, low = split_master(theta, torch.bfloat16)
         torch.set_flush_denormal(flush)
         noise = DenseDirections(DenseLaw())
-        ((copy,),) = noise.perturb([Weight(theta, 2, theta.dtype)], at(tiny))
-        noise.update([UpdateTarget(high, ALL, 2, low)], [Update(1, tiny)], "fp32_master")
+        ((copy,),) = noise.perturb([weight(theta, 2)], at(tiny))
+        noise.update([target(high, 2, low=low)], [Update(1, tiny)], "fp32_master")
         torch.set_flush_denormal(False)
         assert len(copy.unique()) > 90
         digests.add(digest([copy, high, low]))
@@ -180,7 +180,7 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
 def test_conversions_are_those_of_pytorch(dtype):
     def converted(values, out_dtype):
         # `DenseDirections.perturb` converts with PyTorch if the scale is 0.
-        return CpuKernels().perturb("normal", [Weight(values, 0, out_dtype)], 0, 0.0, 1)[0][0]
+        return CpuKernels().perturb("normal", [weight(values, 0, out_dtype)], 0, 0.0, 1)[0][0]
 
     patterns = torch.randint(
         -(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(0)
@@ -196,6 +196,6 @@ def test_conversions_are_those_of_pytorch(dtype):
 
 def test_a_row_out_of_range_is_refused():
     for row in (-1, 3):
-        weight = Weight(torch.zeros(3, 4), 2, torch.float32, torch.tensor([0, row]))
+        table = weight(torch.zeros(3, 4), 2, rows=torch.tensor([0, row]))
         with pytest.raises(ValueError, match="rows must lie in"):
-            DenseDirections(DenseLaw()).perturb([weight], at(0.1))
+            DenseDirections(DenseLaw()).perturb([table], at(0.1))

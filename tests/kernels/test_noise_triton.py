@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from eager_noise import box_muller
-from noise_cases import at
+from noise_cases import at, target, weight
 from thorough import thorough
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.dense import DenseDirections
-from lezo_ds.noise import ALL, UpdateTarget, Weight, kernels_of
+from lezo_ds.noise import kernels_of
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
@@ -241,17 +241,15 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
         gpu.Launch, "run", lambda launch, *_: launched.append(launch.kernel.constants)
     )
     matrix, vector, odd = (torch.zeros(shape).bfloat16() for shape in ((16, 16), (16,), (3,)))
-    alike = [Weight(matrix, 1, torch.bfloat16), Weight(vector, 2, torch.float32)]
-    others = [Weight(odd, 3, torch.float32), Weight(torch.zeros(16), 4, torch.float32)]
+    alike = [weight(matrix, 1), weight(vector, 2, torch.float32)]
+    others = [weight(odd, 3, torch.float32), weight(torch.zeros(16), 4)]
     kernels_on_cpu = gpu.TritonKernels(torch.device("cpu"))
     noise = DenseDirections(DenseLaw(), kernels_of=lambda _: kernels_on_cpu)
     for num_others in (0, 1, 2):
         weights = alike + others[:num_others]
         for _ in range(2):
             noise.perturb(weights, at(0.1, -0.1))
-            targets = [
-                UpdateTarget(weight.theta.view(-1), ALL, weight.parameter_id) for weight in weights
-            ]
+            targets = [target(each.theta.view(-1), each.elements.parameter_id) for each in weights]
             noise.update(targets, [Update(5, 0.1)], "stochastic")
         first, second = launched[: len(launched) // 2], launched[len(launched) // 2 :]
         assert len(first) == 2 * (1 + num_others)

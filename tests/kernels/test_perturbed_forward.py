@@ -21,9 +21,9 @@ from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.forward.perturbed_forward import PerturbedForward
-from lezo_ds.forward.probes import Perturbation
+from lezo_ds.forward.probes import Perturbation, TrainedParameter
+from lezo_ds.noise import Elements
 from lezo_ds.noise.cpu import CpuKernels
-from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.passes import KeyedProbe
 
@@ -79,7 +79,7 @@ def reference(model, trainable, change, dtype=torch.float32):
     # A copy of a wrapped model would run the original's modules.
     assert not any("forward" in vars(module) for module in model.modules())
     (probe,) = change.probes
-    names = {named.name: named for named in trainable.values()}
+    names = {entry.name: entry for entry in trainable}
     perturbed = copy.deepcopy(model).to(dtype)
     originals = dict(model.named_parameters())
     with torch.no_grad():
@@ -87,7 +87,7 @@ def reference(model, trainable, change, dtype=torch.float32):
             if name not in names or names[name].block in change.dropped_layers:
                 continue
             theta = originals[name]
-            z = draw("normal", probe.key, names[name].parameter_id, 0, theta.numel())
+            z = draw("normal", probe.key, names[name].elements.parameter_id, 0, theta.numel())
             value = theta.float() + probe.scale * z.view_as(theta)
             parameter.copy_(value if theta.dim() == 1 else value.to(theta.dtype))
     return perturbed
@@ -435,7 +435,8 @@ class OneTable(nn.Module):
 
 def run_table(positions, sign):
     model = OneTable(positions)
-    trainable = {model.table.weight: NamedParameter("table.weight", 1, 99)}
+    weight = model.table.weight
+    trainable = [TrainedParameter("table.weight", weight, 99, Elements.all_of(1, weight.shape))]
     return run(
         PerturbedForward(model, trainable, directions=DIRECTIONS),
         model,
@@ -470,15 +471,19 @@ def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
     """Output of one bfloat16 module at theta + mu z, and theta + mu z itself in float32."""
     module = module.to(torch.bfloat16)
     ids = {"weight": 1, "bias": 2}
-    trainable = {getattr(module, name): NamedParameter(name, ids[name], 99) for name in only}
+    parameters = {name: getattr(module, name) for name in only}
+    trainable = [
+        TrainedParameter(name, parameter, 99, Elements.all_of(ids[name], parameter.shape))
+        for name, parameter in parameters.items()
+    ]
     model = nn.Sequential(module)
     batch = MicroBatch({"input": hidden}, len(hidden))
     change = perturbation(BOTH, scale=scale)
     (plus, _) = run(PerturbedForward(model, trainable, directions=DIRECTIONS), model, batch, change)
     exact = {}
-    for parameter, named in trainable.items():
-        z = draw("normal", SEED, named.parameter_id, 0, parameter.numel()).view_as(parameter)
-        exact[named.name] = parameter.detach().float() + scale * z
+    for name, parameter in parameters.items():
+        z = draw("normal", SEED, ids[name], 0, parameter.numel()).view_as(parameter)
+        exact[name] = parameter.detach().float() + scale * z
     return plus, exact
 
 

@@ -40,7 +40,7 @@ from lezo_ds.checkpoints.checkpoint import (
 )
 from lezo_ds.data.tables import read_hub
 from lezo_ds.errors import HubError, UserError
-from lezo_ds.noise import ALL, Region
+from lezo_ds.noise import Region
 from lezo_ds.sharding.files import WeightFiles
 
 BIAS = "model.decoder.layers.0.fc1.bias"
@@ -59,8 +59,8 @@ def assert_reads(directory, model):
         flat = parameters[name].detach().flatten()
         middle = len(flat) // 3
         parts = (
-            files.read(tensors, ALL, middle),
-            files.read(tensors, Region(middle), len(flat) - middle),
+            files.read(tensors, Region.run(0, middle)),
+            files.read(tensors, Region.run(middle, len(flat) - middle)),
         )
         assert torch.equal(torch.cat(parts), flat), name
 

@@ -19,7 +19,7 @@ LAW = {"law": "own_law:EqualRows", "noise_rank": 1, "sparsity": 0.0}
 
 def train_by_own_law(directory, num_ranks):
     engine = start_engine(directory, num_ranks=num_ranks, **LAW)
-    ids = {shard.name: shard.named.parameter_id for shard in engine.weights.shards}
+    ids = {shard.name: shard.elements.parameter_id for shard in engine.weights.shards}
     records = train(engine, 3)
     return [record.projected_grads[0] for record in records], full_weights(engine), ids
 

@@ -56,7 +56,7 @@ def test_a_text_has_the_logits_that_it_has_alone(family):
             expected.append(plain(torch.tensor([example.sequences[0][:-1]])).logits[0, -2:])
     rotate_each_row(model)
     with torch.no_grad():
-        (logits,) = PerturbedForward(model, {})(batch, None, model)
+        (logits,) = PerturbedForward(model, ())(batch, None, model)
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -75,7 +75,7 @@ def test_an_answer_that_passes_the_limit_is_that_of_whole_passes(family):
         expected.append(ids[len(prompt) :])
     rotate_each_row(model)
     batch = prompt_batch(prompts, settings)
-    found = PerturbedForward(model, {})(
+    found = PerturbedForward(model, ())(
         batch, None, lambda **inputs: generate(model, batch, **inputs)
     )
     answers = [[token for token in row if token != 1] for row in found[0].tolist()]

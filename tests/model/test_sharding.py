@@ -37,7 +37,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import Bundle, GatherAhead
-from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
+from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.sharding.shards import FlatShard
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.laws import DenseLaw
@@ -74,7 +74,7 @@ def _describe_shards(num_ranks):
     zero3.shard_model(
         model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
     )
-    parameters = [FlatShard(p, NamedParameter(n, 0, 99)) for n, p in model.named_parameters()]
+    parameters = [FlatShard(p, n, 99, 0) for n, p in model.named_parameters()]
     for p in parameters:
         stored = p.parameter.ds_tensor
         stored.data.fill_(float("nan"))  # the padding keeps it
@@ -84,7 +84,7 @@ def _describe_shards(num_ranks):
         assert stored.shape == (size,)  # flat
         own = range(p.numel)[distributed.rank() * size :][:size]
         assert p.count == len(own)
-        assert p.region.start == own.start
+        assert p.elements.region.start == own.start
         assert stored.dtype == p.parameter.dtype
         assert p.parameter.data.numel() == 0  # nothing stays gathered
         assert torch.isnan(stored[p.count :]).all()
@@ -224,7 +224,7 @@ def shard(directory, dtype, precision):
         model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
     )
     parameters = [
-        FlatShard(parameter, NamedParameter(name, ids[name], layout.block_of(name)))
+        FlatShard(parameter, name, layout.block_of(name), ids[name])
         for name, parameter in model.named_parameters()
     ]
     weights = ShardedWeights(parameters, aliases=aliases, precision=precision)
@@ -318,7 +318,7 @@ def _update(directory, dtype):
     before = gather(weights)
     weights.apply(step_updates(records, 0, 1, weight_decay=0.1), DIRECTIONS)
     z = {
-        p.name: draw("normal", records[0].key, p.named.parameter_id, 0, p.numel).view(p.shape)
+        p.name: draw("normal", records[0].key, p.elements.parameter_id, 0, p.numel).view(p.shape)
         for p in weights.shards
     }
     return digests, before, gather(weights), z

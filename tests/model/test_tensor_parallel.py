@@ -63,10 +63,8 @@ def _families(directories):
     (batch,), outputs = make_batch(0, 1, vocabulary=VOCABULARY), []
     for directory in directories:
         engine = start(directory, 2)
-        own = [(p.name, p.named.parameter_id, p.named.block) for p in engine.weights.shards]
-        matrices = [
-            p for p in engine.weights.shards if p.named.block < NUM_BLOCKS and len(p.shape) == 2
-        ]
+        own = [(p.name, p.elements.parameter_id, p.block) for p in engine.weights.shards]
+        matrices = [p for p in engine.weights.shards if p.block < NUM_BLOCKS and len(p.shape) == 2]
         assert all(2 * p.count == p.numel for p in matrices)
         tables = [p for p in engine.weights.shards if p.shape[0] in (VOCABULARY, VOCABULARY + 1)]
         shares = {round(p.numel / p.count) for p in tables}

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lezo_ds.noise import Region
+from lezo_ds.noise import Elements, Region
 from lezo_ds.sharding import integrity, parameters
-from lezo_ds.sharding.integrity import shard_digest
+from lezo_ds.sharding.integrity import digest_of
 from lezo_ds.sharding.parameters import parameter_ids, table_hash
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -29,6 +29,11 @@ def from_bits(patterns, dtype):
 def wrapped(value):
     """Return an integer as a signed 64-bit one."""
     return (value + 2**63) % 2**64 - 2**63
+
+
+def shard_digest(values, start, parameter_id):
+    region = Region.run(start, values.numel())
+    return digest_of(values, Elements(parameter_id, values.shape, region))
 
 
 def reference_digest(values, start, parameter_id):
@@ -51,10 +56,10 @@ def test_the_digest_is_the_one_defined_and_slices_add_up_however_they_are_cut(
 ):
     values = from_bits(patterns, dtype)
     expected = reference_digest(values, start, parameter_id)
-    assert shard_digest(values, Region(start), parameter_id) == expected
+    assert shard_digest(values, start, parameter_id) == expected
     edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
     parts = [
-        shard_digest(values[first:last], Region(start + first), parameter_id)
+        shard_digest(values[first:last], start + first, parameter_id)
         for first, last in pairwise(edges)
     ]
     assert wrapped(sum(parts)) == expected
@@ -62,15 +67,15 @@ def test_the_digest_is_the_one_defined_and_slices_add_up_however_they_are_cut(
 
 def test_more_than_one_chunk_gives_the_sum_of_the_chunks(monkeypatch):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    expected = shard_digest(values, Region(5), 9)
+    expected = shard_digest(values, 5, 9)
     monkeypatch.setattr(integrity, "_CHUNK_ON_CPU", 64)
-    assert shard_digest(values, Region(5), 9) == expected
+    assert shard_digest(values, 5, 9) == expected
 
 
 def test_digests_ids_and_table_hashes_are_the_recorded_ones_in_any_order():
     values = torch.tensor([1.0, -2.0, 0.5, 3.0])
-    assert shard_digest(values, Region(5), 77) == -3482683184599007232
-    assert shard_digest(values.bfloat16(), Region(2**33), 2**32 - 1) == -4758718987625210304
+    assert shard_digest(values, 5, 77) == -3482683184599007232
+    assert shard_digest(values.bfloat16(), 2**33, 2**32 - 1) == -4758718987625210304
     embedding, bias = "model.decoder.embed_tokens.weight", "model.decoder.layers.0.fc1.bias"
     assert parameter_ids([embedding, bias]) == parameter_ids([bias, embedding])
     assert parameter_ids([bias, embedding]) == {embedding: 270094208, bias: 128067829}

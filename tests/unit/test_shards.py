@@ -9,9 +9,8 @@ from safetensors.torch import save_file
 
 from lezo_ds import distributed
 from lezo_ds.forward.dense import DenseDirections
-from lezo_ds.noise import ALL
+from lezo_ds.noise import Elements
 from lezo_ds.sharding.files import WeightFiles
-from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.sharding.shards import Shard
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.sharding.zero3 import no_gathered_weights_saved
@@ -31,16 +30,9 @@ def sharded(shard):
 class _CodedShard(Shard):
     """A frozen parameter in codes of 8 bits and a scale."""
 
-    def __init__(self, named):
+    def __init__(self):
         parameter = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-        super().__init__(
-            parameter,
-            named,
-            shape=(2, 5),
-            region=ALL,
-            count=NUMEL,
-            group=None,
-        )
+        super().__init__(parameter, "matrix", 0, Elements.all_of(3, (2, 5)), group=None)
         self.codes = torch.zeros(NUMEL, dtype=torch.int8)
         self.scale = 1.0
 
@@ -57,7 +49,7 @@ class _CodedShard(Shard):
 
 def _use_codes(directory):
     distributed.init_distributed()
-    shard = _CodedShard(NamedParameter("matrix", 3, block=0))
+    shard = _CodedShard()
     weights = sharded(shard)
     weights.load([shard], WeightFiles(directory))
     before = weights.digest()

@@ -23,7 +23,7 @@ from lezo_ds.engine import check_losses
 from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
 from lezo_ds.forward.dense import DenseDirections
-from lezo_ds.noise import Weight
+from lezo_ds.noise import Elements, Weight
 from lezo_ds.tasks.base import Example
 from lezo_ds.zo.estimators import Probe
 from lezo_ds.zo.laws import DenseLaw
@@ -176,8 +176,9 @@ def test_a_copy_of_a_weight_has_no_directions_of_groups():
     """It would be of the first group's direction alone."""
     probe = KeyedProbe((1, 2), 0.5)
     directions = DenseDirections(DenseLaw())
+    weight = Weight(torch.zeros(3), Elements.all_of(0, [3]), torch.float32)
     with pytest.raises(ValueError, match="serves all examples"):
-        directions.perturb([Weight(torch.zeros(3), 0, torch.float32)], [probe])
+        directions.perturb([weight], [probe])
 
 
 def test_errors_name_the_rank_that_differs_from_most_and_count_what_is_too_much_to_name():

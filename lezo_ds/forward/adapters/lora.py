@@ -112,8 +112,8 @@ class LoraAdapter:
             if shard.name.endswith(".lora_B.weight"):
                 weights.fill(shard, torch.zeros(shard.count))
                 continue
-            elements = shard.region.elements(0, shard.count, torch.device("cpu"))
-            values = uniform(key, shard.named.parameter_id, elements)
+            indices = shard.elements.region.indices(0, shard.count, torch.device("cpu"))
+            values = uniform(key, shard.elements.parameter_id, indices)
             bound = shard.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
             weights.fill(shard, values * bound)
 
