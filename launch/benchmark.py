@@ -50,7 +50,6 @@ from lezo_ds.checkpoints.checkpoint import DTYPES, resolve_model
 from lezo_ds.cli import end_process_after
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, load_config, make_law
 from lezo_ds.data.batches import candidate_batch
-from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.generation import SAMPLE_KEYS, generate
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
@@ -60,6 +59,7 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.forward.directions import directions_of
 from lezo_ds.noise import Elements, UpdateTarget
 from lezo_ds.runs.trainer import make_engine
+from lezo_ds.tasks.base import EncodedExample
 from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.tools.sizes import OPT_SHAPES, opt_config
 from lezo_ds.zo.laws import DenseLaw, LowRankLaw
@@ -243,7 +243,10 @@ def recipe_inputs(config: RunConfig) -> Inputs:
 
     def published_batches(step: int) -> list[MicroBatch]:
         examples = [data.train.encoded[row] for row in data.step_rows(config, step)]
-        return [build_batch(examples[rank::ranks], data.tokenizer.pad_id) for rank in range(ranks)]
+        return [
+            build_batch(examples[rank::ranks], data.reader.tokenizer.pad_id)
+            for rank in range(ranks)
+        ]
 
     def batches(layout: str, step: int) -> Sequence[MicroBatch]:
         if layout == "published":
@@ -256,7 +259,7 @@ def recipe_inputs(config: RunConfig) -> Inputs:
 
     mean_length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
     title = f"{Path(config.model.path).name}, {mean_length} tokens an example"
-    return Inputs(config, title, data.loss, batches)
+    return Inputs(config, title, data.reader.loss, batches)
 
 
 def random_config(shape: str, task: str, changes: Sequence[str]) -> RunConfig:

@@ -92,9 +92,11 @@ def find_task(data: DataConfig) -> Task:
             fit the task.
     """
     task = describe_task(data) if data.task == CUSTOM else TASKS.find(data.task)
+    if isinstance(task, type):
+        task = task()
     if data.metric is not None:
         task = dataclasses.replace(task, metric=data.metric)
-    find_score(task.metric, task.kind)
+    find_score(task)
     return task
 
 

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.data.encoding import EncodedExample, TokenIds
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
+from lezo_ds.tasks.base import EncodedExample, TokenIds
 
 Candidate = tuple[EncodedExample, int]
 """An example, and the number of one of its candidates."""

@@ -31,16 +31,14 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from lezo_ds.data.control_tokens import has_marks
 from lezo_ds.data.encoding import (
-    EncodedExample,
     PromptTokenizer,
-    TokenIds,
     cut_left,
     num_alike,
     num_begin_ids,
 )
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import Thought
-from lezo_ds.tasks.base import Example, Message
+from lezo_ds.tasks.base import EncodedExample, Example, Message, TokenIds
 from lezo_ds.tasks.conversations import (
     ASSISTANT,
     OTHER_FIELDS,

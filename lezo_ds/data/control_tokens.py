@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import mark_control_tokens
 
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Message, with_fields
-from lezo_ds.tasks.conversations import ASSISTANT, SYSTEM_FIELDS
+from lezo_ds.tasks.conversations import ASSISTANT
 from lezo_ds.tasks.template import field_value
 
 _BEGIN_MARK, _END_MARK = mark_control_tokens("|", re.compile(r"\|")).split("|")
@@ -57,9 +57,8 @@ class ControlTokens:
 
         Its label and its references, which are compared with other texts, have no marks.
         """
-        read = (*task.fields, *SYSTEM_FIELDS) if task.kind == "chat" else task.fields
         found = set()
-        for name in read:
+        for name in task.texts_read:
             with suppress(KeyError, TypeError):  # a conversation may have no system prompt
                 found |= self._found_in(field_value(example.record, name))
         return (self._built(task, example, found) if found else example), found
@@ -70,15 +69,11 @@ class ControlTokens:
 
     def _built(self, task: Task, example: Example, found: Collection[str]) -> Example:
         """Return the example of the record in which control tokens are marked."""
-        fields = dict(_marked(dict(example.record), self._kept_as_text(found)))
-        for name in task.answer_fields:
-            if task.survey is not None:  # all records say what the label means, not this one
-                fields[name] = None
-            elif task.labels:  # the right answer is one of these
-                fields.pop(name, None)
-        built = task.build_example(with_fields(example.record, fields), example.index)
+        marked = _marked(dict(example.record), self._kept_as_text(found))
+        built = task.reworded(with_fields(example.record, marked))
         return replace(
             built,
+            index=example.index,
             label=example.label,
             references=example.references,
             demonstrations=example.demonstrations,

@@ -28,14 +28,11 @@ from transformers.utils import GENERATION_CONFIG_NAME, is_sentencepiece_availabl
 
 from lezo_ds.data.control_tokens import has_marks
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import Example
+from lezo_ds.tasks.base import EncodedExample, Example, TokenIds
 
 logger = logging.getLogger(__name__)
 
 NEWLINE = "\n"
-
-TokenIds = tuple[int, ...]
-"""The tokens of one sequence."""
 
 
 @dataclass(frozen=True)
@@ -106,50 +103,6 @@ class PromptTokenizer:
                 if any(stop in decoded for stop in stops):
                     ids.add(token)
         return tuple(sorted(ids))
-
-
-@dataclass(frozen=True)
-class EncodedExample:
-    """The candidates of one example as token sequences.
-
-    Attributes:
-        sequences: prompt and candidate for each candidate; empty if the record has no right
-            answer.
-        option_lengths: number of tokens of each sequence that belong to its candidate. They are at
-            its end, or in `spans`.
-        label: index of the right candidate; None if there is none.
-        truncated: whether a sequence was cut.
-        spans: the pairs (start, stop) of the assistant's turns in the only sequence of a
-            conversation, in tokens; otherwise empty.
-    """
-
-    sequences: tuple[TokenIds, ...]
-    option_lengths: tuple[int, ...]
-    label: int | None
-    truncated: bool
-    spans: tuple[tuple[int, int], ...] = ()
-
-    def targets(self, candidate: int) -> list[int]:
-        """Return the positions in a candidate's sequence of the tokens that belong to it."""
-        if self.spans:
-            return [position for start, stop in self.spans for position in range(start, stop)]
-        length = len(self.sequences[candidate])
-        return list(range(length - self.option_lengths[candidate], length))
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the longest sequence; 0 without sequences."""
-        return max(map(len, self.sequences), default=0)
-
-    @property
-    def gold(self) -> int:
-        """Index of the right candidate of a labeled example."""
-        assert self.label is not None
-        return self.label
-
-    def num_gold_tokens(self) -> int:
-        """Return the number of tokens of the right candidate."""
-        return self.option_lengths[self.gold]
 
 
 def load_tokenizer(path: str, date: str | None = None) -> PromptTokenizer:

@@ -37,11 +37,12 @@ from transformers import (
 
 from lezo_ds import distributed
 from lezo_ds.config.schema import GenerationConfig
-from lezo_ds.data.encoding import NEWLINE, PromptTokenizer, TokenIds
+from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
 from lezo_ds.forward.answer_cache import answer_cache, keeps_states_apart, takes_padding
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Thought
 from lezo_ds.forward.rope import may_outgrow
+from lezo_ds.tasks.base import TokenIds
 
 SAMPLE_KEYS = "sample_keys"
 """Input of a batch: the key of each row's random numbers, int64 [rows], if answers are drawn."""

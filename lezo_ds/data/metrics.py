@@ -12,12 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from lezo_ds.data.objectives import TRIED_ANSWERS, call_of_user, shown
+from lezo_ds.data.objectives import call_of_user, shown
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example
-from lezo_ds.tasks.metrics import Prediction, Score, TokenCounts, find_score
+from lezo_ds.tasks.base import Example, Prediction
+from lezo_ds.tasks.metrics import Score, find_score
 
 
 def load_score(task: Task) -> Score | None:
@@ -29,7 +29,7 @@ def load_score(task: Task) -> Score | None:
     Raises:
         UserError: there is no such metric, or it does not fit the kind of the task.
     """
-    metric = find_score(task.metric, task.kind)
+    metric = find_score(task)
     if metric is None:
         return None
     name = f"data.metric={task.metric}"
@@ -51,7 +51,7 @@ def load_score(task: Task) -> Score | None:
     return score
 
 
-def has_classes(examples: Sequence[Example]) -> bool:
+def has_labels(examples: Sequence[Example]) -> bool:
     """Return whether each example has one right candidate."""
     return all(example.label is not None and not example.references for example in examples)
 
@@ -62,7 +62,7 @@ def majority_score(score: Score | None, examples: Sequence[Example]) -> float | 
     It is None if there are no classes, because examples list their own right answers; if there is
     no score of predictions; or if the metric fails on such predictions, as a correlation does.
     """
-    if score is None or not has_classes(examples):
+    if score is None or not has_labels(examples):
         return None
     ((label, _),) = Counter(example.label for example in examples).most_common(1)
     try:
@@ -82,10 +82,4 @@ def try_metric(task: Task, examples: Sequence[Example]) -> None:
     score = load_score(task)
     if score is None or not names_code(task.metric):
         return
-    predicted: list[Prediction] = [example.label or 0 for example in examples]
-    if task.kind == "chat":
-        predicted = [TokenCounts(right=1, total=1)] * len(examples)
-    elif task.kind == "generation":
-        predicted = [(*example.references, TRIED_ANSWERS[1])[0] for example in examples]
-        predicted[0] = ""  # models write empty answers, too
-    score(predicted, examples)
+    score(task.tried_predictions(examples), examples)

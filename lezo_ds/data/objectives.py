@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
-from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.errors import LezoError, UserError, cut
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Record, TaskKind
+from lezo_ds.tasks.base import EncodedExample, Example, Record
+from lezo_ds.tasks.kinds import TRIED_ANSWERS
 from lezo_ds.tasks.metrics import best_f1
 
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]
@@ -44,9 +44,6 @@ mean over its batch.
 RewardFunction = Callable[[Sequence[str], Sequence[Record]], Any]
 """(answers, record of each with all its fields) -> a number for each. The samples of a record are
 neighbors."""
-
-TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
-"""What a user's reward or metric judges before weights are loaded."""
 
 LARGEST_REWARD = 1e100
 """The largest size of a reward. Sums of squares of larger ones would not be finite."""
@@ -115,13 +112,20 @@ class Objective:
         return self.build_batch is None
 
 
-def training_objective(kind: TaskKind) -> Objective:
-    """Return the objective with which MeZO trains a kind of task."""
-    if kind == "classification":
-        return Objective(candidate_batch, classification_loss)
-    return Objective(
+LOSSES: Registry[Objective] = Registry("loss", "Task.loss", kind=Objective)
+"""The tasks' own objectives, by their names in `Task.loss`."""
+LOSSES.add("candidates", Objective(candidate_batch, classification_loss))
+LOSSES.add(
+    "tokens",
+    Objective(
         teacher_forcing_batch, teacher_forcing_loss, num_terms=EncodedExample.num_gold_tokens
-    )
+    ),
+)
+
+
+def training_objective(task: Task) -> Objective:
+    """Return the objective with which a task is trained, unless a recipe names another."""
+    return LOSSES.find(task.loss)
 
 
 def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
@@ -139,7 +143,7 @@ def reward(function: RewardFunction) -> RewardFunction:
 
 
 def _f1_objective(task: Task) -> Objective:
-    if task.kind != "generation":
+    if not task.writes_answers:
         raise UserError(
             f"train.objective=f1 needs a task that generates answers, not {task.name}",
             fix="set train.objective=task",
@@ -148,7 +152,7 @@ def _f1_objective(task: Task) -> Objective:
 
 
 OBJECTIVES: Registry[Callable[[Task], Objective]] = Registry("objective", "train.objective")
-OBJECTIVES.add("task", lambda task: training_objective(task.kind))
+OBJECTIVES.add("task", training_objective)
 OBJECTIVES.add("f1", _f1_objective)
 
 
@@ -168,7 +172,7 @@ def load_objective(name: str, task: Task) -> Objective:
         return function(task)  # type: ignore[no-any-return]
     if getattr(function, "is_reward", False):
         return Objective(build_batch=None, loss=_reward_loss(name, function), is_reward=True)
-    own = training_objective(task.kind)
+    own = training_objective(task)
 
     def build_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
         assert own.build_batch is not None

@@ -218,7 +218,7 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
             fix="set a smaller data.num_train, data.num_dev or data.num_test, or add records",
         )
     train = _chosen(examples, left[: data.num_train])
-    if task.kind == "classification" and len({example.label for example in train}) == 1:
+    if task.has_classes and len({example.label for example in train}) == 1:
         (text,) = train[0].gold_texts
         logger.warning("all %d training records have the label %s", len(train), text.strip())
     num_repeated = len(dev) - len(_new(dev, train))
@@ -243,7 +243,7 @@ def _order(task: Task, data: DataConfig, examples: Sequence[Example]) -> list[in
     part (k + 1/2) / n of all, so that each split has about the same share of every label.
     """
     order = _permutation(data.seed, len(examples))
-    if data.splits == "random" or task.kind != "classification":
+    if data.splits == "random" or not task.has_classes:
         return order
     totals = Counter(example.label for example in examples)
     seen: Counter[int | None] = Counter()
@@ -346,12 +346,9 @@ def _read_split(directory: Path, split: str) -> list[Row]:
 
 
 def _surveyed(task: Task, stored: Iterable[Sequence[Row]]) -> Task:
-    """Return the task as it builds examples once it has seen all records."""
-    if task.survey is None:
-        return task
+    """Return the task once it has seen all records."""
     rows = chain.from_iterable(stored)
-    records = [record for _, record in rows if isinstance(record, Mapping)]
-    return replace(task, build_example=task.survey(records))
+    return task.survey([record for _, record in rows if isinstance(record, Mapping)])
 
 
 def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> tuple[Example, ...]:
@@ -368,14 +365,10 @@ def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> 
         example for _, example in built if example.label is not None or not task.has_answers
     ]
     if not answerable:
-        fix = "correct the file"
-        if task.kind == "chat":
-            (field,) = task.fields
-            fix = (
-                f"{fix}; if a reward judges the answers, set data.prompt={{{field}}} and "
-                "data.chat_template=true instead of data.messages"
-            )
-        raise UserError(f"none of the {len(rows)} records {of_split} has an answer", fix=fix)
+        raise UserError(
+            f"none of the {len(rows)} records {of_split} has an answer",
+            fix=task.fix_without_answers,
+        )
     num_left_out = len(built) - len(answerable)
     if num_left_out:
         message = "%d of %d records %s have no right answer and are left out"
@@ -384,7 +377,7 @@ def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> 
 
 
 def checked_example(task: Task, where: str, record: Record | ValueError) -> Example:
-    """Return the example of a record, with the index 0.
+    """Return the example of a record.
 
     Args:
         task: the task of the record.
@@ -399,7 +392,7 @@ def checked_example(task: Task, where: str, record: Record | ValueError) -> Exam
     for name, expected_type in task.fields.items():
         _check_field(task, where, record, name, expected_type)
     try:
-        example = task.build_example(record, 0)
+        example = task.example(record)
     except UserError as error:
         raise UserError(f"{where} does not fit the task: {error}") from error
     if example.label is not None and not 0 <= example.label < len(example.candidates):

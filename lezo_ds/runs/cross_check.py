@@ -30,12 +30,12 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig
-from lezo_ds.data.encoding import TokenIds
 from lezo_ds.data.generation import up_to_stop
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import LezoError, UserError, cut
 from lezo_ds.forward.batch import MicroBatch, to_device
+from lezo_ds.tasks.base import TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def read_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]) -> list
     if data.objective.reads_answers:
         return _read_answers_twice(engine, data, rows)
     batch = to_device(data.training_batch(rows), engine.device)
-    sequences = _sequences(data.objective_batch(data.train, rows), rows)
+    sequences = _sequences(data.reader.objective_batch(data.train, rows), rows)
     chosen = _shortest_to_longest([len(sequence.ids) for sequence in sequences])
     sequences = [sequences[place] for place in chosen]
     passes: list[Callable[[], Tensor]] = [lambda: _scores(engine.run_at_theta(batch), batch)]
@@ -231,7 +231,7 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
 
     A collective.
     """
-    batch = data.objective_batch(data.train, rows)
+    batch = data.reader.objective_batch(data.train, rows)
     assert batch.generation is not None
     num_tokens = min(NUM_NEW_TOKENS, batch.generation.max_new_tokens)
     settings = replace(batch.generation, max_new_tokens=num_tokens)

@@ -36,6 +36,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.evaluation import OF_LABEL, PREDICTED, PROBABILITY, predict
+from lezo_ds.data.reader import load_reader
 from lezo_ds.data.splits import checked_example
 from lezo_ds.data.tables import (
     TABLES,
@@ -47,22 +48,16 @@ from lezo_ds.data.tables import (
     layout_of,
     read_file,
 )
-from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, remove_directory, sync
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.scoring import Opened, recipe_of
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Record, with_fields
-from lezo_ds.tasks.conversations import ASSISTANT, read_messages
+from lezo_ds.tasks.base import Example, Record
 from lezo_ds.tasks.labels import label_key
-from lezo_ds.tasks.template import field_value
 
 _BATCHES_A_CHUNK = 32  # a kill costs at most one chunk
-_NO_ANSWER: Mapping[type, object] = {int: -1, bool: False, list[str]: []}
-"""Values without meaning, by the type of the field. Others are ""."""
-
 _TRUTHS = {"true": True, "false": False}
 _READERS: Mapping[type, Callable[[str], object]] = {
     int: int,
@@ -107,9 +102,9 @@ def predict_file(
     """
     _, config, load_engine = opened
     config = for_prediction(config)
-    task = unlabelled(find_task(config.data))
+    task = find_task(config.data).unanswered()
     encoding = config.data.encoding
-    if (probabilities or threshold) and task.kind != "classification":
+    if (probabilities or threshold) and not task.has_classes:
         raise UserError(
             f"--probabilities and --threshold are about labels, and {task.kind} has none",
             fix="remove them",
@@ -124,7 +119,7 @@ def predict_file(
             lambda: _check_files(task, source, out, encoding, taken)
         )
         distributed.on_rank_zero(lambda: lock.enter_context(folder.locked()))
-        data = load_task_data(config, task)
+        reader = load_reader(task, config.model.path, config.data, config.generation)
         engine = load_engine()
         settings: list[object] = [probabilities, threshold]
         settings += [recipe_of(config), config.method, batch_size, engine.weights.digest()]
@@ -142,8 +137,8 @@ def predict_file(
                 if not distributed.on_rank_zero(chunk.is_file):
                     rows = predict(
                         engine,
-                        data,
-                        data.encode(tuple(examples)),
+                        reader,
+                        reader.encode(tuple(examples)),
                         batch_size,
                         probabilities=probabilities,
                         threshold=threshold,
@@ -263,39 +258,6 @@ def _records(
             if name in taken or (OF_LABEL in taken and name.startswith(OF_LABEL)):
                 raise UserError(f"{where} has a field {name} already", fix="rename it")
         yield example, record
-
-
-def unlabelled(task: Task) -> Task:
-    """Return the task of records without right answers. Those that are there are not read.
-
-    `build_example` reads empty answers in their place. A conversation becomes a question: the model
-    writes the answer to it.
-    """
-    kinds = {name: task.fields.get(name, object) for name in task.answer_fields}
-    blanks = {name: _NO_ANSWER.get(kind, "") for name, kind in kinds.items()}
-    has_choices = task.kind in ("classification", "multiple_choice")
-
-    def build(record: Record, index: int) -> Example:
-        fields = dict(blanks)
-        if task.kind == "chat":
-            # The last turn is an answer that the model does not read.
-            (field,) = task.fields
-            turns = field_value(record, field)
-            if read_messages(record, field)[-1].role == ASSISTANT:
-                turns = turns[:-1]
-            fields[field] = [*turns, {"role": ASSISTANT, "content": "?"}]
-        example = task.build_example(with_fields(record, fields), index)
-        candidates = example.candidates if has_choices else ()
-        return replace(example, candidates=candidates, label=None, references=())
-
-    return replace(
-        task,
-        kind=task.kind if has_choices else "generation",
-        fields={name: kind for name, kind in task.fields.items() if name not in blanks},
-        build_example=build,
-        survey=None,
-        has_answers=False,
-    )
 
 
 def _write_output(

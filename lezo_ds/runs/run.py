@@ -377,12 +377,12 @@ class Run(ABC):
             return
         self.check()
         encoded = self.data.dev if split == "dev" else self.data.test
-        result = evaluate(self, self.data, encoded, self.config.train.eval_batch_size)
+        result = evaluate(self, self.data.reader, encoded, self.config.train.eval_batch_size)
         if split == "test":
             self._by_label[at] = result.by_label
         # The files come first: an evaluation that is recorded is not done again.
         if self._writes and split == "test":
-            rows = prediction_rows(encoded.examples, result.predicted)
+            rows = prediction_rows(self.data.task, encoded.examples, result.predicted)
             self.directory.write_predictions(at, rows)
         metric = self.data.task.metric
         metrics = {metric: result.score}

@@ -236,7 +236,7 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
     data = load_task_data(config)
     chosen = data.dev if split == "dev" else data.test
-    result = evaluate(load_engine(), data, chosen, batch_size=config.train.eval_batch_size)
+    result = evaluate(load_engine(), data.reader, chosen, batch_size=config.train.eval_batch_size)
     return {
         **source,
         "task": data.task.name,

@@ -19,13 +19,12 @@ label 0. With chat_template, the prompt is instead the turn of a user in the tok
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lezo_ds.errors import UserError, cut
-from lezo_ds.tasks.base import BuildExample, Example, Message, Record, Survey, Task, TaskKind
+from lezo_ds.tasks.base import Example, Message, Record, Task
 from lezo_ds.tasks.conversations import (
     ASSISTANT,
     USER,
@@ -35,6 +34,7 @@ from lezo_ds.tasks.conversations import (
     read_system,
     with_system,
 )
+from lezo_ds.tasks.kinds import Chat, Classification, Generation, MultipleChoice
 from lezo_ds.tasks.labels import (
     Choice,
     Labels,
@@ -45,20 +45,17 @@ from lezo_ds.tasks.labels import (
     warn_of_merged,
 )
 from lezo_ds.tasks.metrics import REWARD
-from lezo_ds.tasks.template import Template, field_value, parse_template, shown
-
-T = TypeVar("T")
+from lezo_ds.tasks.template import (
+    Template,
+    after,
+    field_value,
+    parse_template,
+    readable,
+    shown,
+)
 
 CUSTOM = "custom"
 """The name of a task that a recipe describes."""
-
-_METRICS: Mapping[TaskKind, str] = {
-    "classification": "accuracy",
-    "multiple_choice": "accuracy",
-    "generation": "f1",
-    "chat": "token_accuracy",
-}
-"""The metric of a task with right answers, unless data.metric names one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,75 +81,29 @@ class Description:
         return [f"data.{name}" for name in names if getattr(self, name) is not None]
 
 
-class _Reading(NamedTuple):
-    """How a task reads its records.
-
-    Attributes:
-        kind: of the task.
-        prompt_fields: the fields that become the prompt, the choices or the conversation.
-        answer_fields: the fields with the right answer.
-        build_example: see `Task`.
-        survey: see `Task`.
-    """
-
-    kind: TaskKind
-    prompt_fields: tuple[str, ...]
-    answer_fields: tuple[str, ...]
-    build_example: BuildExample
-    survey: Survey | None = None
-
-
 def make_task(described: Description) -> Task:
     """Return the task that a recipe describes.
 
     Raises:
         UserError: keys are missing or exclude each other, or a template is wrong.
     """
-    reading = _reading_of(described)
-    has_answers = bool(described.keys_set("messages", "labels", "choices", "completion"))
-    metric = described.metric
-    if metric is None:
-        metric = _METRICS[reading.kind] if has_answers else REWARD
-    labels = described.labels or ()
-    if isinstance(labels, Mapping):
-        labels = list(_classes(labels).values())
-    return Task(
-        name=CUSTOM,
-        hub_id=None,
-        hub_config=None,
-        kind=reading.kind,
-        fields=dict.fromkeys((*reading.prompt_fields, *reading.answer_fields), object),
-        build_example=reading.build_example,
-        survey=reading.survey,
-        has_answers=has_answers,
-        metric=metric,
-        answer_fields=tuple(
-            name for name in reading.answer_fields if name not in reading.prompt_fields
-        ),
-        labels=labels,
-    )
+    task = _task_of(described)
+    if described.metric is not None:
+        return replace(task, metric=described.metric)
+    return task if task.has_answers else replace(task, metric=REWARD)
 
 
-def _classes(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the label of each class by its text: the text itself, or the first of its labels."""
-    classes: dict[str, str] = {}
-    # A journal does not keep the order of a map, so the order of classes must not depend on it.
-    for label, text in sorted(labels.items()):
-        if text not in classes or label == text:
-            classes[text] = label
-    return classes
-
-
-def _refuse_others(name: str, described: Description, *others: str) -> None:
-    both = ", ".join(described.keys_set(*others))
-    if both:
-        raise UserError(f"data.{name} and {both} cannot be set together", fix=f"remove {both}")
-
-
-def _reading_of(described: Description) -> _Reading:
-    """Check which keys are set together, and return how the task reads its records."""
+def _task_of(described: Description) -> Task:
+    """Check which keys are set together, and return their task, with the metric of its kind."""
     if described.messages is not None:
-        return _chat(described, described.messages)
+        _refuse_others(
+            "messages", described, "prompt", "label_field", "labels", "choices", "completion"
+        )
+        return _Conversations(
+            name=CUSTOM,
+            fields={described.messages: object},
+            system_prompt=described.system_prompt,
+        )
     if described.system_prompt is not None and not described.chat_template:
         raise UserError(
             "data.system_prompt needs data.chat_template=true or data.messages",
@@ -168,118 +119,182 @@ def _reading_of(described: Description) -> _Reading:
     if described.completion is not None:
         _refuse_others("completion", described, "label_field", "labels", "choices")
         completion = parse_template("data.completion", described.completion)
-        return _generation(described, prompt, completion)
+        return _written_answers(described, prompt, completion)
     if not described.keys_set("labels", "choices"):
-        return _generation(described, prompt, None)
+        return _written_answers(described, prompt, None)
     if described.label_field is None:
         raise UserError(
             "data.label_field is missing",
             fix="set it to the field of the records that holds the label",
         )
     if described.choices is not None:
-        return _multiple_choice(prompt, described.label_field, described.choices, described.labels)
+        return _choices(prompt, described.label_field, described.choices, described.labels)
     assert described.labels is not None
-    return _classification(prompt, described.label_field, described.labels)
+    return _labels(prompt, described.label_field, described.labels)
 
 
-def _classification(
-    prompt: Template, label_field: str, labels: Sequence[str] | Mapping[str, str]
-) -> _Reading:
-    """Return how a task reads records whose `label_field` has one of the labels.
+def _refuse_others(name: str, described: Description, *others: str) -> None:
+    both = ", ".join(described.keys_set(*others))
+    if both:
+        raise UserError(f"data.{name} and {both} cannot be set together", fix=f"remove {both}")
+
+
+def _fields(asked: Sequence[str], answers: Sequence[str]) -> dict[str, Any]:
+    """Return the attributes of a task with fields that are read, and fields with answers."""
+    return {
+        "name": CUSTOM,
+        "fields": dict.fromkeys((*asked, *answers), object),
+        "answer_fields": tuple(name for name in answers if name not in asked),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Labels(Classification):
+    """Records whose `label_field` has one of the labels of a recipe.
+
+    Attributes:
+        prompt: template of the prompt.
+        label_field: the field with the label.
+        texts: what the model gives for each class.
+        class_of: the index in `texts` of each label that a record may hold, by its index in
+            `known`.
+        known: these labels.
+    """
+
+    prompt: Template
+    label_field: str
+    texts: Sequence[str]
+    class_of: Sequence[int]
+    known: Labels
+
+    def build_example(self, record: Record) -> Example:
+        filled = self.prompt.fill_prompt(record)
+        candidates = tuple(after(filled, text) for text in self.texts)
+        number = self.known.find(self.label_field, field_value(record, self.label_field))
+        label = None if number is None else self.class_of[number]
+        return Example(filled, candidates, label)
+
+    def survey(self, records: Sequence[Record]) -> Task:
+        warn_of_merged(self.label_field, readable(self._label_of, records))
+        return self
+
+    def _label_of(self, record: Record) -> tuple[str | None, object]:
+        value = field_value(record, self.label_field)
+        return label_text(self.label_field, value), value
+
+
+def _labels(prompt: Template, label_field: str, labels: Sequence[str] | Mapping[str, str]) -> Task:
+    """Return the classification of records whose `label_field` has one of the labels.
 
     A list has the labels, which are also the texts that the model gives. A map has texts by label;
     labels of the same text are one class.
     """
-    if isinstance(labels, Mapping):
-        texts = list(_classes(labels))
-    else:
+    if not isinstance(labels, Mapping):
         labels = {label: label for label in labels}
-        texts = list(labels)
+        classes = labels
+    else:
+        classes = _classes(labels)
+    texts = list(classes)
     spellings = Counter(label_key(text).casefold() for text in texts)
-    names = tuple(labels)
-    shared = [text for text, number in spellings.items() if number > 1 or not text.strip()]
-    if len(texts) < 2 or shared:
+    repeated = [text for text, number in spellings.items() if number > 1 or not text.strip()]
+    if len(texts) < 2 or repeated:
         raise UserError(
             f"data.labels={cut(str(labels), 200)} does not hold two or more labels, each with a "
-            f"text of its own, whatever its case (not of its own: {shared})",
+            f"text of its own, whatever its case (not of its own: {repeated})",
             fix="add records of another class, or write a map in which labels that differ in case "
             "only have the same text",
         )
-
-    known = Labels(names)
-
-    def build_example(record: Record, index: int) -> Example:
-        filled = _filled(prompt, record)
-        candidates = tuple(_after(filled, text) for text in texts)
-        row = known.find(label_field, field_value(record, label_field))
-        label = None if row is None else texts.index(labels[names[row]])
-        return Example(filled, candidates, label, index)
-
-    def label_of(record: Record) -> tuple[str | None, object]:
-        value = field_value(record, label_field)
-        return label_text(label_field, value), value
-
-    def survey(records: Sequence[Record]) -> BuildExample:
-        warn_of_merged(label_field, readable(label_of, records))
-        return build_example
-
-    return _Reading("classification", prompt.fields, (label_field,), build_example, survey)
+    return _Labels(
+        **_fields(prompt.fields, [label_field]),
+        labels=list(classes.values()),
+        prompt=prompt,
+        label_field=label_field,
+        texts=texts,
+        class_of=[texts.index(text) for text in labels.values()],
+        known=Labels(tuple(labels)),
+    )
 
 
-def _multiple_choice(
+def _classes(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the label of each class by its text: the text itself, or the first of its labels."""
+    classes: dict[str, str] = {}
+    # A journal does not keep the order of a map, so the order of classes must not depend on it.
+    for label, text in sorted(labels.items()):
+        if text not in classes or label == text:
+            classes[text] = label
+    return classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choices(MultipleChoice):
+    """Records that hold the texts to choose from.
+
+    Attributes:
+        prompt: template of the prompt.
+        label_field: the field that says which is right.
+        texts: templates of the texts, or of one field with a list of them.
+        known: what `label_field` holds for the first, second, ... choice; None if it has the number
+            of a choice, or its text.
+        are_numbers: which of these two; None if the records do not say so.
+    """
+
+    prompt: Template
+    label_field: str
+    texts: Sequence[Template]
+    known: Labels | None
+    are_numbers: bool | None = None
+
+    def build_example(self, record: Record) -> Example:
+        filled = self.prompt.fill_prompt(record)
+        choice = self._choice_of(record)
+        if len(choice.texts) < 2 or not all(choice.texts):
+            fix = "correct the record, or data.choices"
+            if any(text.startswith("[") for text in choice.texts):
+                fix = "store lists as lists of JSON or parquet, not as text"
+            raise UserError(
+                f"data.choices gives {shown(choice.texts)}, not two or more texts", fix=fix
+            )
+        candidates = tuple(after(filled, text) for text in choice.texts)
+        if self.known is None:
+            label = find_choice(self.label_field, choice, are_numbers=self.are_numbers)
+        else:
+            label = self.known.find(self.label_field, field_value(record, self.label_field))
+        return Example(filled, candidates, label)
+
+    def survey(self, records: Sequence[Record]) -> Task:
+        if self.known is not None:
+            return self
+        # A record with one text, such as a list that is stored as text, is refused by itself.
+        choices = [each for each in readable(self._choice_of, records) if len(each.texts) > 1]
+        are_numbers = bool(choices) and labels_are_numbers(self.label_field, choices)
+        return replace(self, are_numbers=are_numbers)
+
+    def _choice_of(self, record: Record) -> Choice:
+        return read_choice(self.texts, self.label_field, record)
+
+
+def _choices(
     prompt: Template,
     label_field: str,
     choices: Sequence[str],
     labels: Sequence[str] | Mapping[str, str] | None,
-) -> _Reading:
-    """Return how a task reads records that hold the texts to choose from.
-
-    `choices` are templates of the texts, or one field with a list of them. `labels`, if given, are
-    what `label_field` holds for the first, second, ... choice.
-    """
+) -> Task:
+    """Return the task of records with choices; see `_Choices`."""
     if isinstance(labels, Mapping):
         raise UserError(
             "data.labels of a task with data.choices is a map, not a list",
             fix="list the values of data.label_field in the order of the choices, "
             "such as [A, B, C, D]",
         )
-    templates = [parse_template("data.choices", choice) for choice in choices]
-    prompt_fields = prompt.fields
-    for template in templates:
-        prompt_fields += template.fields
-
-    known = Labels(labels or ())
-
-    choice_of = partial(read_choice, templates, label_field)
-
-    def build_example(record: Record, index: int, *, are_numbers: bool | None = None) -> Example:
-        filled = _filled(prompt, record)
-        choice = choice_of(record)
-        texts = choice.texts
-        if len(texts) < 2 or not all(texts):
-            fix = "correct the record, or data.choices"
-            if any(text.startswith("[") for text in texts):
-                fix = "store lists as lists of JSON or parquet, not as text"
-            raise UserError(f"data.choices gives {shown(texts)}, not two or more texts", fix=fix)
-        candidates = tuple(_after(filled, text) for text in texts)
-        if labels is None:
-            label = find_choice(label_field, choice, are_numbers=are_numbers)
-        else:
-            label = known.find(label_field, field_value(record, label_field))
-        return Example(filled, candidates, label, index)
-
-    def survey(records: Sequence[Record]) -> BuildExample:
-        # A record with one text, such as a list that is stored as text, is refused by itself.
-        choices = [each for each in readable(choice_of, records) if len(each.texts) > 1]
-        are_numbers = bool(choices) and labels_are_numbers(label_field, choices)
-        return partial(build_example, are_numbers=are_numbers)
-
-    return _Reading(
-        "multiple_choice",
-        prompt_fields,
-        (label_field,),
-        build_example,
-        None if labels is not None else survey,
+    texts = [parse_template("data.choices", choice) for choice in choices]
+    asked = [field for template in (prompt, *texts) for field in template.fields]
+    return _Choices(
+        **_fields(asked, [label_field]),
+        labels=labels or (),
+        prompt=prompt,
+        label_field=label_field,
+        texts=texts,
+        known=None if labels is None else Labels(labels),
     )
 
 
@@ -290,110 +305,102 @@ def read_choice(templates: Sequence[Template], label_field: str, record: Record)
     return Choice(texts, label_text(label_field, value), type(value) is int)
 
 
-def _generation(described: Description, prompt: Template, completion: Template | None) -> _Reading:
-    """Return how a task reads records with right answers, or with none if a reward judges them."""
+@dataclass(frozen=True, kw_only=True)
+class _WrittenAnswers(Generation):
+    """Records with right answers, or with none if a reward judges what the model writes.
 
-    def build_example(record: Record, index: int) -> Example:
-        templates = [template for template in (prompt, completion) if template is not None]
-        if any(_turns(template, record) for template in templates):
-            return _conversation(prompt, completion, record, index, described.system_prompt)
-        filled = _filled(prompt, record)
-        texts = [] if completion is None else completion.texts(record)
+    Attributes:
+        prompt: template of the prompt, or of one field with a conversation.
+        completion: template of the answer, or of one field with several, or with turns.
+        in_chat: whether the chat template writes the prompt as the turn of a user.
+        system_prompt: of conversations that have none.
+    """
+
+    prompt: Template
+    completion: Template | None
+    in_chat: bool
+    system_prompt: str | None
+
+    def build_example(self, record: Record) -> Example:
+        if any(self._turns(template, record) for template in (self.prompt, self.completion)):
+            return self._conversation(record)
+        filled = self.prompt.fill_prompt(record)
+        texts = [] if self.completion is None else self.completion.texts(record)
         answers = tuple(text.strip() for text in texts if text.strip())
         gold = answers[:1]  # the one to train on
         label = 0 if answers else None
-        if not described.chat_template:
-            gold = tuple(f"{_after(filled, text)}\n" for text in gold)
-            return Example(filled, gold, label, index, references=answers)
+        if not self.in_chat:
+            gold = tuple(f"{after(filled, text)}\n" for text in gold)
+            return Example(filled, gold, label, references=answers)
         turns = (Message(USER, filled), *(Message(ASSISTANT, text) for text in gold))
-        messages = with_system(turns, described.system_prompt)
-        return Example(filled, gold, label, index, references=answers, messages=messages)
+        messages = with_system(turns, self.system_prompt)
+        return Example(filled, gold, label, references=answers, messages=messages)
 
-    answer_fields = () if completion is None else completion.fields
-    return _Reading("generation", prompt.fields, answer_fields, build_example)
+    def _turns(self, template: Template | None, record: Record) -> tuple[Message, ...]:
+        """Return the turns in the only field of a template, or nothing if it gives text."""
+        if template is None or template.pieces != (("", template.fields[0]),):
+            return ()
+        (field,) = template.fields
+        if not are_objects(field_value(record, field)):
+            return ()
+        return read_messages(record, field)
+
+    def _conversation(self, record: Record) -> Example:
+        """Return the example of a prompt or an answer that is a list of turns, as in TRL's layout.
+
+        Only the turns of the answer are learned.
+        """
+        asked = self._turns(self.prompt, record)
+        if not asked:
+            asked = (Message(USER, self.prompt.fill_prompt(record)),)
+        answered = self._turns(self.completion, record)
+        if not answered and self.completion is not None:
+            texts = [text.strip() for text in self.completion.texts(record)]
+            answered = tuple(Message(ASSISTANT, text) for text in texts[:1] if text)
+        trained = [row for row, turn in enumerate(answered) if turn.is_trained]
+        answered = answered[: max(trained, default=-1) + 1]  # what follows the last has no use
+        gold = tuple(turn.content for turn in answered[-1:])
+        context = tuple(turn._replace(weight=0) for turn in asked)
+        return Example(
+            asked[-1].content,
+            gold,
+            0 if gold else None,
+            references=gold,
+            messages=with_system((*context, *answered), self.system_prompt),
+        )
 
 
-def _turns(template: Template | None, record: Record) -> tuple[Message, ...]:
-    """Return the turns in the only field of a template, or nothing if it gives text."""
-    if template is None or template.pieces != (("", template.fields[0]),):
-        return ()
-    (field,) = template.fields
-    if not are_objects(field_value(record, field)):
-        return ()
-    return read_messages(record, field)
+def _written_answers(described: Description, prompt: Template, completion: Template | None) -> Task:
+    """Return the task of records with a prompt, whose answers the model writes."""
+    return _WrittenAnswers(
+        **_fields(prompt.fields, completion.fields if completion else ()),
+        has_answers=completion is not None,
+        prompt=prompt,
+        completion=completion,
+        in_chat=described.chat_template,
+        system_prompt=described.system_prompt,
+    )
 
 
-def _conversation(
-    prompt: Template,
-    completion: Template | None,
-    record: Record,
-    index: int,
-    system_prompt: str | None,
-) -> Example:
-    """Return the example of a prompt or an answer that is a list of turns, as in TRL's layout.
+@dataclass(frozen=True, kw_only=True)
+class _Conversations(Chat):
+    """Conversations, each a list of turns in a field.
 
-    Only the turns of the answer are learned.
+    Attributes:
+        system_prompt: of conversations that have none.
     """
-    asked = _turns(prompt, record) or (Message(USER, _filled(prompt, record)),)
-    answered = _turns(completion, record)
-    if not answered and completion is not None:
-        texts = [text.strip() for text in completion.texts(record)]
-        answered = tuple(Message(ASSISTANT, text) for text in texts[:1] if text)
-    trained = [row for row, turn in enumerate(answered) if turn.is_trained]
-    answered = answered[: max(trained, default=-1) + 1]  # what follows the last has no use
-    gold = tuple(turn.content for turn in answered[-1:])
-    context = tuple(turn._replace(weight=0) for turn in asked)
-    return Example(
-        asked[-1].content,
-        gold,
-        0 if gold else None,
-        index,
-        references=gold,
-        messages=with_system((*context, *answered), system_prompt),
-    )
 
+    system_prompt: str | None
 
-def _chat(described: Description, field: str) -> _Reading:
-    """Return how a task reads conversations, each a list of turns in a field."""
-    _refuse_others(
-        "messages", described, "prompt", "label_field", "labels", "choices", "completion"
-    )
-
-    def build_example(record: Record, index: int) -> Example:
-        messages = read_messages(record, field)
+    def build_example(self, record: Record) -> Example:
+        messages = read_messages(record, self.field)
         check_tools(record)
         trained = [row for row, message in enumerate(messages) if message.is_trained]
         if not trained:
-            return Example(messages[-1].content, (), None, index)
+            return Example(messages[-1].content, (), None)
         last = trained[-1]  # what follows it has no use
         asked = "" if last == 0 else messages[last - 1].content
         gold = (messages[last].content,)
-        system_prompt = read_system(record) or described.system_prompt
+        system_prompt = read_system(record) or self.system_prompt
         turns = with_system(messages[: last + 1], system_prompt)
-        return Example(asked, gold, 0, index, references=gold, messages=turns)
-
-    return _Reading("chat", (field,), (), build_example)
-
-
-def _filled(prompt: Template, record: Record) -> str:
-    """Return the prompt of a record. UserError: all its fields are empty texts."""
-    values = [field_value(record, field) for field in prompt.fields]
-    if all(isinstance(value, str) and not value.strip() for value in values):
-        raise UserError(f"no text is in {', '.join(prompt.fields)}", fix="fill it in")
-    return prompt.fill(record)
-
-
-def readable(read: Callable[[Record], T], records: Iterable[Record]) -> Iterator[T]:
-    """Yield what records hold. Others are refused, with their places, when they are built."""
-    for record in records:
-        try:
-            yield read(record)
-        except (KeyError, TypeError, UserError):
-            continue
-
-
-def _after(prompt: str, text: str) -> str:
-    """Return a text as it continues a prompt: after a space, unless white space is between them."""
-    if prompt[-1:].isspace() or text[:1].isspace():
-        return text
-    return f" {text}"
+        return Example(asked, gold, 0, references=gold, messages=turns)

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry, names_code
-from lezo_ds.tasks.base import Example, TaskKind
+from lezo_ds.tasks.base import Example, Task, TokenCounts
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -30,21 +30,6 @@ _WIDE_PUNCTUATION = re.compile(
     "[\u3000-\u3004\u3008-\u303f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]"
 )
 
-
-class TokenCounts(NamedTuple):
-    """Of the tokens in the assistant's turns of a conversation, how many the model predicts.
-
-    Attributes:
-        right: number of tokens that are the model's first choice.
-        total: number of tokens.
-    """
-
-    right: int
-    total: int
-
-
-Prediction = int | str | TokenCounts
-"""What a model makes of an example: the index of a candidate, an answer, or counts of tokens."""
 
 Score = Callable[[Sequence[Any], Sequence[Example]], float]
 """(predictions, examples) -> score, 0 to 1."""
@@ -132,48 +117,32 @@ def token_accuracy(predicted: Sequence[TokenCounts], examples: Sequence[Example]
     return num_right / sum(counts.total for counts in predicted)
 
 
-class Metric(NamedTuple):
-    """A score of predictions, and the kinds of task that it can score."""
-
-    score: Score | None
-    kinds: tuple[TaskKind, ...]
-
-
 REWARD = "reward"
 """The metric that is the mean of the run's own reward, which may be any number."""
 
-METRICS: Registry[Metric] = Registry("metric", "data.metric")
-METRICS.add("accuracy", Metric(accuracy, ("classification", "multiple_choice")))
-METRICS.add("f1", Metric(mean_f1, ("generation",)))
-METRICS.add("macro_f1", Metric(macro_f1, ("classification",)))
-METRICS.add("exact_match", Metric(exact_match, ("generation",)))
-METRICS.add("token_accuracy", Metric(token_accuracy, ("chat",)))
-METRICS.add(REWARD, Metric(None, get_args(TaskKind)))
+METRICS: Registry[Score | None] = Registry("metric", "data.metric")
+METRICS.add("accuracy", accuracy)
+METRICS.add("f1", mean_f1)
+METRICS.add("macro_f1", macro_f1)
+METRICS.add("exact_match", exact_match)
+METRICS.add("token_accuracy", token_accuracy)
+METRICS.add(REWARD, None)
 
 
-def find_score(name: str, kind: TaskKind) -> Score | None:
-    """Return the score of a metric for a kind of task.
-
-    Args:
-        name: a name in `METRICS`, or package.module:function, which is imported and is a `Score`.
-        kind: of the task.
-
-    Returns:
-        The score, or None for `REWARD`.
+def find_score(task: Task) -> Score | None:
+    """Return the score of a task's metric, or None for `REWARD`.
 
     Raises:
         UserError: there is no such metric, or it does not fit the kind of task.
     """
-    metric: Any = METRICS.find(name)
-    if names_code(name):
-        return metric  # type: ignore[no-any-return]
-    if kind not in metric.kinds:
-        fitting = [other for other, entry in METRICS.items() if kind in entry.kinds]
+    score = METRICS.find(task.metric)
+    fitting = (*task.metrics, REWARD)
+    if not names_code(task.metric) and task.metric.lower() not in fitting:
         raise UserError(
-            f"data.metric={name} does not fit a task of the kind {kind}",
+            f"data.metric={task.metric} does not fit a task of the kind {task.kind}",
             fix=f"set data.metric to {', '.join(fitting)} or package.module:function",
         )
-    return metric.score  # type: ignore[no-any-return]
+    return score
 
 
 def best_f1(answer: str, references: Sequence[str]) -> float:

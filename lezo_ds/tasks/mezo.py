@@ -8,11 +8,13 @@ and where the space or newline before a candidate stands.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lezo_ds.registry import Registry
 from lezo_ds.tasks.base import Example, Record, SplitSizes, Task
-from lezo_ds.tasks.template import field_value, parse_template
+from lezo_ds.tasks.kinds import Classification, Generation, MultipleChoice
+from lezo_ds.tasks.template import Template, field_value, parse_template
 
 TASKS: Registry[Task] = Registry("task", "data.task", kind=Task)
 
@@ -23,94 +25,108 @@ def _add(task: Task) -> None:
     TASKS.add(task.name, task)
 
 
-def _classification(
+@dataclass(frozen=True, kw_only=True)
+class _Labeled(Classification):
+    """A classification whose field "label" is the index of the right candidate.
+
+    Attributes:
+        prompt: template of the prompt.
+        candidates: the texts of the labels 0, 1, ..., with the space before them.
+        change: prepares a record for the template; None changes nothing.
+    """
+
+    prompt: Template
+    candidates: tuple[str, ...]
+    change: Callable[[Record], Record] | None = None
+
+    def build_example(self, record: Record) -> Example:
+        changed = record if self.change is None else self.change(record)
+        return Example(self.prompt.fill(changed), self.candidates, record["label"])
+
+
+def _labeled(
     name: str,
     hub_id: str,
     hub_config: str,
     prompt: str,
     candidates: tuple[str, ...],
-    *,
-    change: Callable[[Record], Record] | None = None,
-    **sizes: Any,
+    **others: Any,
 ) -> None:
-    """Register a task whose field "label" is the index of the right candidate.
-
-    Args:
-        name: of the task.
-        hub_id: data set on the hub.
-        hub_config: configuration of the data set.
-        prompt: template of the prompt.
-        candidates: the texts of the labels 0, 1, ..., with the space before them.
-        change: prepares a record for the template; None changes nothing.
-        sizes: `sizes` and `mezo_sizes` of the task, where it has its own.
-    """
+    """Register a `_Labeled` task with the fields of its prompt. `others` are further attributes."""
     template = parse_template(name, prompt)
-
-    def build_example(record: Record, index: int) -> Example:
-        changed = record if change is None else change(record)
-        return Example(template.fill(changed), candidates, record["label"], index)
-
     fields: dict[str, type] = dict.fromkeys(template.fields, str)
     fields["label"] = int
-    labels = range(len(candidates))
     _add(
-        Task(
-            name,
-            hub_id,
-            hub_config,
-            "classification",
-            fields,
-            build_example,
-            labels=labels,
-            **sizes,
+        _Labeled(
+            name=name,
+            hub_id=hub_id,
+            hub_config=hub_config,
+            fields=fields,
+            prompt=template,
+            candidates=candidates,
+            labels=range(len(candidates)),
+            **others,
         )
     )
 
 
-def _generation(name: str, hub_id: str, prompt: str, answers: str) -> None:
-    """Register a task that trains on the first of a list of answers, and is scored against all.
+@dataclass(frozen=True, kw_only=True)
+class _Answered(Generation):
+    """A question with several right answers, the first of which is trained on.
 
-    `answers` is the field with this list.
+    Attributes:
+        prompt: template of the prompt.
+        answers: the field with a list of the answers.
     """
-    template = parse_template(name, prompt)
 
-    def build_example(record: Record, index: int) -> Example:
-        filled = template.fill({**record, "question": record["question"].strip()})
-        right = tuple(field_value(record, answers))
+    prompt: Template
+    answers: str
+
+    def build_example(self, record: Record) -> Example:
+        filled = self.prompt.fill({**record, "question": record["question"].strip()})
+        right = tuple(field_value(record, self.answers))
         if not right:
-            return Example(filled, (), None, index)
-        return Example(filled, (f" {right[0]}\n",), 0, index, references=right)
+            return Example(filled, (), None)
+        return Example(filled, (f" {right[0]}\n",), 0, references=right)
 
+
+def _answered(name: str, hub_id: str, prompt: str, answers: str) -> None:
+    """Register an `_Answered` task."""
+    template = parse_template(name, prompt)
     fields: dict[str, Any] = dict.fromkeys(template.fields, str)
     fields[answers] = list[str]
     _add(
-        Task(
-            name,
-            hub_id,
-            None,
-            "generation",
-            fields,
-            build_example,
-            metric="f1",
+        _Answered(
+            name=name,
+            hub_id=hub_id,
+            fields=fields,
             answer_fields=(answers,),
+            prompt=template,
+            answers=answers,
         )
     )
 
 
-def _build_boolq(record: Record, index: int) -> Example:
-    """Return the example of a question, which the hub has in lower case and without its mark."""
-    question = record["question"]
-    question = question[:1].upper() + question[1:].removesuffix("?") + "?"
-    label = 0 if record["answer"] else 1
-    return Example(f"{record['passage']} {question}\n", ("Yes", "No"), label, index)
+@dataclass(frozen=True, kw_only=True)
+class _BoolQ(Classification):
+    """A question, which the hub has in lower case and without its mark."""
+
+    def build_example(self, record: Record) -> Example:
+        question = record["question"]
+        question = question[:1].upper() + question[1:].removesuffix("?") + "?"
+        label = 0 if record["answer"] else 1
+        return Example(f"{record['passage']} {question}\n", ("Yes", "No"), label)
 
 
-def _build_copa(record: Record, index: int) -> Example:
-    """Return the example of a premise with two choices, each its effect or its cause."""
-    premise = record["premise"].rstrip().removesuffix(".")
-    conjunction = " so " if record["question"] == "effect" else " because "
-    candidates = (_continued(record["choice1"]), _continued(record["choice2"]))
-    return Example(premise + conjunction, candidates, record["label"], index)
+@dataclass(frozen=True, kw_only=True)
+class _Copa(MultipleChoice):
+    """A premise with two choices, each its effect or its cause."""
+
+    def build_example(self, record: Record) -> Example:
+        premise = record["premise"].rstrip().removesuffix(".")
+        conjunction = " so " if record["question"] == "effect" else " because "
+        candidates = (_continued(record["choice1"]), _continued(record["choice2"]))
+        return Example(premise + conjunction, candidates, record["label"])
 
 
 def _continued(choice: str) -> str:
@@ -121,27 +137,28 @@ def _continued(choice: str) -> str:
     return first + space + others
 
 
-def _build_record(record: Record, index: int) -> Example:
-    """Return the example of a query, whose candidates have one entity each in its blank."""
+@dataclass(frozen=True, kw_only=True)
+class _Record(MultipleChoice):
+    """A query, whose candidates have one entity each in its blank."""
 
-    def fill(entity: str) -> str:
-        return f" {record['query'].replace('@placeholder', entity)}"
+    def build_example(self, record: Record) -> Example:
+        def fill(entity: str) -> str:
+            return f" {record['query'].replace('@placeholder', entity)}"
 
-    entities = record["entities"]
-    answers = record["answers"]
-    label = None
-    if answers and answers[0] in entities:  # the one to train on; all count as right
-        label = entities.index(answers[0])
-    return Example(
-        prompt=record["passage"].replace("@highlight\n", "- ") + "\n-",
-        candidates=tuple(fill(entity) for entity in entities),
-        label=label,
-        index=index,
-        references=tuple(fill(answer) for answer in answers),
-    )
+        entities = record["entities"]
+        answers = record["answers"]
+        label = None
+        if answers and answers[0] in entities:  # the one to train on; all count as right
+            label = entities.index(answers[0])
+        return Example(
+            prompt=record["passage"].replace("@highlight\n", "- ") + "\n-",
+            candidates=tuple(fill(entity) for entity in entities),
+            label=label,
+            references=tuple(fill(answer) for answer in answers),
+        )
 
 
-_classification(
+_labeled(
     "sst2",
     "nyu-mll/glue",
     "sst2",
@@ -149,14 +166,14 @@ _classification(
     (" terrible", " great"),
     change=lambda record: {"sentence": record["sentence"].strip()},
 )
-_classification(
+_labeled(
     "rte",
     _SUPER_GLUE,
     "rte",
     '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n',
     ("Yes", "No"),
 )
-_classification(
+_labeled(
     "cb",
     _SUPER_GLUE,
     "cb",
@@ -166,17 +183,14 @@ _classification(
     mezo_sizes=SplitSizes(num_dev=100),
 )
 _add(
-    Task(
-        "boolq",
-        "google/boolq",
-        None,
-        kind="classification",
+    _BoolQ(
+        name="boolq",
+        hub_id="google/boolq",
         fields={"passage": str, "question": str, "answer": bool},
-        build_example=_build_boolq,
         answer_fields=("answer",),
     )
 )
-_classification(
+_labeled(
     "wsc",
     _SUPER_GLUE,
     "wsc.fixed",
@@ -188,7 +202,7 @@ _classification(
     # train on.
     sizes=SplitSizes(num_train=454, num_dev=100),
 )
-_classification(
+_labeled(
     "wic",
     _SUPER_GLUE,
     "wic",
@@ -196,7 +210,7 @@ _classification(
     "{sentence1}\n{sentence2}\n",
     ("No", "Yes"),
 )
-_classification(
+_labeled(
     "multirc",
     _SUPER_GLUE,
     "multirc",
@@ -205,35 +219,31 @@ _classification(
     ("No", "Yes"),
 )
 _add(
-    Task(
-        "copa",
-        _SUPER_GLUE,
-        "copa",
-        kind="multiple_choice",
+    _Copa(
+        name="copa",
+        hub_id=_SUPER_GLUE,
+        hub_config="copa",
         fields={"premise": str, "choice1": str, "choice2": str, "question": str, "label": int},
-        build_example=_build_copa,
         sizes=SplitSizes(num_train=300, num_dev=100),
         mezo_sizes=SplitSizes(num_dev=100),
     )
 )
 _add(
-    Task(
-        "record",
-        _SUPER_GLUE,
-        "record",
-        kind="multiple_choice",
+    _Record(
+        name="record",
+        hub_id=_SUPER_GLUE,
+        hub_config="record",
         fields={"passage": str, "query": str, "entities": list[str], "answers": list[str]},
-        build_example=_build_record,
         answer_fields=("answers",),
     )
 )
-_generation(
+_answered(
     "squad",
     "rajpurkar/squad",
     "Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer:",
     answers="answers.text",
 )
-_generation(
+_answered(
     "drop",
     "ucinlp/drop",
     "Passage: {passage}\nQuestion: {question}\nAnswer:",

@@ -8,12 +8,15 @@ A template becomes pieces, each a text and the field after it:
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar
 
 from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Record
+
+T = TypeVar("T")
 
 _SHOWN_CHARACTERS = 80
 _BRACES = re.compile(r"""\{\{|\}\}|\{(?P<field>[^{}]*|[^{}"]*\{[^{}"]*\}[^{}"]*)\}|[{}]""")
@@ -37,6 +40,13 @@ class Template:
     def fields(self) -> tuple[str, ...]:
         """The names of its fields, each once."""
         return tuple(dict.fromkeys(field for _, field in self.pieces if field is not None))
+
+    def fill_prompt(self, record: Record) -> str:
+        """Return the prompt of a record. UserError: all its fields are empty texts."""
+        values = [field_value(record, field) for field in self.fields]
+        if all(isinstance(value, str) and not value.strip() for value in values):
+            raise UserError(f"no text is in {', '.join(self.fields)}", fix="fill it in")
+        return self.fill(record)
 
     def fill(self, record: Record) -> str:
         """Return the text of a record. UserError: a field has neither text nor a number."""
@@ -93,6 +103,22 @@ def _not_a_template(key: str, text: str, problem: str) -> UserError:
         fix="write a field as {text}, and braces as {{ and }}; "
         "rename one with : or ! or outer spaces",
     )
+
+
+def after(prompt: str, text: str) -> str:
+    """Return a text as it continues a prompt: after a space, unless white space is between them."""
+    if prompt[-1:].isspace() or text[:1].isspace():
+        return text
+    return f" {text}"
+
+
+def readable(read: Callable[[Record], T], records: Iterable[Record]) -> Iterator[T]:
+    """Yield what records hold. Others are refused, with their places, when they are built."""
+    for record in records:
+        try:
+            yield read(record)
+        except (KeyError, TypeError, UserError):
+            continue
 
 
 def field_value(record: Record, field: str) -> Any:

@@ -24,9 +24,9 @@ from lezo_ds.data.tables import TABLES, kind_of, read_source
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.conversations import ASSISTANT, are_objects, are_turns, read_messages
-from lezo_ds.tasks.custom import read_choice, readable
+from lezo_ds.tasks.custom import read_choice
 from lezo_ds.tasks.labels import label_text, labels_that_read
-from lezo_ds.tasks.template import parse_template
+from lezo_ds.tasks.template import parse_template, readable
 
 logger = logging.getLogger(__name__)
 

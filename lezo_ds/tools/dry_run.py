@@ -161,7 +161,7 @@ def measured_step(plan: Plan, data: TaskData) -> float | None:
     seconds: list[float] = []
     while len(seconds) < _MEASURED_STEPS and sum(seconds) < _ENOUGH_SECONDS:
         start = time.perf_counter()
-        engine.train_batch(data.step_batch(plan.config, len(seconds)), data.loss)
+        engine.train_batch(data.step_batch(plan.config, len(seconds)), data.reader.loss)
         distributed.barrier()  # the GPUs have done their work, too
         seconds.append(distributed.broadcast_object(time.perf_counter() - start))
     return min(seconds)
@@ -230,6 +230,6 @@ def _data_lines(config: RunConfig, data: TaskData) -> Iterator[str]:
     encoded = data.train.encoded[0]
     # A record without a right answer has no sequence, only a prompt.
     ids = encoded.sequences[encoded.label or 0] if encoded.sequences else data.train.prompts[0]
-    text: str = data.tokenizer.backend.decode(list(ids), clean_up_tokenization_spaces=False)
+    text: str = data.reader.tokenizer.backend.decode(list(ids), clean_up_tokenization_spaces=False)
     # JSON shows line breaks and spaces at the ends.
     yield f"first example {json.dumps(text[-_MAX_SHOWN:], ensure_ascii=False)}"

@@ -181,14 +181,14 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     if selection is not None:
         targets = len(selection.rows) / len(longest) if selection.vocabulary is None else 0.0
         # An evaluation of a chat counts the tokens that are the model's first choice.
-        reads_logits = selection.targets is None or data.task.kind == "chat"
+        reads_logits = selection.targets is None or data.task.reads_first_choices
     return InputSizes(
         length=length,
         mean_length=mean(example.num_tokens for example in training),
         rows=batch.inputs["input_ids"].numel() / len(longest) / length,
         targets=targets,
         reads_logits=reads_logits,
-        new_tokens=0 if data.generation is None else data.generation.max_new_tokens,
+        new_tokens=0 if data.reader.generation is None else data.reader.generation.max_new_tokens,
         trains_on_answers=data.objective.reads_answers,
     )
 

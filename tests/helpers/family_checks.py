@@ -27,7 +27,6 @@ from transformers.pytorch_utils import Conv1D
 from lezo_ds.checkpoints.checkpoint import load_model_config
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.batches import candidate_batch
-from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack
@@ -35,6 +34,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.probes import Perturbation
+from lezo_ds.tasks.base import EncodedExample
 from lezo_ds.zo.passes import KeyedProbe
 
 PAD = 1

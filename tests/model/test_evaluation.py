@@ -103,7 +103,7 @@ def evaluate_all(assets, sizes):
     engines = {model: start_engine(assets / model, sparsity=0.0) for model in ("writer", "rotary")}
     data = {name: load(assets, case) for name, case in CASES.items()}
     return {
-        (name, size): evaluate(engines[case.model], data[name], data[name].test, size)
+        (name, size): evaluate(engines[case.model], data[name].reader, data[name].test, size)
         for name, case in CASES.items()
         for size in sizes
     }
@@ -127,7 +127,7 @@ def written(model, data, prompt):
     new = []
     while len(new) < MAX_NEW_TOKENS and not {END, NEWLINE} & set(new):
         new.append(int(model(input_ids=torch.tensor([[*prompt, *new]])).logits[0, -1].argmax()))
-    return data.tokenizer.decode(new).strip()
+    return data.reader.tokenizer.decode(new).strip()
 
 
 def one_at_a_time(assets, case):
@@ -177,7 +177,7 @@ def task_loss(data, logs):
         return sum(losses) / len(losses)
     # As the Trainer of transformers averages: a batch's mean counts once for each of its examples.
     golds = [example[label] for example, label in zip(logs, labels, strict=True)]
-    size = data.loss_batch or len(golds)
+    size = data.reader.loss_batch or len(golds)
     parts = [golds[start : start + size] for start in range(0, len(golds), size)]
     return sum(-sum(map(sum, part)) / sum(map(len, part)) * len(part) for part in parts) / len(
         golds

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import (
+    LOSSES,
     f1_loss,
     load_objective,
     reward,
@@ -18,7 +18,7 @@ from lezo_ds.data.objectives import (
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.base import Example
+from lezo_ds.tasks.base import EncodedExample, Example
 
 PAD = 1
 VOCABULARY = 64
@@ -31,9 +31,9 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["classification", "generation"])
-def test_losses_and_finite_gradients_are_computed_in_float32_whatever_the_logits(kind, dtype):
-    objective = training_objective(kind)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_and_finite_gradients_are_computed_in_float32_whatever_the_logits(loss, dtype):
+    objective = LOSSES[loss]
     batch = objective.build_batch(EXAMPLES, PAD)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(batch.selection.rows), VOCABULARY, generator=generator)
@@ -90,7 +90,7 @@ def answered(*records):
 
 def test_objectives_are_those_of_the_task_or_named_in_a_module():
     for task in (TASKS["sst2"], TASKS["copa"], TASKS["squad"]):
-        assert load_objective("task", task) == training_objective(task.kind)
+        assert load_objective("task", task) == training_objective(task)
     assert load_objective("f1", TASKS["squad"]).reads_answers
     objective = load_objective("test_objectives:halves", TASKS["copa"])
     batch = objective.build_batch(EXAMPLES, PAD)

@@ -41,7 +41,7 @@ def tokenizer():
 def test_a_published_record_becomes_the_text_and_tokens_of_the_protocol(name, tokenizer):
     row, prompt, candidates, prompt_ids, candidate_ids = PUBLISHED[name]
     _, record = list(read_file(shared_asset(f"data/{name}") / "validation.jsonl"))[row]
-    example = TASKS[name].build_example(record, row)
+    example = TASKS[name].example(record)
     assert (example.prompt, example.candidates) == (prompt, candidates)
     encoded = encode_example(tokenizer, example, 512)
     assert encoded.sequences == tuple((0, *prompt_ids, *ids) for ids in candidate_ids)

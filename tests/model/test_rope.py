@@ -9,12 +9,12 @@ from transformers import LlamaConfig, Phi3Config, PhimoeConfig
 
 from lezo_ds.checkpoints.checkpoint import build_on_meta
 from lezo_ds.data.batches import all_candidates, token_batch
-from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.generation import generate, prompt_batch
 from lezo_ds.data.packing import can_pack
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.rope import rope_limit, rotate_each_row
+from lezo_ds.tasks.base import EncodedExample
 
 LIMIT = 16
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

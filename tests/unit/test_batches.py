@@ -18,9 +18,9 @@ from lezo_ds.data.batches import (
     teacher_forcing_batch,
     token_batch,
 )
-from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.packing import deal, pack
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
+from lezo_ds.tasks.base import EncodedExample
 
 PAD = 1
 

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from lezo_ds.config import config_from_dict
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
-from lezo_ds.runs.predict import unlabelled
 from lezo_ds.tasks.base import ArrowRecord
 from lezo_ds.tasks.conversations import find_tools, read_messages
 from lezo_ds.tasks.custom import Description, make_task
@@ -78,7 +77,9 @@ def read_and_learned(data):
     for encoded in data.train.encoded:
         (sequence,) = encoded.sequences
         learned = [sequence[place] for place in encoded.targets(0)]
-        texts.append((data.tokenizer.decode(sequence), data.tokenizer.decode(learned)))
+        texts.append(
+            (data.reader.tokenizer.decode(sequence), data.reader.tokenizer.decode(learned))
+        )
     return texts
 
 
@@ -123,9 +124,9 @@ def test_a_null_that_a_json_file_has_is_read():
 def test_predict_reads_tools_and_system_prompts_as_training_does(models, tmp_path):
     task = make_task(Description(messages="turns"))
     row = record(0, tools=json.dumps(TOOLS), system="Be brief.")
-    asked = unlabelled(task).build_example(row, 0)
+    asked = task.unanswered().example(row)
     assert [turn.content for turn in asked.messages[:2]] == ["Be brief.", "Cold 0?"]
-    assert asked.messages[:-1] == task.build_example(row, 0).messages[:-1]
+    assert asked.messages[:-1] == task.example(row).messages[:-1]
 
 
 def test_a_system_field_is_the_system_turn_unless_the_conversation_has_one(models, tmp_path):
@@ -137,10 +138,10 @@ def test_a_system_field_is_the_system_turn_unless_the_conversation_has_one(model
         (record(0, system=" "), "Be kind."),
         (record(0), "Be kind."),
     ):
-        assert task.build_example(row, 0).messages[0] == ("system", expected, 1, {})
+        assert task.example(row).messages[0] == ("system", expected, 1, {})
     row = record(0, system="Be brief.")
     row["turns"].insert(0, {"role": "system", "content": "Be right."})
-    assert task.build_example(row, 0).messages[0].content == "Be right."
+    assert task.example(row).messages[0].content == "Be right."
 
 
 def test_what_the_template_does_not_write_is_named_with_its_number(models, tmp_path, caplog):
@@ -235,7 +236,7 @@ def test_trls_prompt_and_completion_are_a_conversation_whose_answer_is_learned(
 
 def test_a_prompt_of_turns_is_asked_without_an_answer():
     task = make_task(Description(prompt="{prompt}", chat_template=True))
-    example = task.build_example({"prompt": PROMPT}, 0)
+    example = task.example({"prompt": PROMPT})
     assert [turn.content for turn in example.messages] == [turn["content"] for turn in PROMPT]
     assert (example.label, example.prompt, task.has_answers) == (None, "Where?", False)
 

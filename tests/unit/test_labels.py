@@ -59,8 +59,8 @@ def test_labels_that_are_merged_are_named_once_with_their_numbers(caplog):
 def labels_of(rows, description=CHOICES):
     """Return the index that each row (options, right) is read as, once all are known."""
     records = [{"text": "x", "options": options, "right": right} for options, right in rows]
-    build = make_task(description).survey(records)
-    return [build(record, 0).label for record in records]
+    task = make_task(description).survey(records)
+    return [task.example(record).label for record in records]
 
 
 COLORS = ["red", "blue", "green"]
@@ -111,9 +111,9 @@ def test_choices_that_are_not_numbered_from_0_are_refused_with_the_labels_that_r
 def test_a_list_of_choices_that_is_stored_as_text_is_no_choice_of_one_text():
     task = make_task(Description(prompt="{q}", label_field="right", choices=["{options}"]))
     record = {"q": "Which?", "options": "['red', 'blue']", "right": "A"}
-    build_example = task.survey([record] * 9)
+    surveyed = task.survey([record] * 9)
     with pytest.raises(UserError, match=r"not two or more texts; fix: store lists as lists"):
-        build_example(record, 0)
+        surveyed.example(record)
 
 
 def test_labels_that_may_be_meant_in_two_ways_are_named(caplog):
@@ -126,8 +126,8 @@ def test_labels_that_may_be_meant_in_two_ways_are_named(caplog):
 
 def test_a_record_whose_prompt_has_no_text_is_refused():
     task = make_task(Description(prompt="{a}\n{b}:", label_field="topic", labels=["0", "1"]))
-    assert task.build_example({"a": " ", "b": 0, "topic": 1}, 0).prompt == " \n0:"
+    assert task.example({"a": " ", "b": 0, "topic": 1}).prompt == " \n0:"
     with pytest.raises(UserError, match="no text is in a, b; fix: fill it in"):
-        task.build_example({"a": " ", "b": "", "topic": 1}, 0)
+        task.example({"a": " ", "b": "", "topic": 1})
     with pytest.raises(UserError, match="field a is nan, not text or a number"):
-        task.build_example({"a": math.nan, "b": "x", "topic": 1}, 0)
+        task.example({"a": math.nan, "b": "x", "topic": 1})

@@ -22,11 +22,11 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints import snapshots
 from lezo_ds.config import config_from_dict, load_config
 from lezo_ds.data.batches import candidate_batch
-from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.runs.trainer import make_engine
+from lezo_ds.tasks.base import EncodedExample
 from lezo_ds.tools import memory_plan
 from lezo_ds.tools.dry_run import dry_run, measured_step
 from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, Plan, memory_of_card

@@ -107,7 +107,7 @@ class Guesses:
 def score(monkeypatch):
     """The function data -> result of an evaluation by one process without a process group."""
     monkeypatch.setattr(distributed, "sum_vector", torch.Tensor.tolist)
-    return lambda data: evaluate(Guesses(), data, data.test, batch_size=4)
+    return lambda data: evaluate(Guesses(), data.reader, data.test, batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -158,5 +158,6 @@ def test_a_metric_without_a_score_of_constant_predictions_has_no_majority_class(
     data = load(assets, "correlation")
     assert -1 <= score(data).score <= 1
     assert score(data).majority_class is None
-    accuracy = replace(data, task=replace(data.task, metric="accuracy"))
+    reader = replace(data.reader, task=replace(data.task, metric="accuracy"))
+    accuracy = replace(data, reader=reader)
     assert score(accuracy).majority_class > 0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from lezo_ds.config import ZoConfig, config_from_dict, config_to_dict, find_task, make_estimator
 from lezo_ds.data.metrics import load_score
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import Example, Message, Task
+from lezo_ds.tasks.base import Example, Message
+from lezo_ds.tasks.kinds import Classification
 from lezo_ds.zo.estimators import Spsa
 
 BASE = {"run_dir": "run", "method": "zero_shot", "model": {"path": "model", "dtype": "fp32"}}
@@ -42,7 +43,7 @@ def task_of(data, **values):
 
 
 def example_of(record, **data):
-    return task_of(data).build_example(record, 3)
+    return task_of(data).example(record)
 
 
 def plain(turns):
@@ -92,19 +93,19 @@ def test_a_template_reads_nested_fields_and_nothing_but_the_record():
 
 def test_a_conversation_ends_with_the_last_turn_of_the_assistant_and_may_get_a_system_prompt():
     task = task_of(CHAT | {"system_prompt": "Be kind."})
-    example = task.build_example({"turns": [*plain(TURNS), {"role": "user", "content": "Bye"}]}, 4)
+    example = task.example({"turns": [*plain(TURNS), {"role": "user", "content": "Bye"}]})
     assert (task.kind, task.metric) == ("chat", "token_accuracy")
     assert example.messages == (SYSTEM, *TURNS)
     assert (example.prompt, example.references, example.label) == ("Sure?", (" Yes \n",), 0)
-    assert task.build_example({"turns": plain(TURNS[:1])}, 4).label is None
+    assert task.example({"turns": plain(TURNS[:1])}).label is None
     own = (Message("system", "Be brief."), *TURNS)
-    assert task.build_example({"turns": plain(own)}, 4).messages == own
+    assert task.example({"turns": plain(own)}).messages == own
 
 
 def test_labels_of_the_same_text_are_one_class_with_the_label_that_is_the_text():
     labels = {"Bug": "bug", "bug": "bug", "buug": "bug", "a": "billing", "b": "billing"}
     task = task_of(CLASSES | {"labels": labels})
-    examples = [task.build_example({"text": "x", "topic": label}, 0) for label in labels]
+    examples = [task.example({"text": "x", "topic": label}) for label in labels]
     assert examples[0].candidates == (" bug", " billing")
     assert list(task.labels) == ["bug", "a"]
     found = [example.label for example in examples]
@@ -113,13 +114,13 @@ def test_labels_of_the_same_text_are_one_class_with_the_label_that_is_the_text()
 
 def test_a_prompt_in_a_template_is_a_conversation_with_its_completion_or_for_a_reward():
     task = task_of(ANSWER | {"system_prompt": "Be kind."})
-    example = task.build_example({"q": "Where?", "a": ["Rome", "Roma"]}, 0)
+    example = task.example({"q": "Where?", "a": ["Rome", "Roma"]})
     assert example.messages == (SYSTEM, Message("user", "Where?"), Message("assistant", "Rome"))
     assert (example.references, task.kind, task.metric) == (("Rome", "Roma"), "generation", "f1")
     # A metric gets a deep copy of the example.
     assert load_score(task)(["Rome"], [example]) == 1.0
     task = task_of(ANSWER | {"completion": None}, train={"objective": "module:reward"})
-    example = task.build_example({"q": "Where?"}, 0)
+    example = task.example({"q": "Where?"})
     assert (task.kind, task.metric, task.has_answers) == ("generation", "reward", False)
     assert example.messages == (Message("user", "Where?"),)
 
@@ -142,9 +143,12 @@ def test_keys_that_make_no_task_are_refused_before_any_file_is_read(data, messag
         task_of(data)
 
 
-MINE = Task(
-    "mine", None, None, "classification", {"text": str}, lambda r, i: Example(r["text"], (), 0, i)
-)
+class Mine(Classification):
+    def build_example(self, record):
+        return Example(record["text"], (" a", " b"), 0)
+
+
+MINE = Mine(name="mine", fields={"text": str})
 
 
 def my_metric(predictions, examples):
@@ -159,7 +163,7 @@ class MyEstimator(Spsa):
 def test_components_of_a_module_are_named_where_registered_ones_are():
     data = {"task": "test_own_tasks:MINE", "metric": "test_own_tasks:my_metric", "train": "t.csv"}
     task = task_of(data)
-    assert (task.build_example, task.metric) == (MINE.build_example, "test_own_tasks:my_metric")
+    assert task == replace(MINE, metric="test_own_tasks:my_metric")
     with pytest.raises(UserError, match="names no task: TypeError"):
         task_of({"task": "test_own_tasks:my_metric", "train": "t.csv"})
     zo = ZoConfig(estimator="test_own_tasks:MyEstimator", estimator_options={"size": 2.0})

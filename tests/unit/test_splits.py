@@ -344,7 +344,5 @@ def test_demonstrations_stand_before_dev_and_test_stripped_with_a_blank_line_aft
     assert {e.demonstrations for e in (*shown.dev, *shown.test)} == {solved(loaded.train[:2])}
     shown = with_demonstrations(replace(data, protocol="mezo"), loaded)
     for question, drawn in zip(shown.test, mezo_draws(7, 24, 2), strict=True):
-        assert question.demonstrations == solved(
-            [SST2.build_example(reviews(24)[row], row) for row in drawn]
-        )
+        assert question.demonstrations == solved([SST2.example(reviews(24)[row]) for row in drawn])
     assert all(solved([question]) not in question.demonstrations for question in shown.dev)

@@ -16,7 +16,8 @@ from tiny_tasks import task_config, write_tasks, write_writer
 from lezo_ds.config import config_from_dict, load_config
 from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.objectives import reward
-from lezo_ds.data.task_data import EncodedSplit, load_task_data
+from lezo_ds.data.reader import EncodedSplit
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.zo.keys import sample_key
 
@@ -59,7 +60,7 @@ def load(assets, task, data="data", **changes):
 
 def text(data, ids):
     assert ids[0] == 0
-    return data.tokenizer.decode(ids[1:])
+    return data.reader.tokenizer.decode(ids[1:])
 
 
 @pytest.mark.parametrize(("task", "changes"), [("cb", {}), ("squad", {"train__objective": "f1"})])
@@ -139,7 +140,7 @@ def test_mezos_protocol_strips_texts_and_cuts_gold_answers_earlier(assets, tmp_p
     assert max(map(len, squad.test.prompts)) == 20
     copa = load(assets, "copa", data__max_length=40, data__protocol=protocol)
     assert max(example.num_tokens for example in copa.train.encoded) == 40
-    assert squad.loss_batch == (8 if protocol == "mezo" else None)
+    assert squad.reader.loss_batch == (8 if protocol == "mezo" else None)
 
 
 def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
@@ -153,11 +154,11 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     ]
     assert (len(batch.examples), len(set(batch.inputs["sample_keys"].tolist()))) == (4, 4)
     assert batch.examples[0] == batch.examples[1]
-    letter, space, end, newline = (data.tokenizer.encode([c])[0][-1] for c in "a b\n")
+    letter, space, end, newline = (data.reader.tokenizer.encode([c])[0][-1] for c in "a b\n")
     tokens = torch.tensor([[letter, space, end, newline], [newline, letter, space, letter]])
-    assert data.answers(tokens) == ["a b", ""]
+    assert data.reader.answers(tokens) == ["a b", ""]
     two = replace(batch, examples=batch.examples[:2])
-    assert data.loss(tokens, two).tolist() == [-2.0, 0.0]
+    assert data.reader.loss(tokens, two).tolist() == [-2.0, 0.0]
 
 
 @pytest.mark.parametrize("micro_batch_size", [2, 4, 8])
@@ -193,8 +194,8 @@ def test_a_reward_in_a_chat_gets_all_lines_of_an_answer(assets, tmp_path):
     values["train"]["objective"] = "test_task_data:num_words"
     data = load_task_data(config_from_dict(values, "test"))
     answer = '{\n "city": "Oslo"\n}'
-    (ids,) = data.tokenizer.backend([f"{answer}</s>\n<s>user"])["input_ids"]
-    assert data.answers(torch.tensor([ids])) == [answer]
+    (ids,) = data.reader.tokenizer.backend([f"{answer}</s>\n<s>user"])["input_ids"]
+    assert data.reader.answers(torch.tensor([ids])) == [answer]
 
 
 def test_a_gold_answer_ends_with_what_ends_generated_ones(assets):

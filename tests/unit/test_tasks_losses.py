@@ -56,7 +56,7 @@ def golden_of(task):
 
 
 def build(task):
-    return [task.build_example(golden.record, row) for row, golden in enumerate(golden_of(task))]
+    return [task.example(golden.record) for row, golden in enumerate(golden_of(task))]
 
 
 def sequences(golden, prompt, before=""):
@@ -89,7 +89,7 @@ def protocol_loss(model, task):
 @torch.inference_mode()
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_the_training_loss_is_the_protocols(tokenizer, model, task):
-    objective = training_objective(task.kind)
+    objective = training_objective(task)
     encoded = [encode_example(tokenizer, example, MAX_LENGTH) for example in build(task)]
     batch = objective.build_batch(encoded, PAD)
     logits = model(**batch.inputs).logits[batch.selection.rows, batch.selection.positions]

@@ -263,7 +263,7 @@ def test_a_column_of_any_name_becomes_a_recipe_that_reads_it(name, tmp_path):
         recipe.write_text(
             "run_dir: r\nmodel: {path: m, dtype: fp32}\nmethod: zero_shot\ndata:\n" + lines
         )
-        example = find_task(load_config(recipe).data).build_example({text: "T", label: "bug"}, 0)
+        example = find_task(load_config(recipe).data).example({text: "T", label: "bug"})
         assert example.prompt.startswith("T\n") and example.label == 1
 
 
