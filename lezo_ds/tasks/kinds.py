@@ -55,7 +55,8 @@ class _Choice(Task):
         return rows
 
     def shown(self, example: Example, predicted: Any) -> str:
-        return example.candidates[predicted].strip()
+        text: str = example.candidates[predicted]
+        return text.strip()
 
     def tried_predictions(self, examples: Sequence[Example]) -> list[Prediction]:
         return [example.label or 0 for example in examples]

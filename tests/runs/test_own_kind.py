@@ -32,10 +32,10 @@ def write_reviews(path, num_records=24):
 @torch.no_grad()
 def expected_by_hand(model, tokenizer, text):
     """Return the mean of the stars by one plain pass for each candidate."""
-    prompt = tokenizer(f"{text} Stars:", add_special_tokens=False)["input_ids"]
+    prompt = [0, *tokenizer(f"{text} Stars:", add_special_tokens=False)["input_ids"]]  # after <s>
     scores = []
     for star in STARS:
-        ids = tokenizer(f"{text} Stars: {star}", add_special_tokens=False)["input_ids"]
+        ids = [0, *tokenizer(f"{text} Stars: {star}", add_special_tokens=False)["input_ids"]]
         logs = model(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
         own = [logs[place - 1, ids[place]].item() for place in range(len(prompt), len(ids))]
         scores.append(fmean(own))
