@@ -213,8 +213,7 @@ def _add_weights(parser: _Parser) -> Callable[..., Any]:
 def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = False) -> Any:
     """Open the weights of a run or a model, with `key=value` overrides before those of the user.
 
-    With `keys`, the task may be that of an exported model, and `needs_task` refuses a model without
-    one.
+    `needs_task` refuses a model without a task.
     """
     if arguments.run is not None and arguments.config is not None:
         raise UserError(
@@ -223,23 +222,17 @@ def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = 
     model = Path(arguments.model or "")
     if (model / "config.yaml").is_file() and not (model / "config.json").exists():
         raise UserError(f"{model} is a run, not a model", fix=f"use --run {model}")
-    from lezo_ds.runs.scoring import open_model, open_run
+    from lezo_ds.runs.opening import open_model, open_run
 
     overrides = [*keys, *arguments.overrides]
     if arguments.run is not None:
         return open_run(arguments.run, arguments.step, overrides)
-    return open_model(
-        arguments.model,
-        overrides,
-        arguments.config,
-        needs_task=needs_task,
-        is_checked=not keys,
-    )
+    return open_model(arguments.model, overrides, arguments.config, needs_task=needs_task)
 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
     opened = _open_weights(arguments)
-    from lezo_ds.runs.scoring import score
+    from lezo_ds.runs.opening import score
     from lezo_ds.runs.screen import scores_summary
 
     scores = score(opened, arguments.split)
@@ -282,11 +275,8 @@ def _predict(parser: _Parser) -> None:
 
 
 def run_predict(arguments: argparse.Namespace) -> None:
-    # The task of the run, but neither its files nor a module that scores or rewards answers.
-    unset = [f"data.{key}=null" for key in ("path", "validation", "test")]
-    source = (f"data.train={arguments.data}", f"data.encoding={arguments.encoding}")
-    keys = (*source, *unset, *_unjudged(arguments))
-    opened = _open_weights(arguments, *keys, needs_task=True)
+    encoding = f"data.encoding={arguments.encoding}"
+    opened = _open_weights(arguments, encoding, needs_task=True)
     from lezo_ds.runs.predict import predict_file
 
     num_records = predict_file(
@@ -317,14 +307,7 @@ def _chat(parser: _Parser) -> None:
 def run_chat(arguments: argparse.Namespace) -> None:
     from lezo_ds.runs.chat import CHAT_KEYS, chat
 
-    chat(_open_weights(arguments, *CHAT_KEYS, *_unjudged(arguments)))
-
-
-def _unjudged(arguments: argparse.Namespace) -> Sequence[str]:
-    """Return overrides without the modules of a run that score or reward answers."""
-    if arguments.run is None:
-        return ("data.metric=null",)
-    return ("data.metric=null", "train.objective=task")
+    chat(_open_weights(arguments, *CHAT_KEYS))
 
 
 def _export(parser: _Parser) -> None:

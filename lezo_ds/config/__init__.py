@@ -14,7 +14,7 @@
 All but the last import nothing heavy, so that a wrong key is refused at once.
 """
 
-from lezo_ds.config.checks import check_world, checked_optimizer
+from lezo_ds.config.checks import check_reading, check_world, checked_optimizer
 from lezo_ds.config.components import (
     copies_per_pass,
     eval_every,
@@ -30,7 +30,7 @@ from lezo_ds.config.components import (
     trained_part,
 )
 from lezo_ds.config.reading import flatten
-from lezo_ds.config.run_config import config_from_dict, config_to_dict, load_config
+from lezo_ds.config.run_config import config_from_dict, config_to_dict, find_recipe, load_config
 from lezo_ds.config.schema import (
     TRAINED,
     ZEROTH_ORDER,
@@ -38,6 +38,7 @@ from lezo_ds.config.schema import (
     Dtype,
     Method,
     PeftConfig,
+    ReadingConfig,
     RunConfig,
     ZoConfig,
 )

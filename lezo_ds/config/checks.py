@@ -20,7 +20,14 @@ from lezo_ds.config.components import (
     num_groups,
     num_passes,
 )
-from lezo_ds.config.schema import TRAINED, ZEROTH_ORDER, PeftConfig, RunConfig, ZoConfig
+from lezo_ds.config.schema import (
+    TRAINED,
+    ZEROTH_ORDER,
+    PeftConfig,
+    ReadingConfig,
+    RunConfig,
+    ZoConfig,
+)
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code, options_of
 from lezo_ds.tasks.custom import CUSTOM
@@ -41,9 +48,10 @@ def checked(config: RunConfig) -> RunConfig:
     Raises:
         UserError: Two values contradict each other, or the method needs a value that is not set.
     """
-    _refuse_broken(_rules(config))
+    check_reading(config.reading)
     if config.method not in TRAINED:
         return config
+    _refuse_broken(_rules_of_training(config))
     needed: dict[str, object] = {"train.steps": config.train.steps}
     if config.method in ZEROTH_ORDER:
         _refuse_missing(config.method, needed | _needed(config.zo))
@@ -54,6 +62,15 @@ def checked(config: RunConfig) -> RunConfig:
     _refuse_missing(config.method, needed)
     check_world(replace(config, partition_size=None), world_size=1)
     return config
+
+
+def check_reading(reading: ReadingConfig) -> None:
+    """Refuse values that contradict each other, of those by which a model reads and answers.
+
+    Raises:
+        UserError: The first contradiction.
+    """
+    _refuse_broken(_rules_of_reading(reading))
 
 
 def checked_optimizer(
@@ -108,12 +125,18 @@ def _needed(zo: ZoConfig) -> dict[str, object]:
     return {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity}
 
 
-def _rules(config: RunConfig) -> Iterator[Rule]:
-    """Yield all rules but those of `_rules_of_optimizer` and `_rules_of_groups`."""
-    data = config.data
+def _rules_of_reading(reading: ReadingConfig) -> Iterator[Rule]:
+    data = reading.data
+    generation = reading.generation
     if data.task == CUSTOM:
+        task = describe_task(data)
         yield (
-            not describe_task(data).has_answers and not names_code(config.train.objective),
+            data.train is None and data.path is None,
+            "a task of your own needs data.train",
+            "add data.train=FILE",
+        )
+        yield (
+            not task.has_answers and not names_code(reading.objective),
             "data.prompt alone does not say what the model shall answer",
             "add data.labels, data.choices, data.completion, or a reward: "
             "train.objective=module:name",
@@ -126,7 +149,7 @@ def _rules(config: RunConfig) -> Iterator[Rule]:
                 f"set data.task={CUSTOM}",
             )
     yield (
-        config.method == "icl" and (data.messages is not None or data.chat_template),
+        reading.method == "icl" and data.in_chat,
         "method=icl shows no examples in a chat template",
         "set method=zero_shot, or write the examples into the conversations",
     )
@@ -140,7 +163,6 @@ def _rules(config: RunConfig) -> Iterator[Rule]:
         "data.train and data.path both say where the data is",
         "remove data.path",
     )
-    generation = config.generation
     yield "" in (generation.stop or ()), "generation.stop has an empty string", "remove it"
     is_drawn = generation.num_samples > 1 or generation.top_p is not None
     yield (
@@ -149,8 +171,10 @@ def _rules(config: RunConfig) -> Iterator[Rule]:
         "same",
         "set generation.temperature=1",
     )
-    if config.method not in TRAINED:
-        return
+
+
+def _rules_of_training(config: RunConfig) -> Iterator[Rule]:
+    """Yield the rules of training but those of `_rules_of_optimizer` and `_rules_of_groups`."""
     if config.method not in ZEROTH_ORDER:
         yield _rule_of_bits(config.method, config.peft.kind, config.model.bits)
     can_share = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
@@ -166,8 +190,7 @@ def _rules_of_optimizer(
 ) -> Iterator[Rule]:
     """Yield the rules of zeroth-order training that need no batch."""
     law = make_law(zo)
-    if zo.learning_rate != 0:  # an engine that only scores may have any base
-        yield _rule_of_bits("lezo", peft_kind, bits)
+    yield _rule_of_bits("lezo", peft_kind, bits)
     yield (
         law.perturbs == "products" and peft_kind == "prefix",
         "zo.noise_rank perturbs matrices, and a prefix has none",

@@ -112,8 +112,6 @@ def describe_task(data: DataConfig) -> Task:
             fix="add a template of the text that the model reads, such as "
             '"{text} This ticket is about"',
         )
-    if data.train is None and data.path is None:
-        raise UserError("a task of your own needs data.train", fix="add data.train=FILE")
     keys = {name: getattr(data, name) for name in (*DESCRIBING_KEYS, "metric")}
     return make_task(Description(**keys))
 

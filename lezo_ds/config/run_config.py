@@ -42,11 +42,21 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
     Raises:
         UserError: The recipe cannot be read, or a key or value is wrong.
     """
+    return config_from_dict(*find_recipe(source, overrides))
+
+
+def find_recipe(
+    source: str | Path | None, overrides: Sequence[str] = ()
+) -> tuple[Mapping[str, Any], str, Sequence[str], Path | None]:
+    """Return the values of a recipe, their source, the overrides that are left, and its folder.
+
+    They are arguments of `config_from_dict`.
+    """
     if source is None:
-        return config_from_dict({}, "the command line", overrides)
+        return {}, "the command line", overrides, None
     if source == "paper":
         values, overrides = paper_recipe(overrides)
-        return config_from_dict(values, "--config paper", overrides)
+        return values, "--config paper", overrides, None
     name = expand(str(source), "--config")
     path = find_file(name)
     if not path.is_file() and path.suffix not in (".yaml", ".yml"):
@@ -57,7 +67,7 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
                 fix=did_you_mean(name, shipped, "name a YAML file"),
             )
         path = shipped[name]
-    return config_from_dict(read_recipe(path), str(path), overrides, folder=path.parent)
+    return read_recipe(path), str(path), overrides, path.parent
 
 
 def _answers_in_chat(flat: Mapping[str, Any]) -> bool:
@@ -85,9 +95,10 @@ def config_from_dict(
     values: Mapping[str, Any],
     where: str,
     overrides: Sequence[str] = (),
+    folder: Path | None = None,
     *,
     recorded: bool = False,
-    folder: Path | None = None,
+    opened: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """Return the configuration that nested plain dicts hold: the inverse of `config_to_dict`.
 
@@ -95,10 +106,12 @@ def config_from_dict(
         values: The nested dicts.
         where: The source of the values, for messages.
         overrides: Changes of the form `key=value`, of which the last of a key counts.
-        recorded: Whether the values are those of a run. Their paths then stay as they are, and the
-            values are not checked against each other: that would import the user's modules.
         folder: The folder of the recipe that holds the values (see `resolve_paths`). From now on,
             the modules that a configuration names are looked for there.
+        recorded: Whether the values are those of a run. Their paths then stay as they are, and the
+            values are not checked against each other: that would import the user's modules.
+        opened: Sections of a model to open, which take the place of those in `values`. There is no
+            run then, so the values are not checked, either.
 
     Raises:
         UserError: A key or value is wrong.
@@ -108,6 +121,9 @@ def config_from_dict(
     flat = READER.flatten(values)
     if not recorded:
         flat = resolve_paths(flat, folder)
+    if opened is not None:
+        others = {key: flat[key] for key in flat if key.partition(".")[0] not in opened}
+        flat = {"run_dir": "", **others, **READER.flatten(opened)}
     changes = dict(READER.override(override) for override in overrides)
     flat |= resolve_paths(changes, None)
     if flat.get("data.prompt") is not None or flat.get("data.messages") is not None:
@@ -122,4 +138,4 @@ def config_from_dict(
     if overrides and values:
         where += " and the command line"
     config: RunConfig = READER.read(flat, where)
-    return config if recorded else checked(config)
+    return config if recorded or opened is not None else checked(config)

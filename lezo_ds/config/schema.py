@@ -8,7 +8,7 @@ weights nor their scores.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
@@ -324,6 +324,28 @@ class ElasticConfig:
     docs/replicas.md)."""
 
 
+class ReadingConfig(NamedTuple):
+    """How a model reads records and answers them. A run has it, and so has a model without one.
+
+    Attributes:
+        model: directory or hub id of the model whose tokenizer reads.
+        data: the section of this name.
+        generation: the section of this name.
+        objective: train.objective, which judges answers.
+        method: icl shows solved examples before each question.
+        batch_size: train.eval_batch_size, the sequences in a forward pass.
+        seed: answers are drawn by it.
+    """
+
+    model: str
+    data: DataConfig
+    generation: GenerationConfig
+    objective: str
+    method: Method
+    batch_size: int
+    seed: int
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunConfig:
     """The configuration of a run: what config.yaml and the header of its journal record."""
@@ -356,6 +378,19 @@ class RunConfig:
     deepspeed: Annotated[str | None, _MAY_DIFFER] = None
     """DeepSpeed reads this JSON: a path, or a name in ds_configs such as zero3_bf16. Null is ZeRO-3
     with defaults."""
+
+    @property
+    def reading(self) -> ReadingConfig:
+        """How the run reads records and answers them."""
+        return ReadingConfig(
+            self.model.path,
+            self.data,
+            self.generation,
+            self.train.objective,
+            self.method,
+            self.train.eval_batch_size,
+            self.seed,
+        )
 
 
 READER = Reader(RunConfig)

@@ -23,16 +23,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from lezo_ds.config import RunConfig, find_task
+from lezo_ds.config import ReadingConfig, RunConfig, find_task
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.generation import COMMON_IDS, SAMPLE_KEYS
 from lezo_ds.data.metrics import try_metric
 from lezo_ds.data.objectives import Objective, load_objective, try_loss, try_reward
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.reader import EncodedSplit, Reader, load_reader
-from lezo_ds.data.splits import load_splits, refused_together, with_demonstrations
+from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demonstrations
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
+from lezo_ds.forward.batch import MicroBatch, StepBatch
 from lezo_ds.registry import names_code
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.metrics import REWARD
@@ -175,23 +175,35 @@ class TaskData:
         return keys
 
 
+def load_examples(reading: ReadingConfig) -> tuple[Reader, Splits]:
+    """Load the splits of a task, and return how a model reads them, and their examples.
+
+    Raises:
+        UserError: data cannot be read or do not fit the task, or the user's reward or metric fails
+            on a few examples.
+    """
+    task = find_task(reading.data)
+    objective = load_objective(reading.objective, task)
+    _check_objective(reading, task, objective)
+    splits = load_splits(task, reading.data)
+    if objective.is_reward:
+        try_reward(objective, splits.train)
+    try_metric(task, splits.test)
+    if reading.method == "icl":
+        splits = with_demonstrations(reading.data, splits)
+    reader = load_reader(task, reading.model, reading.data, reading.generation, objective)
+    return reader, splits
+
+
 def load_task_data(config: RunConfig) -> TaskData:
     """Load and encode the splits of a run's task.
 
     Raises:
-        UserError: data cannot be read or do not fit the task or the model, or the user's objective
-            or metric fails on a few examples.
+        UserError: as by `load_examples`, or an example does not fit the model, or the user's
+            objective fails on one.
     """
-    task = find_task(config.data)
-    objective = load_objective(config.train.objective, task)
-    _check_objective(config, task, objective)
-    splits = load_splits(task, config.data)
-    if objective.is_reward:
-        try_reward(objective, splits.train)
-    try_metric(task, splits.test)
-    if config.method == "icl":
-        splits = with_demonstrations(config.data, splits)
-    reader = load_reader(task, config.model.path, config.data, config.generation, objective)
+    reader, splits = load_examples(config.reading)
+    objective = reader.objective
     train, dev, test = refused_together(
         (
             partial(reader.encode, splits.train, is_training=True),
@@ -202,16 +214,18 @@ def load_task_data(config: RunConfig) -> TaskData:
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.
     takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
     packed = takes_packed and can_pack(reader.model_config, config.data.max_length)
-    if task.writes_answers and reader.generation is not None:
-        _warn_of_unreachable(test, reader.generation)
+    warn_of_unreachable(reader, test)
     if names_code(config.train.objective) and not objective.reads_answers:
         batch = reader.objective_batch(train, [0])
         try_loss(objective, batch, reader.model_config.get_text_config().vocab_size)
     return TaskData(reader, train, dev, test, packed)
 
 
-def _warn_of_unreachable(split: EncodedSplit, settings: GenerationSettings) -> None:
+def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
     """Say how many right answers the model cannot write, because its answers end before."""
+    settings = reader.generation
+    if settings is None or not reader.task.writes_answers:
+        return
     num_stopped = 0
     num_long = 0
     for example, encoded in zip(split.examples, split.encoded, strict=True):
@@ -241,10 +255,10 @@ def _warn_of_unreachable(split: EncodedSplit, settings: GenerationSettings) -> N
         )
 
 
-def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
+def _check_objective(reading: ReadingConfig, task: Task, objective: Objective) -> None:
     """Refuse an objective that does not fit the method or the task."""
-    name = f"train.objective={config.train.objective}"
-    if config.method == "adamw" and objective.reads_answers:
+    name = f"train.objective={reading.objective}"
+    if reading.method == "adamw" and objective.reads_answers:
         raise UserError(
             f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo"
         )
@@ -255,7 +269,7 @@ def _check_objective(config: RunConfig, task: Task, objective: Objective) -> Non
             fix="set train.objective=package.module:function, a function with the decorator "
             "`reward`",
         )
-    if config.method == "icl" and not task.has_answers:
+    if reading.method == "icl" and not task.has_answers:
         raise UserError(
             "method icl shows solved examples, and the task has none", fix="set method=zero_shot"
         )

@@ -16,7 +16,7 @@ from transformers import TextStreamer
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
-from lezo_ds.config import RunConfig
+from lezo_ds.config import ReadingConfig
 from lezo_ds.data.chat import encode_question, end_of_turn, find_thought
 from lezo_ds.data.control_tokens import ControlTokens
 from lezo_ds.data.encoding import PromptTokenizer, cut_prompts, load_tokenizer, prompt_room
@@ -29,8 +29,7 @@ from lezo_ds.data.generation import (
 )
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import Thought
-from lezo_ds.runs.predict import for_prediction
-from lezo_ds.runs.scoring import Opened
+from lezo_ds.runs.opening import Opened
 from lezo_ds.tasks.base import Example, Message, TokenIds
 from lezo_ds.tasks.conversations import ASSISTANT, USER, with_system
 from lezo_ds.zo.keys import sample_key
@@ -51,17 +50,17 @@ def chat(opened: Opened) -> None:
     """Answer the lines of the input, until one is empty or there are no more. A collective.
 
     Args:
-        opened: the model. Of its configuration, `generation`, `data.system_prompt` and
+        opened: the model. Of the keys by which it reads, `generation`, `data.system_prompt` and
             `data.max_length` count.
 
     Raises:
         UserError: the model has no chat template.
     """
-    config = for_prediction(opened.config)
-    tokenizer = load_tokenizer(str(resolve_model(config.model.path)), config.data.date)
-    settings = generation_settings(tokenizer, config.generation, end_of_turn(tokenizer))
+    reading = opened.fitted()
+    tokenizer = load_tokenizer(str(resolve_model(reading.model)), reading.data.date)
+    settings = generation_settings(tokenizer, reading.generation, end_of_turn(tokenizer))
     settings = replace(settings, thought=find_thought(tokenizer))
-    prompt_room(config.data.max_length, settings.max_new_tokens)  # before weights are loaded
+    prompt_room(reading.data.max_length, settings.max_new_tokens)  # before weights are loaded
     if distributed.rank() == 0:
         settings = replace(settings, streamer=_AnswerStreamer(tokenizer, settings.thought))
     control_tokens = ControlTokens(tokenizer.backend, in_chat=True)
@@ -70,10 +69,10 @@ def chat(opened: Opened) -> None:
     turns: list[Message] = []
     for line in iter(lambda: distributed.on_rank_zero(_read_line), ""):
         turns.append(Message(USER, control_tokens.mark(line)))
-        ids = _encode_last_turns(config, tokenizer, turns)
+        ids = _encode_last_turns(reading, tokenizer, turns)
         batch = prompt_batch([ids], settings)
-        if config.generation.temperature > 0:
-            key = sample_key(config.seed, len(turns), 0, 0)
+        if reading.generation.temperature > 0:
+            key = sample_key(reading.seed, len(turns), 0, 0)
             batch = replace(batch, inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor([key])})
         (answer,) = read_answers(engine.forward(batch), settings, tokenizer)
         turns.append(Message(ASSISTANT, control_tokens.mark(answer)))
@@ -131,16 +130,16 @@ def _read_line() -> str:
 
 
 def _encode_last_turns(
-    config: RunConfig, tokenizer: PromptTokenizer, turns: Sequence[Message]
+    reading: ReadingConfig, tokenizer: PromptTokenizer, turns: Sequence[Message]
 ) -> TokenIds:
     """Return the token ids of the last turns that fit, after the system prompt.
 
     The line of the user is cut on the left if it does not fit alone.
     """
-    max_length = config.data.max_length
-    max_new_tokens = config.generation.max_new_tokens
+    max_length = reading.data.max_length
+    max_new_tokens = reading.generation.max_new_tokens
     for first in range(0, len(turns), 2):
-        messages = with_system(tuple(turns[first:]), config.data.system_prompt)
+        messages = with_system(tuple(turns[first:]), reading.data.system_prompt)
         ids = encode_question(tokenizer, Example("", (), None, 0, messages=messages))
         if len(ids) <= max_length - max_new_tokens:
             break

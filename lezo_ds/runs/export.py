@@ -35,6 +35,7 @@ from lezo_ds.journal import (
     scan_journal,
 )
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.opening import recipe_of, restore
 from lezo_ds.runs.records import (
     RecordedRun,
     RunRecords,
@@ -43,10 +44,9 @@ from lezo_ds.runs.records import (
     evaluations_of,
     is_worse_than_base,
     read_run,
+    refuse_code,
 )
-from lezo_ds.runs.scoring import recipe_of
 from lezo_ds.runs.screen import WORSE
-from lezo_ds.runs.trainer import restore
 
 MAX_JOURNAL_BYTES = 1 << 30
 """Most bytes of an exported journal that is read. 100,000 steps of 480 directions fit."""
@@ -138,7 +138,7 @@ def export_run(
             opened_by=auto_class(engine.module.config).__name__,
         ),
         merge=merge,
-        recipe=recipe_of(run.config),
+        recipe=recipe_of(run.config.reading),
     )
     return number
 
@@ -248,6 +248,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
         fits = False  # such a rank could ask for any amount of memory
     num_groups = text_config.num_hidden_layers
+    refuse_code({"zo.law": config.zo.law}, overrides)
     if trained_part(config.zo) == "all" and config.peft.kind == "none":
         num_groups += 2  # two are outside the blocks
     for record, _ in lines:  # one in memory at a time
@@ -259,7 +260,9 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
         )
     recorded = RunRecords.of_journal(file)
     directory = RunDirectory(file)
-    return RecordedRun(**vars(recorded), directory=directory, config=config, digests=digests)
+    return RecordedRun(
+        **vars(recorded), directory=directory, config=config, digests=digests, overrides=overrides
+    )
 
 
 def _fits(record: JournalRecord, num_groups: int, num_directions: int) -> bool:

@@ -33,8 +33,7 @@ import pyarrow as pa
 from pyarrow.parquet import ParquetFile, ParquetWriter
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
-from lezo_ds.config import RunConfig, find_task
+from lezo_ds.config import find_task
 from lezo_ds.data.evaluation import OF_LABEL, PREDICTED, PROBABILITY, predict
 from lezo_ds.data.reader import load_reader
 from lezo_ds.data.splits import checked_example
@@ -51,7 +50,7 @@ from lezo_ds.data.tables import (
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, remove_directory, sync
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.scoring import Opened, recipe_of
+from lezo_ds.runs.opening import Opened, recipe_of
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Record
@@ -100,17 +99,25 @@ def predict_file(
             without labels has probabilities or a threshold.
         LezoError: the output cannot be written.
     """
-    _, config, load_engine = opened
-    config = for_prediction(config)
-    task = find_task(config.data).unanswered()
-    encoding = config.data.encoding
+    opened.refuse_code("data.task")
+    reading = opened.fitted()
+    data = reading.data
+    label_field = data.label_field
+    if label_field is None and (data.labels or data.choices):
+        label_field = "label"  # that of the right answer, if records have one
+    # No metric of the user's is needed. A record that cannot be used is an error, since each needs
+    # its row in the output.
+    data = replace(data, metric=None, label_field=label_field, skip_unusable=False)
+    reading = reading._replace(data=data)
+    task = find_task(data).unanswered()
     if (probabilities or threshold) and not task.has_classes:
         raise UserError(
             f"--probabilities and --threshold are about labels, and {task.kind} has none",
             fix="remove them",
         )
     taken = (PREDICTED, PROBABILITY, OF_LABEL) if probabilities else (PREDICTED, PROBABILITY)
-    batch_size = config.train.eval_batch_size
+    batch_size = reading.batch_size
+    encoding = data.encoding
     size = _BATCHES_A_CHUNK * batch_size
     folder = RunDirectory(f"{out}.part")
     chunks = []
@@ -119,10 +126,10 @@ def predict_file(
             lambda: _check_files(task, source, out, encoding, taken)
         )
         distributed.on_rank_zero(lambda: lock.enter_context(folder.locked()))
-        reader = load_reader(task, config.model.path, config.data, config.generation)
-        engine = load_engine()
+        reader = load_reader(task, reading.model, data, reading.generation)
+        engine = opened.load_engine()
         settings: list[object] = [probabilities, threshold]
-        settings += [recipe_of(config), config.method, batch_size, engine.weights.digest()]
+        settings += [recipe_of(reading), batch_size, engine.weights.digest()]
         records = _records(task, source, encoding, taken)
         with progress_bar(num_records, is_shown=distributed.rank() == 0, unit="record") as bar:
             for start in range(0, num_records, size):
@@ -149,27 +156,6 @@ def predict_file(
             lambda: _write_output(source, encoding, out, folder.path, chunks, labels)
         )
     return num_records
-
-
-def for_prediction(config: RunConfig) -> RunConfig:
-    """Return the configuration to predict with.
-
-    Texts are cut to what the model can read. A record that cannot be used is an error, since each
-    record needs its row in the output. Without `label_field`, the right labels, if records have
-    any, are in "label".
-    """
-    data = config.data
-    text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
-    num_positions = getattr(text_config, "max_position_embeddings", None) or data.max_length
-    max_length = min(data.max_length, num_positions)
-    label_field = data.label_field
-    if label_field is None and (data.labels or data.choices):
-        label_field = "label"
-    data = replace(data, max_length=max_length, label_field=label_field, skip_unusable=False)
-    generation = config.generation
-    if generation.max_new_tokens > max_length - 2:  # no room for a prompt
-        generation = replace(generation, max_new_tokens=max(1, max_length // 2))
-    return replace(config, data=data, generation=generation)
 
 
 def _check_files(

@@ -39,6 +39,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.files import read_regular
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, header_checksum, read_journal
 from lezo_ds.noise import NOISE_VERSION
+from lezo_ds.registry import names_code
 from lezo_ds.runs.directory import RunDirectory, library_versions
 from lezo_ds.runs.results import RunResults
 from lezo_ds.zo.records import StepRecord
@@ -156,6 +157,18 @@ def config_of(
             fix=f"remove {key}=...",
         )
     return config
+
+
+def refuse_code(values: Mapping[str, str | None], overrides: Sequence[str]) -> None:
+    """Refuse to import a module that only a run or an export names, and no override."""
+    named = [override.partition("=")[0] for override in overrides]
+    for key, value in values.items():
+        if value is not None and names_code(value) and key not in named:
+            raise UserError(
+                f"{key}={value} of the run is in a module, "
+                "which is imported only if the command names it",
+                fix=f"if you trust this module, add {key}={value}",
+            )
 
 
 def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str]) -> None:
@@ -417,11 +430,13 @@ class RecordedRun(RunRecords):
         directory: of the run. That of an exported journal is the file: it has no snapshots.
         config: its configuration, with overrides applied.
         digests: of the weights, by the number of steps; a few of them, or none.
+        overrides: those that were applied.
     """
 
     directory: RunDirectory
     config: RunConfig
     digests: Mapping[int, str]
+    overrides: Sequence[str]
 
     def find_step(self, step: str) -> int:
         """Return the number of steps for "best" (lowest validation loss), "last" or a number.
@@ -486,7 +501,9 @@ def read_run(
     if results is not None:
         digests[results.step_of_weights] = results.weights_digest
     config = config_of(recorded.header, path, overrides, reading_keys)
-    return RecordedRun(**vars(recorded), directory=directory, config=config, digests=digests)
+    return RecordedRun(
+        **vars(recorded), directory=directory, config=config, digests=digests, overrides=overrides
+    )
 
 
 def _read_records(directory: RunDirectory) -> RunRecords | None:

@@ -1,4 +1,4 @@
-"""Start or resume the run of a configuration, and restore the weights of a recorded run.
+"""Start or resume the run of a configuration.
 
 `train` refuses bad input before it loads weights, because loading may take minutes:
 
@@ -11,42 +11,25 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lezo_ds import distributed
 from lezo_ds.agreement import assert_same
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
-from lezo_ds.checkpoints.snapshots import snapshot_path
-from lezo_ds.config import (
-    TRAINED,
-    ZEROTH_ORDER,
-    RunConfig,
-    make_layer_policy,
-    trained_part,
-)
-from lezo_ds.config.deepspeed import check_shares, ds_config_of, shared_by
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, make_layer_policy, trained_part
+from lezo_ds.config.deepspeed import check_shares
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.engine import LezoEngine, Parts, ReplayEngine, load_parts
+from lezo_ds.engine import LezoEngine, ReplayEngine
 from lezo_ds.errors import UserError
-from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
-from lezo_ds.runs.records import (
-    RecordedRun,
-    assert_same_model_config,
-    check_records,
-    steps_of,
-    with_start_date,
-)
+from lezo_ds.runs.opening import load, prepare
+from lezo_ds.runs.records import check_records, with_start_date
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.run import Run
 from lezo_ds.runs.zeroth_order import ZerothOrderRun
@@ -69,7 +52,7 @@ def train(config: RunConfig) -> RunResults:
     with _exits_refused(), nothing_done, ExitStack() as resources:
         distributed.init_distributed(config.train.timeout_seconds)
         config = distributed.on_rank_zero(partial(with_start_date, config))
-        ds_config = _prepare(config)
+        ds_config = prepare(config)
         num_ranks = distributed.world_size()
         check_shares(config, ds_config, num_ranks)
         data = load_task_data(config)
@@ -85,9 +68,12 @@ def train(config: RunConfig) -> RunResults:
             first_order = initialize_first_order(config, ds_config)
             run = FirstOrderRun(config, data, directory, first_order)
         elif config.elastic.lighthouse is None:
-            is_trained = config.method in ZEROTH_ORDER
-            make = make_engine if is_trained else open_engine
-            run = ZerothOrderRun(config, data, directory, make(config, ds_config))
+            engine: ReplayEngine
+            if config.method in ZEROTH_ORDER:
+                engine = make_engine(config, ds_config)
+            else:  # the model is scored, and has no steps
+                engine = ReplayEngine(load(config, None, None, ds_config), config.zo)
+            run = ZerothOrderRun(config, data, directory, engine)
         else:
             # torchft is an extra, and only replicas load it.
             from lezo_ds.replicas.quorum import Replicas
@@ -150,48 +136,8 @@ def check_run(
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
     """Load the model of a run of LeZO, sharded over all ranks, to train it. A collective."""
-    parts = _load(config, ds_config)
+    parts = load(config, config.zo, config.peft, ds_config)
     return LezoEngine(parts, config.zo, config.seed, config.train.steps)
-
-
-def open_engine(
-    config: RunConfig, ds_config: dict[str, Any] | None = None, *, has_adapter: bool = False
-) -> ReplayEngine:
-    """Load a run's model, sharded over all ranks, for its recorded steps. A collective.
-
-    Its adapter, if it has one, is attached if the method trains it, or with `has_adapter`.
-    """
-    return ReplayEngine(_load(config, ds_config, has_adapter=has_adapter), config.zo)
-
-
-def _load(
-    config: RunConfig, ds_config: dict[str, Any] | None, *, has_adapter: bool = False
-) -> Parts:
-    logger.info("loading %s", config.model.path)
-    return load_parts(
-        config.model.path,
-        config.zo if config.method in ZEROTH_ORDER else None,
-        ds_config=ds_config or _prepare(config),
-        dtype=config.model.dtype,
-        seed=config.seed,
-        peft=config.peft if has_adapter or config.method in TRAINED else None,
-        partition_size=config.partition_size,
-        bits=config.model.bits,
-    )
-
-
-def _prepare(config: RunConfig) -> dict[str, Any]:
-    """Set the number of threads of an operation on the CPU, and return the DeepSpeed JSON."""
-    # On CPUs, this number affects the last bits, so it must not depend on the machine. With a GPU,
-    # the threads only update offloaded weights.
-    num_threads = 1
-    if "OMP_NUM_THREADS" in os.environ:
-        num_threads = torch.get_num_threads()
-    if distributed.device().type != "cpu":
-        num_cores = len(os.sched_getaffinity(0))
-        num_threads = max(num_threads, num_cores // torch.accelerator.device_count())
-    torch.set_num_threads(num_threads)
-    return ds_config_of(config, distributed.world_size())
 
 
 def monitor_sections(config: RunConfig) -> dict[str, Any]:
@@ -219,36 +165,3 @@ def monitor_sections(config: RunConfig) -> dict[str, Any]:
             )
         sections[section] = {"enabled": True, **settings}
     return sections
-
-
-def restore(run: RecordedRun, step: int) -> ReplayEngine:
-    """Return an engine with exactly the weights that the run had after `step` steps. A collective.
-
-    Raises:
-        UserError: the base model is not that of the run, or this version draws other noise.
-        LezoError: a snapshot's weights do not have the digest in its manifest.
-    """
-    if run.header.noise_version != NOISE_VERSION:
-        raise UserError(
-            f"run {run.directory.path} has noise version {run.header.noise_version}, "
-            f"not {NOISE_VERSION}",
-            fix="use the version of lezo_ds that wrote it, or open one of its snapshots",
-        )
-    distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
-    # An adapter begins with values of this seed, whatever seed a command samples with.
-    config = replace(run.config, seed=run.header.config["seed"])
-    engine = open_engine(shared_by(distributed.world_size(), config))
-    header = run.header
-    facts = (engine.base.fingerprint, engine.base.table_hash)
-    if facts != (header.model_fingerprint, header.parameter_table_hash):
-        raise UserError(
-            f"{run.config.model.path} is not the base model of the run: its fingerprint, or the "
-            "hash of its parameters' names, is another",
-            fix="add model.path=... with the directory of the base model",
-        )
-    snapshots = run.directory.snapshots
-    if run.config.method == "adamw" and step > 0:
-        engine.load_model(snapshot_path(snapshots, step), step)
-        return engine
-    engine.load_checkpoint(snapshots, steps_of(run.records), step, run.owner)
-    return engine

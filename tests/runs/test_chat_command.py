@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.forward.batch import Thought
 from lezo_ds.runs.chat import CHAT_KEYS, _AnswerStreamer, chat
-from lezo_ds.runs.scoring import open_model
+from lezo_ds.runs.opening import open_model
 
 pytestmark = pytest.mark.distributed
 LINES = ["the plot is dull", "  the cast was great  ", "the film feels fresh"]
@@ -135,7 +135,7 @@ def pieces_of_an_answer(directory):
 
     sys.stdin = io.StringIO(LINES[0] + "\n")
     sys.stdout = Screen()
-    chat(open_model(str(directory), (*CHAT_KEYS, SHORT), is_checked=False))
+    chat(open_model(str(directory), (*CHAT_KEYS, SHORT)))
     return sys.stdout.pieces
 
 

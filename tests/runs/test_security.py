@@ -24,7 +24,9 @@ from lezo_ds.config import config_from_dict
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
 from lezo_ds.journal import encode_journal, read_journal
-from lezo_ds.runs import scoring
+from lezo_ds.runs.export import read_file
+from lezo_ds.runs.opening import Opened, restore
+from lezo_ds.runs.records import read_run
 
 
 class Payload:
@@ -189,7 +191,7 @@ def test_code_and_pickles_beside_a_known_model_its_tokenizer_and_the_data_are_no
         assert str(inputs / "model") in (inputs / "run" / name).read_text()
 
 
-def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
+def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target, monkeypatch):
     assert train(inputs).code == 0
     run_dir, journal = inputs / "run", inputs / "run" / "journal.jsonl"
     header, records, _ = read_journal(journal)
@@ -231,6 +233,13 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     ]
     refused = run_forked(label, program="predict", PYTHONPATH=path)
     assert_one_error(refused, 2, "data.task=evil:TASK", "imported only if the command names it")
+    monkeypatch.syspath_prepend(inputs)
+    header.config["zo"]["law"] = "evil:LAW"
+    journal.write_bytes(encode_journal(header, records))
+    with pytest.raises(UserError, match="zo.law=evil:LAW of the run is in a module"):
+        read_file(journal, [model])
+    with pytest.raises(UserError, match="zo.law=evil:LAW of the run is in a module"):
+        restore(read_run(run_dir, given), 1)
     assert not target.exists()
     asked = [*score, "train.objective=evil:loss"]
     assert (
@@ -291,9 +300,11 @@ def test_pipes_and_a_manifest_without_a_digest_in_a_run_are_passed_over(inputs):
 def test_evaluate_refuses_each_module_that_only_the_run_names(key, source):
     values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
     config = config_from_dict(values, "run", [f"{key}=evil:X"], recorded=True)
+    opened = Opened({}, config.reading, lambda: None, ["train.eval_batch_size=1"])
     with pytest.raises(UserError, match="imported only if the command names it"):
-        scoring._refuse_recorded_code(config, ["train.eval_batch_size=1"])
-    scoring._refuse_recorded_code(config, [f"{key}=evil:X"])
+        opened.refuse_code(key)
+    opened._replace(named=[f"{key}=evil:X"]).refuse_code(key)
+    opened._replace(named=None).refuse_code(key)  # of a recipe
 
 
 def test_the_page_names_every_key_that_imports_a_module():
