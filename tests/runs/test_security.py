@@ -236,9 +236,9 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target, 
     monkeypatch.syspath_prepend(inputs)
     header.config["zo"]["law"] = "evil:LAW"
     journal.write_bytes(encode_journal(header, records))
-    with pytest.raises(UserError, match="zo.law=evil:LAW of the run is in a module"):
+    with pytest.raises(UserError, match=r"zo\.law=evil:LAW of the run is in a module"):
         read_file(journal, [model])
-    with pytest.raises(UserError, match="zo.law=evil:LAW of the run is in a module"):
+    with pytest.raises(UserError, match=r"zo\.law=evil:LAW of the run is in a module"):
         restore(read_run(run_dir, given), 1)
     assert not target.exists()
     asked = [*score, "train.objective=evil:loss"]
