@@ -1,7 +1,8 @@
 """Packaging of lezo_ds.
 
 Lower bounds are the versions that were tried. constraints.txt pins the versions of all packages. An
-extra is what only some runs need: launches by mpirun, TensorBoard, replicas, the demonstration.
+extra is what only some runs need: launches by mpirun, TensorBoard, replicas, the demonstration,
+tasks of lm-evaluation-harness.
 """
 
 import re
@@ -97,6 +98,7 @@ setup(
         ],
         "demo": ["gguf>=0.19.0"],
         "elastic": ["torchft-nightly>=2026.10.26"],
+        "lm-eval": ["lm-eval>=0.4.13"],
         "mpi": ["mpi4py>=4.1.2"],
         "report": ["matplotlib>=3.11.2"],  # draws the curves of report --html
         "tensorboard": ["tensorboard>=2.21.0"],

@@ -23,6 +23,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -183,10 +184,17 @@ def _evaluate(parser: _Parser) -> None:
 
     lezo-ds evaluate --run DIR --step best
     lezo-ds evaluate --model DIR --config RECIPE data.task=sst2
+    lezo-ds evaluate --run DIR --lm-eval hellaswag,arc_easy --limit 100
     """
     add = _add_weights(parser)
     add("--split", choices=("test", "dev"), default="test", help="score these examples")
     add("--json", action="store_true", help="print the scores as JSON instead of a line")
+    add(
+        "--lm-eval",
+        metavar="TASK,...",
+        help="run tasks of lm-evaluation-harness instead: names that it knows, or YAML files",
+    )
+    add("--limit", type=_positive, metavar="N", help="with --lm-eval: use N examples of a task")
     parser.add_keys()
 
 
@@ -231,7 +239,19 @@ def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = 
 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
+    if arguments.lm_eval is not None and find_spec("lm_eval") is None:
+        raise UserError("--lm-eval needs lm-eval", fix="pip install 'lezo_ds[lm-eval]'")
+    if arguments.lm_eval is None and arguments.limit is not None:
+        raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
     opened = _open_weights(arguments)
+    if arguments.lm_eval is not None:
+        from lezo_ds.runs.harness import run_tasks
+
+        found = run_tasks(opened, arguments.lm_eval, arguments.limit)
+        if launched_rank() == 0:
+            table = found.pop("table")
+            print(json.dumps(found, indent=1) if arguments.json else table)
+        return
     from lezo_ds.runs.opening import score
     from lezo_ds.runs.screen import scores_summary
 
@@ -544,7 +564,7 @@ def _prepare_process() -> None:
     handler.setFormatter(_Formatter())
     handler.addFilter(_Once())
     logging.basicConfig(level=level, handlers=[handler])
-    for noisy in ("accelerate", "DeepSpeed", "httpx", "datasets", "torch.distributed"):
+    for noisy in ("accelerate", "DeepSpeed", "httpx", "datasets", "lm_eval", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 

@@ -146,7 +146,7 @@ def _continue_by_length(
     width = inputs["attention_mask"].shape[1]
     distinct = sorted(set(lengths.tolist()))
     num_rounds = len(distinct)
-    if _runs_in_step(model):
+    if runs_in_step(model):
         num_rounds = max(distributed.gather_objects(num_rounds))
     tokens = lengths.new_full((len(lengths), settings.max_new_tokens), settings.pad_id)
     longest = 0
@@ -198,7 +198,7 @@ def _continue(model: Any, settings: GenerationSettings, tensors: Mapping[str, Te
         criteria.append(rows_ended)
     tokens: Tensor = model.generate(
         **inputs,
-        synced_gpus=_runs_in_step(model),
+        synced_gpus=runs_in_step(model),
         logits_processor=_logits_processors(settings, sample_keys, width),
         stopping_criteria=criteria,
         streamer=settings.streamer,
@@ -206,7 +206,7 @@ def _continue(model: Any, settings: GenerationSettings, tensors: Mapping[str, Te
     return tokens[:, width:]
 
 
-def _runs_in_step(model: Any) -> bool:
+def runs_in_step(model: Any) -> bool:
     """Return whether a forward pass exchanges messages, so that no rank may stop before the others.
 
     The attributes are DeepSpeed's (docs/deepspeed.md): a parameter that ZeRO-3 shards has the
