@@ -163,7 +163,8 @@ class PeftConfig:
     lora_alpha: PositiveFloat = 16.0
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_targets: str = "q_proj,v_proj"
-    """Linear modules with these names, separated by commas, get an adapter."""
+    """Linear modules with these names, separated by commas, get an adapter; or all-linear: all of
+    them but the output head."""
     prefix_length: Size = 5
     """In each transformer block, this number of key and value vectors comes before every
     sequence."""

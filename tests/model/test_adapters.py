@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from ranks import run_ranks
 from tiny_adapters import (
     PREFIX_LENGTH,
@@ -143,6 +144,18 @@ def test_targets_that_match_nothing_or_no_linear_module_are_refused_with_those_t
         UserError, match="some of down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"
     ):
         adapter.attach(model, find_blocks(model))
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
+def test_all_linear_adapts_the_modules_that_peft_does(family):
+    adapted = []
+    ours, theirs = tiny_model(family), tiny_model(family)
+    make_adapter(PeftConfig(kind="lora", lora_targets="all-linear")).attach(ours, find_blocks(ours))
+    get_peft_model(theirs, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    for model in (ours, theirs):
+        names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+        adapted.append(names)
+    assert adapted[0] == adapted[1] != []
 
 
 def _merge(directory, peft, root):

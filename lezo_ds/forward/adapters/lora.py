@@ -19,6 +19,8 @@ from lezo_ds.sharding.tensor_parallel import split_pair
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import adapter_key
 
+ALL_LINEAR = "all-linear"
+
 
 class LoraAdapter:
     """LoRA, which trains A [r, inputs] and B [outputs, r] of each target module.
@@ -28,7 +30,8 @@ class LoraAdapter:
     Args:
         rank: r.
         alpha: the adapter's product is multiplied by alpha / r.
-        targets: names of linear modules with commas between them, such as "q_proj,v_proj".
+        targets: names of linear modules with commas between them, such as "q_proj,v_proj", or
+            "all-linear", which are all but the head, as in peft.
     """
 
     weights_file = "adapter_model.safetensors"
@@ -42,8 +45,11 @@ class LoraAdapter:
         )
         self._transposed: set[str] = set()  # names of modules that store their weight transposed
 
-    def attach(self, model: nn.Module, layout: BlockLayout) -> None:
+    def attach(self, model: Any, layout: BlockLayout) -> None:
         """Freeze a model that is not sharded yet, and add the parameters, which have no values."""
+        if self._targets == [ALL_LINEAR]:
+            self._targets = _linear_names(model, but=model.get_output_embeddings())
+            self._lora.target_modules = set(self._targets)
         matched = matching_modules(model, self._targets)
         # GPT-2's linear module is Conv1D, which stores its weight transposed.
         self._transposed = {name for name, each in matched.items() if isinstance(each, Conv1D)}
@@ -181,13 +187,20 @@ def matching_modules(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.M
             if target and _is_one_of(name, [target])
         }
         if not of_target or not all(map(_is_linear, of_target.values())):
-            linear = {name.rpartition(".")[2] for name, m in modules.items() if _is_linear(m)}
             raise UserError(
                 f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}",
-                fix=f"use some of {', '.join(sorted(linear))}, with commas between them",
+                fix=f"use some of {', '.join(_linear_names(model))}, with commas between them",
             )
         matched |= of_target
     return matched
+
+
+def _linear_names(model: nn.Module, but: nn.Module | None = None) -> list[str]:
+    """Return the last parts of the names of all linear modules but one, in order."""
+    modules = modules_of_text(model).items()
+    return sorted(
+        {name.rpartition(".")[2] for name, m in modules if _is_linear(m) and m is not but}
+    )
 
 
 def _is_one_of(name: str, targets: Sequence[str]) -> bool:
