@@ -26,6 +26,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import CHAT_TEMPLATE_DIR
 
+from lezo_ds.config.paths import split_revision
 from lezo_ds.errors import HubError, UserError, did_you_mean, first_line
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_other_inputs
 from lezo_ds.forward.rope import rotate_each_row
@@ -54,6 +55,7 @@ def resolve_model(model: str) -> Path:
 
     Args:
         model: a directory, or the id of a model on the hub, which is downloaded if needed.
+            ID@REVISION is a branch, tag or commit of it.
 
     Raises:
         HubError: the hub cannot be reached, and the model is not in the local cache.
@@ -119,8 +121,13 @@ def _no_model(model: str, path: Path) -> UserError:
 def _download(model: str) -> Path:
     problem = hub_problem()
     try:
+        name, revision = split_revision(model)
         fetch = functools.partial(
-            snapshot_download, model, ignore_patterns=_NOT_READ, local_files_only=bool(problem)
+            snapshot_download,
+            name,
+            revision=revision,
+            ignore_patterns=_NOT_READ,
+            local_files_only=bool(problem),
         )
         directory = Path(fetch(allow_patterns=_HUB_PATTERNS))
         if not any(directory.glob("*.safetensors")):

@@ -26,6 +26,14 @@ def find_file(name: str) -> Path:
     return Path(name)
 
 
+def split_revision(model: str) -> tuple[str, str | None]:
+    """Return the id and the revision of OWNER/NAME@REVISION on the hub. A directory has none."""
+    if Path(model).exists():
+        return model, None
+    name, _, revision = model.partition("@")
+    return name, revision or None
+
+
 def expand(path: str, where: str) -> str:
     """Return a path with the values of `~` and `$VAR`. `where` names its source in messages.
 

@@ -49,7 +49,7 @@ class ModelConfig:
 
     path: Annotated[str, _MAY_DIFFER]
     """A decoder language model is loaded from this directory in the Hugging Face layout, or by this
-    id from the hub."""
+    id from the hub. OWNER/NAME@REVISION is a branch, tag or commit there."""
     dtype: Dtype
     """Weights are stored, gathered and multiplied in this type. fp16 needs a GPU, or a CPU that
     computes in fp16."""

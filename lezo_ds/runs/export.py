@@ -24,7 +24,7 @@ from typing import Any
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, num_directions, trained_part
-from lezo_ds.config.paths import DATA_KEYS
+from lezo_ds.config.paths import DATA_KEYS, split_revision
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.errors import JournalError, LezoError, UserError
 from lezo_ds.files import DAMAGE, failures_named, write_atomically
@@ -404,10 +404,14 @@ def model_card(
         opened_by: the name of the class of transformers that opens the model.
     """
     config = run.config
-    base = _plain(_public_name(config.model.path))
+    name, revision = split_revision(config.model.path)
+    base = _plain(_public_name(name))
     base_model = ""
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base):  # OWNER/NAME on the hub
         base_model = f"\nbase_model: {base}"
+    loaded = base
+    if revision is not None:
+        loaded += f'", revision="{_plain(revision)}'
     rows = []
     for record in evaluations_of(run.records):
         scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
@@ -433,7 +437,7 @@ def model_card(
         num_steps=run.num_steps,
         remarks=remarks,
         scores="\n".join(rows),
-        load=_LOAD[kind].format(base=base),
+        load=_LOAD[kind].format(base=loaded),
         weights_sha256=weights_sha256,
     )
     has_candidates = config.data.labels is not None or config.data.choices is not None

@@ -12,6 +12,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from tiny_runs import start_engine
@@ -38,8 +39,10 @@ from lezo_ds.checkpoints.checkpoint import (
     resolve_model,
     saved_config,
 )
+from lezo_ds.config import PeftConfig
 from lezo_ds.data.tables import read_hub
 from lezo_ds.errors import HubError, UserError
+from lezo_ds.forward.adapters import make_adapter, read_adapter
 from lezo_ds.noise import Region
 from lezo_ds.sharding.files import WeightFiles
 
@@ -397,6 +400,34 @@ def test_all_that_transformers_reads_is_downloaded_and_no_second_copy_of_the_wei
     other = ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "a.py"]
     patterns = {"allow_patterns": _HUB_PATTERNS, "ignore_patterns": _NOT_READ}
     assert list(filter_repo_objects([*read, *other], **patterns)) == read
+
+
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [("owner/name", ("owner/name", None)), ("owner/name@v1.2", ("owner/name", "v1.2"))],
+)
+def test_a_revision_of_a_model_on_the_hub_is_downloaded(model, asked, tmp_path, monkeypatch):
+    seen = []
+
+    def download(name, revision, **_):
+        seen.append((name, revision))
+        return str(tmp_path)
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr("lezo_ds.checkpoints.checkpoint.snapshot_download", download)
+    assert resolve_model(model) == tmp_path
+    assert seen == [asked]
+
+
+def test_an_adapter_of_a_revision_names_it_as_peft_does(tmp_path):
+    adapter = make_adapter(PeftConfig(kind="lora", lora_targets="q_proj"))
+    adapter.write_config(tmp_path, "owner/name@v1.2")
+    written = LoraConfig.from_pretrained(tmp_path)
+    assert (written.base_model_name_or_path, written.revision) == ("owner/name", "v1.2")
+    weights = {"base_model.model.q_proj.lora_A.weight": torch.zeros(2, 4)}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    assert read_adapter(tmp_path)["model"]["path"] == "owner/name@v1.2"
 
 
 def test_a_hub_that_does_not_answer_is_given_up_within_seconds(monkeypatch):

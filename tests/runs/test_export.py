@@ -275,6 +275,12 @@ def test_the_card_of_an_adapter_loads_it_into_its_base_model(finished):
         cards[kind] = model_card(replace(run, config=replace(run.config, peft=peft)), 8, "")
     base = 'AutoModelForCausalLM.from_pretrained("model")'
     assert f'`PeftModel.from_pretrained({base}, "DIR")`' in cards["lora"]
+    model = replace(run.config.model, path="owner/name@v1.2")
+    peft = replace(run.config.peft, kind="lora")
+    pinned = replace(run, config=replace(run.config, model=model, peft=peft))
+    text = model_card(pinned, 8, "")
+    assert 'from_pretrained("owner/name", revision="v1.2"), "DIR")`' in text
+    assert "\nbase_model: owner/name\n" in text
     function = pkgutil.resolve_name("lezo_ds.forward.adapters.load_prefix")  # peft reads no prefix
     line = f'model = {base}; lezo_ds.forward.adapters.{function.__name__}(model, Path("DIR"))'
     assert f"`{line}`" in cards["prefix"]

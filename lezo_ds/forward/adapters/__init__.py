@@ -66,7 +66,10 @@ def read_adapter(directory: Path) -> dict[str, dict[str, Any]]:
             # What has to be allocated follows from the file, whatever its neighbor says.
             shape = first.get_shape()
             dtype = _DTYPES[first.get_dtype()]
-        model = {"path": config["base_model_name_or_path"], "dtype": dtype}
+        path = config["base_model_name_or_path"]
+        if config.get("revision"):
+            path += f"@{config['revision']}"
+        model = {"path": path, "dtype": dtype}
         return {"model": model, "peft": kind.keys(config, shape)}
     except (*DAMAGE, SafetensorError) as error:
         raise UserError(

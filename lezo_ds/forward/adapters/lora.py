@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lezo_ds.config.paths import split_revision
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout, modules_of_text
 from lezo_ds.noise.philox import NORMAL_STREAM, words_at
@@ -156,7 +157,9 @@ class LoraAdapter:
 
     def write_config(self, directory: Path, base_model: str) -> None:
         """Write adapter_config.json, with which peft loads the adapter."""
-        self._lora.base_model_name_or_path = base_model
+        name, revision = split_revision(base_model)
+        self._lora.base_model_name_or_path = name
+        self._lora.revision = revision
         self._lora.save_pretrained(str(directory))
 
     @staticmethod
