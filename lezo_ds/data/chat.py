@@ -163,7 +163,8 @@ def find_thought(tokenizer: PromptTokenizer) -> Thought | None:
     template = _Template(tokenizer, Example("", (), None, 0))
     opened = template.write((_QUESTION,), opened=True)
     before, _ = template.around_answer((_QUESTION,))
-    with_thought, _ = template.around_answer((_QUESTION,), {"reasoning_content": _THOUGHT})
+    thoughts = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}  # either name
+    with_thought, _ = template.around_answer((_QUESTION,), thoughts)
     head, thought, closing = with_thought.rpartition(_THOUGHT)
     if thought:
         closing = closing.strip()

@@ -20,20 +20,27 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import mark_control_tokens
 
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Message, with_fields
 from lezo_ds.tasks.conversations import ASSISTANT
 from lezo_ds.tasks.template import field_value
 
-_BEGIN_MARK, _END_MARK = mark_control_tokens("|", re.compile(r"\|")).split("|")
+# Older tokenizers do not know marks. With them, control tokens in records become tokens, and a
+# run warns about it.
+TOKENIZERS_READ_MARKS = Version(transformers.__version__) >= Version("5.23")
+if TOKENIZERS_READ_MARKS:
+    from transformers.utils.chat_template_utils import mark_control_tokens
+
+    _BEGIN_MARK, _END_MARK = mark_control_tokens("|", re.compile(r"\|")).split("|")
 
 
 def has_marks(text: str) -> bool:
     """Return whether a text has marked control tokens."""
-    return _BEGIN_MARK in text
+    return TOKENIZERS_READ_MARKS and _BEGIN_MARK in text
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,9 @@ class ControlTokens:
 
     def _kept_as_text(self, tokens: Iterable[str]) -> set[str]:
         """Return the tokens whose text the tokenizer does not turn into the token again."""
-        kept = set()
+        kept: set[str] = set()
+        if not TOKENIZERS_READ_MARKS:
+            return kept
         for token in tokens:
             marked = _marked(token, [token])
             try:
@@ -131,7 +140,7 @@ class ControlTokens:
 
 def _marked(value: Any, tokens: Iterable[str]) -> Any:
     """Return a text, or lists and dicts with texts, in which some control tokens are marked."""
-    return mark_control_tokens(value, _any_of(tokens))
+    return mark_control_tokens(value, _any_of(tokens)) if TOKENIZERS_READ_MARKS else value
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -31,14 +31,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from lezo_ds.forward.answer_cache import kinds_of_layers
+from lezo_ds.forward.answer_cache import DummyLayer, kinds_of_layers
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.rope import rope_limit
 

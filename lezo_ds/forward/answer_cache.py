@@ -10,8 +10,8 @@ import inspect
 from typing import Any
 
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
@@ -20,6 +20,9 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+
+# transformers before 5.23 makes a layer with keys where none are kept.
+DummyLayer = getattr(cache_utils, "DummyLayer", DynamicLayer)
 
 _KEYS_AND_VALUES = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer}
 _STATES = {

@@ -230,8 +230,8 @@ def over_seeds(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     tables = [
         frame.loc[~groups.duplicated(), list(keys)].reset_index(drop=True),
         frame["finished"].groupby(groups).agg(runs="size", finished="sum"),
-        done.mean(skipna=False),
-        done.std(skipna=False).add_suffix("_deviation"),
+        done.agg(lambda values: values.mean(skipna=False)),
+        done.agg(lambda values: values.std(skipna=False)).add_suffix("_deviation"),
     ]
     return pd.concat(tables, axis=1)
 

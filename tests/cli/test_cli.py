@@ -43,7 +43,7 @@ def test_every_command_has_a_help_that_needs_no_torch():
 
 
 def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tmp_path):
-    program = str(REPOSITORY / ".venv" / "bin" / "lezo-ds")
+    program = str(Path(sys.executable).with_name("lezo-ds"))
     words = ["train", "--config", "demo", "zo.sparsity=0.5", "--print-config", "seed=3"]
     found = [run_well([sys.executable, "-m", "lezo_ds", *words]), run_well(python(*words[1:]))]
     if os.path.exists(program):  # noqa: PTH110
