@@ -32,6 +32,9 @@ ifeq ($(wildcard /dev/nvidia[0-9]*),)
 export DS_ACCELERATOR ?= cpu
 endif
 
+# Python keeps what it compiles, whatever the machine's settings say: torch and transformers take 12 s without it.
+export PYTHONDONTWRITEBYTECODE =
+
 # The last bits of results depend on the number of threads, so it does not follow the number of cores.
 export OMP_NUM_THREADS ?= 1
 
