@@ -69,6 +69,7 @@ def write_snapshot(
     facts: Mapping[str, Any],
     *,
     card: Card | None = None,
+    texts: Mapping[str, str] | None = None,
     merge: bool = False,
 ) -> None:
     """Write the model, or its adapter, to a directory. A collective.
@@ -83,6 +84,8 @@ def write_snapshot(
             of the run's records after this step (see `SnapshotOwner`); and of an export, the
             `recipe` of its task. Those that are None are left out.
         card: writes the README.md of an export, which has no low bits.
+        texts: the contents of files by name, which take the place of the base model's. An adapter
+            has none.
         merge: whether to write the whole model with a LoRA adapter's products added to its weights.
 
     Raises:
@@ -115,6 +118,8 @@ def write_snapshot(
             make_directory(temporary)
             if adapter is None:
                 _copy_companions(sharded.base.directory, temporary)
+                for name, text in (texts or {}).items():
+                    (temporary / name).write_text(text, encoding="utf-8")
                 own_name = sharded.adapter.own_name if sharded.adapter else str
                 buffers = persistent_buffers(sharded.module, own_name)
                 written = _write_tensors(temporary, chain(tensors, buffers))

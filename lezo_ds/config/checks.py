@@ -149,6 +149,11 @@ def _rules_of_reading(reading: ReadingConfig) -> Iterator[Rule]:
                 f"set data.task={CUSTOM}",
             )
     yield (
+        bool(data.chat_template_kwargs) and not data.in_chat,
+        "data.chat_template_kwargs needs data.chat_template=true or data.messages",
+        "add data.chat_template=true",
+    )
+    yield (
         reading.method == "icl" and data.in_chat,
         "method=icl shows no examples in a chat template",
         "set method=zero_shot, or write the examples into the conversations",

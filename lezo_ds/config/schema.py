@@ -106,6 +106,9 @@ class DataConfig:
     chat_template: bool = False
     """If true, the chat template writes data.prompt as a user's turn, and the answer as the
     assistant's."""
+    chat_template_kwargs: Options = field(default_factory=dict)
+    """The chat template reads these values, such as enable_thinking: false. Each may be set as
+    chat_template_kwargs.NAME. An export has them as the defaults of its template."""
     system_prompt: str | None = None
     """Each conversation begins with this system turn, unless its record has one."""
     date: Annotated[Day | None, _MAY_DIFFER] = None

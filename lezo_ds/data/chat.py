@@ -11,8 +11,10 @@ template:
     turns up to its end     <s>user Where? </s> <s>assistant Rome. </s>
     the turn                                                 Rome. </s>
 
-A template that changes earlier turns if more turns follow is refused, because the prefixes then
-differ. The turn's characters become tokens by the tokenizer's map from tokens to characters.
+A template may change earlier turns if more follow, as those that drop earlier thoughts do, and the
+prefixes then differ. Each turn to learn then ends a sequence of its own, with the turns before it
+as the model reads them when it answers. The turn's characters become tokens by the tokenizer's map
+from tokens to characters.
 """
 
 from __future__ import annotations
@@ -236,6 +238,34 @@ def encode_conversation(
     )
 
 
+class TurnsChangedError(UserError):
+    """The chat template writes the first turns of a conversation in another way if more follow."""
+
+
+def turns_apart(example: Example) -> list[Example]:
+    """Return one example for each turn to learn, which ends with it: what the model reads then.
+
+    The turns before it are context.
+    """
+    parts = []
+    context: tuple[Message, ...] = ()
+    for turn in example.messages:
+        if turn.is_trained:
+            asked = context[-1].content if context else ""
+            answer = (turn.content,)
+            parts.append(
+                replace(
+                    example,
+                    prompt=asked,
+                    candidates=answer,
+                    references=answer,
+                    messages=(*context, turn),
+                )
+            )
+        context = (*context, turn._replace(weight=0))
+    return parts
+
+
 @dataclass(frozen=True)
 class _Template:
     """The chat template of a tokenizer, as it writes the turns of one example."""
@@ -374,17 +404,17 @@ class _Template:
     def _prefix_length(self, conversation: str, num_turns: int, *, opened: bool = False) -> int:
         """Return the length of the first turns as they are written, which begin `conversation`."""
         where = self.example.where
-        marks = "mark the assistant's turns in the template with {% generation %}"
         if num_turns == 0:
             raise UserError(
                 f"the assistant speaks first in {where}, so its start is unknown",
-                fix=f"set data.system_prompt, or {marks}",
+                fix="set data.system_prompt, or mark the assistant's turns in the template with "
+                "{% generation %}",
             )
         prefix = self.write(self.example.messages[:num_turns], opened=opened)
         if not conversation.startswith(prefix):
-            raise UserError(
+            raise TurnsChangedError(
                 f"the chat template changes the first turns of {where} if more turns follow",
-                fix=f"{marks}, give earlier turns of the assistant weight 0, or split the record",
+                fix="correct the template",
             )
         return len(prefix)
 
@@ -403,7 +433,9 @@ class _Template:
             template = _compile_jinja_template(backend.get_chat_template(tools=tools))
             # Transformers (5.23) has no argument for the day that a template writes.
             template.environment.globals["strftime_now"] = self.tokenizer.today.strftime
-            return backend.apply_chat_template(messages, tools, **options)
+            return backend.apply_chat_template(
+                messages, tools, **dict(self.tokenizer.template_options), **options
+            )
         except Exception as error:  # a template raises errors of its own and of Jinja
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(

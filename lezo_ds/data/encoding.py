@@ -16,7 +16,8 @@ token that a tokenizer appends to a text (EOS, SEP) is not: the answer continues
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import takewhile
@@ -46,6 +47,7 @@ class PromptTokenizer:
             an attention mask. Any id of the vocabulary will do.
         end_ids: each of them ends an answer; () if neither the tokenizer nor the model has one.
         today: the day that chat templates write.
+        template_options: names and values that the chat template reads.
     """
 
     backend: PreTrainedTokenizerBase
@@ -53,6 +55,7 @@ class PromptTokenizer:
     pad_id: int
     end_ids: TokenIds = ()
     today: datetime = field(default_factory=datetime.now)
+    template_options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def end_text(self) -> str:
@@ -105,12 +108,15 @@ class PromptTokenizer:
         return tuple(sorted(ids))
 
 
-def load_tokenizer(path: str, date: str | None = None) -> PromptTokenizer:
+def load_tokenizer(
+    path: str, date: str | None = None, template_options: Mapping[str, Any] | None = None
+) -> PromptTokenizer:
     """Load the tokenizer of a model without running code that comes with the model.
 
     Args:
         path: the model's directory, or its id on the hub.
         date: the day that chat templates write, such as 2026-01-31; None is today.
+        template_options: what the chat template reads besides turns, such as enable_thinking.
 
     Raises:
         UserError: the tokenizer cannot be loaded, or does not fit the model.
@@ -128,6 +134,13 @@ def load_tokenizer(path: str, date: str | None = None) -> PromptTokenizer:
         if (Path(path) / "tokenizer.model").is_file() and not is_sentencepiece_available():
             fix = "pip install sentencepiece protobuf"  # transformers asks for another package
         raise UserError(f"cannot load the tokenizer of {path}: {reason}", fix=fix) from error
+    options = template_options or {}
+    for name in options:
+        if not re.search(rf"\b{re.escape(name)}\b", str(backend.chat_template), re.ASCII):
+            raise UserError(
+                f"the chat template of {path} does not read {name}",
+                fix=f"correct the name, or remove data.chat_template_kwargs.{name}",
+            )
     num_first = len(list(takewhile(bool, written["special_tokens_mask"])))
     begin_ids = tuple(written["input_ids"][:num_first])
     if config.model_type == "opt":
@@ -142,6 +155,7 @@ def load_tokenizer(path: str, date: str | None = None) -> PromptTokenizer:
         pad_id=backend.pad_token_id if backend.pad_token_id in vocabulary else 0,
         end_ids=tuple(sorted(token for token in known_ends if token in vocabulary)),
         today=datetime.now() if date is None else datetime.fromisoformat(date),
+        template_options=tuple(sorted(options.items())),
     )
 
 

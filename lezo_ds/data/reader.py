@@ -23,12 +23,14 @@ from torch import Tensor
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config.schema import DataConfig, GenerationConfig
 from lezo_ds.data.chat import (
+    TurnsChangedError,
     ask_in_chat,
     encode_conversation,
     encode_question,
     end_of_turn,
     find_thought,
     not_written,
+    turns_apart,
 )
 from lezo_ds.data.control_tokens import ControlTokens
 from lezo_ds.data.encoding import (
@@ -155,10 +157,15 @@ class Reader:
         if not self.data.in_chat and any(example.messages for example in examples):
             self._refuse_turns()
 
-        def encode(texts: _Texts) -> EncodedExample:
-            return self.task.encode(self, texts.read)
-
-        pairs = usable(self._texts(examples), encode, skip=self.data.skip_unusable)
+        found = usable(self._texts(examples), self._encoded, skip=self.data.skip_unusable)
+        pairs = [pair for _, parts in found for pair in parts]
+        if len(pairs) > len(found):
+            logger.info(
+                "%d conversations are %d sequences, one for each turn to learn: the chat template "
+                "changes earlier turns",
+                len(found),
+                len(pairs),
+            )
         where = "on the left" if self.task.keeps_end else "at their end"
         were_cut = [encoded.truncated for _, encoded in pairs]
         warn_of_cuts(were_cut, self._max_length, where)
@@ -175,6 +182,14 @@ class Reader:
         )
         self._check_model(split)
         return split
+
+    def _encoded(self, texts: _Texts) -> list[tuple[_Texts, EncodedExample]]:
+        """Return an example as it is encoded, or the parts of one that cannot be one sequence."""
+        try:
+            return [(texts, self.task.encode(self, texts.read))]
+        except TurnsChangedError:
+            parts = map(_Texts, turns_apart(texts.shown), turns_apart(texts.read))
+            return [(part, self.task.encode(self, part.read)) for part in parts]
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of some examples of a split whose outputs the objective reads."""
@@ -361,7 +376,7 @@ def load_reader(
     """
     objective = objective or training_objective(task)
     directory = resolve_model(model)
-    tokenizer = load_tokenizer(str(directory), data.date)
+    tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
     thought = find_thought(tokenizer) if data.in_chat else None
     if thought is not None and thought.is_open and task.has_answers and not objective.reads_answers:
         message = "prompts in the chat template open a thought (%s), and answers to learn have none"

@@ -152,6 +152,7 @@ class ModelEngine:
         target: Path,
         *,
         card: Card | None = None,
+        texts: Mapping[str, str] | None = None,
         merge: bool = False,
         **claims: Any,
     ) -> None:
@@ -161,7 +162,7 @@ class ModelEngine:
         """
         self.finish_records()
         facts = {"step": self.global_steps, **claims}
-        write_snapshot(self.sharded, target, facts, card=card, merge=merge)
+        write_snapshot(self.sharded, target, facts, card=card, texts=texts, merge=merge)
 
     def finish_records(self) -> None:
         """Wait until the records of all steps are on the disk, or raise JournalError."""

@@ -13,6 +13,7 @@ lines are checked before any is kept.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import CHAT_TEMPLATE_FILE
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
@@ -130,6 +133,7 @@ def export_run(
             logger.warning("%s", WORSE)
     engine.write_model(
         target,
+        texts=_chat_template(run.config),
         card=partial(
             model_card,
             run,
@@ -141,6 +145,21 @@ def export_run(
         recipe=recipe_of(run.config.reading),
     )
     return number
+
+
+def _chat_template(config: RunConfig) -> dict[str, str]:
+    """Return the chat template with the run's values as defaults, by its name; or nothing."""
+    options = config.data.chat_template_kwargs
+    if not options:
+        return {}
+    tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
+    defaults = ""
+    for name, value in sorted(options.items()):
+        literal = json.dumps(value, ensure_ascii=False)  # Jinja writes true and texts as JSON does
+        defaults += (
+            f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
+        )
+    return {CHAT_TEMPLATE_FILE: defaults + tokenizer.backend.get_chat_template()}
 
 
 def _assert_has_step(run: RecordedRun, step: str) -> None:
@@ -449,7 +468,9 @@ def model_card(
         card += _EXAMPLE.format(before_labels=before_labels)
     elif config.data.messages or config.data.chat_template:
         card += _TALK
-    return card.replace(_AUTO_CLASS, opened_by)
+    options = config.data.chat_template_kwargs.items()
+    arguments = "".join(f"{name}={value!r}, " for name, value in options)
+    return card.replace(_AUTO_CLASS, opened_by).replace("turns, ", f"turns, {arguments}")
 
 
 def _plain(value: Any) -> str:

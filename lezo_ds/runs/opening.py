@@ -67,6 +67,7 @@ logger = logging.getLogger(__name__)
 _RECIPE = (
     "data.task",
     *(f"data.{name}" for name in DESCRIBING_KEYS),
+    "data.chat_template_kwargs",
     "data.metric",
     "data.max_length",
     "generation.max_new_tokens",

@@ -96,6 +96,13 @@ THINKING = (
 """A template as that of Qwen3: only the last turn has thoughts, so a turn changes when others
 follow it."""
 
+SWITCHED = THINKING.replace(
+    "<s>assistant\n' }}",
+    "<s>assistant\n' }}{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
+"""The same, with Qwen3's switch for thoughts."""
+
 WITHOUT_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
 )

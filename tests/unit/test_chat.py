@@ -6,16 +6,18 @@ from datetime import datetime
 
 import pytest
 import torch
-from own_data import MARKED, PLAIN, THINKING, WITHOUT_SYSTEM, write_chat_model
+from own_data import MARKED, PLAIN, SWITCHED, THINKING, WITHOUT_SYSTEM, write_chat_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lezo_ds.data.batches import teacher_forcing_batch
 from lezo_ds.data.chat import (
+    TurnsChangedError,
     ask_in_chat,
     encode_conversation,
     encode_question,
     end_of_turn,
     find_thought,
+    turns_apart,
 )
 from lezo_ds.data.encoding import cut_prompts, encode_example, load_tokenizer
 from lezo_ds.data.generation import read_answers
@@ -52,6 +54,7 @@ TEMPLATES = {
     "plain": PLAIN,
     "marked": MARKED,
     "thinking": THINKING,
+    "switched": SWITCHED,
     "strict": WITHOUT_SYSTEM,
     "none": None,
     "dropping": PLAIN.replace(
@@ -139,7 +142,6 @@ def test_what_a_template_writes_into_the_turn_and_white_space_that_alone_ends_it
             r"strict cannot write record 3 \(t.jsonl line 3\): TemplateError: no system",
         ),
         ("plain", TURNS[2:], r"the assistant speaks first in record 3 \(t.jsonl line 3\)"),
-        ("thinking", TURNS, "changes the first turns of record 3 .* if more turns follow"),
         ("dropping", (TURNS[1], Message("assistant", "Hm.</think>")), "omits turn 2 of record 3"),
         (
             "silent",
@@ -329,3 +331,34 @@ def test_the_loss_is_that_of_transformers_with_the_other_tokens_masked(packed, m
     read = logits[laid_out.selection.rows, laid_out.selection.positions]
     assert teacher_forcing_loss(read, laid_out).tolist() == pytest.approx(expected, rel=1e-5)
     assert count_right_tokens(read, laid_out).tolist() == right
+
+
+def test_each_turn_is_the_end_of_a_sequence_of_its_own_if_the_template_changes_earlier_ones(
+    tokenizers,
+):
+    tokenizer = tokenizers["thinking"]
+    example = example_of(*TURNS)
+    with pytest.raises(TurnsChangedError, match="changes the first turns of record 3"):
+        encode(tokenizer)
+    written = [encode_conversation(tokenizer, part, 256) for part in turns_apart(example)]
+    turns = [{"role": turn.role, "content": turn.content} for turn in TURNS]
+    for encoded, num_turns, answer in zip(written, (3, 5), WRITTEN, strict=True):
+        text = tokenizer.backend.apply_chat_template(turns[:num_turns], tokenize=False)
+        assert tokenizer.backend.decode(encoded.sequences[0]) == text.removesuffix("\n")
+        assert texts_of(tokenizer, encoded) == [f"<think>\n\n</think>\n\n{answer}"]
+
+
+def test_values_that_a_template_reads_are_given_to_it_wherever_it_writes(models):
+    directory = str(models["switched"])
+    tokenizer = load_tokenizer(directory, None, {"enable_thinking": False})
+    example = example_of(*TURNS[1:3])
+    opened = tokenizer.backend.decode(encode_question(tokenizer, example))
+    turns = [{"role": turn.role, "content": turn.content} for turn in example.messages]
+    assert opened == tokenizer.backend.apply_chat_template(
+        turns[:1], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    assert opened.endswith("<think>\n\n</think>\n\n")
+    # What the prompt has is not learned.
+    assert texts_of(tokenizer, encode(tokenizer, TURNS[1:3])) == WRITTEN[:1]
+    with pytest.raises(UserError, match="does not read enable_thoughts"):
+        load_tokenizer(directory, None, {"enable_thoughts": True})

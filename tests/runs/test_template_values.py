@@ -1,0 +1,53 @@
+"""A chat template's values, from training to an export and to transformers' own pipeline."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from commands import run_forked_well
+from own_data import SWITCHED, conversation, own_values, write_chat_model
+from transformers import AutoTokenizer, pipeline
+
+from lezo_ds.data.tables import read_file
+
+pytestmark = pytest.mark.distributed
+THOUGHT = "<think>\n\n</think>\n\n"
+
+
+def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_export(tmp_path):
+    model = write_chat_model(tmp_path / "base", SWITCHED)
+    rows = [{"turns": conversation(number)} for number in range(40)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = own_values(model, train=str(tmp_path / "chats.jsonl"), messages="turns")
+    values["data"]["chat_template_kwargs"] = {"enable_thinking": False}
+    values["generation"] = {"max_new_tokens": 8}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    run = tmp_path / "run"
+    trained = run_forked_well(
+        ["--config", tmp_path / "recipe.yaml", f"run_dir={run}", "train.steps=4"]
+    )
+    # Each of two turns to learn is the end of a sequence.
+    assert "conversations are" in trained.err and "changes earlier turns" in trained.err
+    run_forked_well(["--run", run, "--out", tmp_path / "out"], program="export")
+
+    turns = conversation(0)[:1]
+    written = {"tokenize": False, "add_generation_prompt": True}
+    asked = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        turns, enable_thinking=False, **written
+    )
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert asked.endswith(THOUGHT)
+    assert exported.apply_chat_template(turns, **written) == asked
+    thinking = exported.apply_chat_template(turns, enable_thinking=True, **written)
+    assert thinking == asked.removesuffix(THOUGHT)
+
+    writer = pipeline("text-generation", model=str(tmp_path / "out"))
+    answer = writer(turns, max_new_tokens=8, do_sample=False, return_full_text=False)
+    (tmp_path / "new.jsonl").write_text(json.dumps({"turns": turns}) + "\n")
+    words = ["--model", tmp_path / "out", tmp_path / "new.jsonl", "--out", tmp_path / "p.jsonl"]
+    run_forked_well(words, program="predict")
+    ((_, predicted),) = read_file(tmp_path / "p.jsonl")
+    assert predicted["predicted"] == answer[0]["generated_text"].split("</s>")[0].strip()
+    assert "turns, enable_thinking=False, " in (tmp_path / "out" / "README.md").read_text()
