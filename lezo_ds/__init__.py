@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lezo_ds.data.objectives import reward
+    from lezo_ds.data.rewards import reward
     from lezo_ds.engine import LezoEngine, initialize
     from lezo_ds.runs.trainer import train
     from lezo_ds.tasks.base import Task
@@ -38,7 +38,7 @@ _MODULES = {
     "LezoEngine": "lezo_ds.engine",
     "Task": "lezo_ds.tasks.base",
     "initialize": "lezo_ds.engine",
-    "reward": "lezo_ds.data.objectives",
+    "reward": "lezo_ds.data.rewards",
     "train": "lezo_ds.runs.trainer",
 }
 

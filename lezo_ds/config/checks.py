@@ -52,7 +52,7 @@ def checked(config: RunConfig) -> RunConfig:
     if config.method not in TRAINED:
         return config
     _refuse_broken(_rules_of_training(config))
-    needed: dict[str, object] = {"train.steps": config.train.steps}
+    needed: dict[str, object] = {"train.steps": config.train.steps or config.train.epochs}
     if config.method in ZEROTH_ORDER:
         _refuse_missing(config.method, needed | _needed(config.zo))
         _refuse_broken(_rules_of_groups(config))
@@ -71,6 +71,18 @@ def check_reading(reading: ReadingConfig) -> None:
         UserError: The first contradiction.
     """
     _refuse_broken(_rules_of_reading(reading))
+
+
+def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
+    """Return the configuration of a run on some examples, with train.steps for train.epochs.
+
+    Raises:
+        UserError: Another key does not fit the number of steps.
+    """
+    if config.train.epochs is None:
+        return config
+    num_steps = max(1, round(config.train.epochs * num_examples / config.train.batch_size))
+    return checked(replace(config, train=replace(config.train, steps=num_steps, epochs=None)))
 
 
 def checked_optimizer(
@@ -136,7 +148,7 @@ def _rules_of_reading(reading: ReadingConfig) -> Iterator[Rule]:
             "add data.train=FILE",
         )
         yield (
-            not task.has_answers and not names_code(reading.objective),
+            not (task.has_answers or any(map(names_code, reading.objectives))),
             "data.prompt alone does not say what the model shall answer",
             "add data.labels, data.choices, data.completion, or a reward: "
             "train.objective=module:name",
@@ -180,6 +192,11 @@ def _rules_of_reading(reading: ReadingConfig) -> Iterator[Rule]:
 
 def _rules_of_training(config: RunConfig) -> Iterator[Rule]:
     """Yield the rules of training but those of `_rules_of_optimizer` and `_rules_of_groups`."""
+    yield (
+        config.train.steps is not None and config.train.epochs is not None,
+        "train.steps and train.epochs both say how long the run is",
+        "remove one of them",
+    )
     if config.method not in ZEROTH_ORDER:
         yield _rule_of_bits(config.method, config.peft.kind, config.model.bits)
     can_share = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"

@@ -42,7 +42,7 @@ _OTHER_NAMES = {
     "dataset": "data.train",
     "output_dir": "run_dir",
     "lr": "zo.learning_rate",
-    "num_train_epochs": "train.steps",
+    "num_train_epochs": "train.epochs",
     "max_steps": "train.steps",
     "per_device_train_batch_size": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.batch_size",

@@ -7,6 +7,7 @@ weights nor their scores.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Literal, NamedTuple
 
@@ -262,7 +263,9 @@ class TrainConfig:
     """The length of the run, its batches, and what it evaluates and keeps."""
 
     steps: Annotated[Count | None, _MAY_DIFFER] = None
-    """The whole run has this number of steps. Methods lezo and adamw need it."""
+    """The whole run has this number of steps. Methods lezo and adamw need it, or train.epochs."""
+    epochs: Annotated[PositiveFloat | None, _MAY_DIFFER] = None
+    """The run uses each training example this number of times, on average. It sets train.steps."""
     batch_size: Size = 16
     """A step uses this number of examples, summed over all ranks."""
     micro_batch_size: Size = 16
@@ -277,10 +280,10 @@ class TrainConfig:
     patience: Annotated[Count | None, _MAY_DIFFER] = None
     """Stop after this number of evaluations in a row without a better validation loss. Null does
     all steps."""
-    objective: str = "task"
+    objective: str | dict[str, float] = "task"
     """Training minimizes the task's own loss (task), minus the mean F1 of generated answers (f1),
     or your own package.module:function, which returns a loss or a reward of the answers (see
-    lezo_ds/data/objectives.py)."""
+    lezo_ds/data/objectives.py). A map gives each of several rewards its weight."""
     snapshot_every: Annotated[CountOrZero | None, _MAY_DIFFER] = None
     """Write a snapshot each time this number of steps is done. Null uses eval_every; 0 writes only
     the last snapshot."""
@@ -344,10 +347,15 @@ class ReadingConfig(NamedTuple):
     model: str
     data: DataConfig
     generation: GenerationConfig
-    objective: str
+    objective: str | Mapping[str, float]
     method: Method
     batch_size: int
     seed: int
+
+    @property
+    def objectives(self) -> list[str]:
+        """The names in `objective`: one, or those of several rewards."""
+        return [self.objective] if isinstance(self.objective, str) else list(self.objective)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -40,6 +41,7 @@ class Sample:
         prompt: what it read.
         answer: what it wrote.
         reward: minus the loss that the objective gives the answer.
+        rewards: what each of several rewards gives it; None where it does not apply.
         ended: whether it ended before it had generation.max_new_tokens.
     """
 
@@ -48,6 +50,7 @@ class Sample:
     answer: str
     reward: float
     ended: bool
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class EvaluationResult:
         predicted: a prediction for each example.
         by_label: of a classification, the scores of each label; else None.
         samples: the first answers that an objective has judged; empty if none reads answers.
+        rewards: the mean of each reward, if the objective has several.
         share_ended: share of these answers, of all examples, that ended before
             generation.max_new_tokens; None without answers.
     """
@@ -74,6 +78,7 @@ class EvaluationResult:
     by_label: Mapping[str, LabelScore] | None
     samples: tuple[Sample, ...] = ()
     share_ended: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def macro_f1(self) -> float | None:
@@ -124,6 +129,7 @@ def evaluate(
         by_label=by_label,
         samples=samples,
         share_ended=share_ended,
+        rewards=scorer.rewards(),
     )
 
 
@@ -134,13 +140,21 @@ def _samples(scorer: Scorer) -> tuple[tuple[Sample, ...], float]:
     tokens = scorer.new_tokens
     ended = ended_answers(tokens, reader.generation, reader.tokenizer)
     shown = range(min(NUM_SAMPLES, len(tokens)))
-    losses = reader.loss(tokens[: len(shown)], reader.objective_batch(scorer.split, shown))
     answers = reader.answers(tokens[: len(shown)], with_thoughts=reader.objective.is_reward)
     samples = []
-    for number, answer, loss in zip(shown, answers, losses.tolist(), strict=True):
+    for number, answer in zip(shown, answers, strict=True):
         example = scorer.split.examples[number]
+        loss, *scores = scorer.objective_values[number].tolist()
+        judges = reader.objective.rewards
+        names = judges.names if judges is not None and len(scores) > 1 else ()
+        rewards = {
+            name: None if math.isnan(score) else score
+            for name, score in zip(names, scores, strict=False)
+        }
         reward = 0.0 - loss
-        samples.append(Sample(example.index, example.prompt, answer, reward, ended[number]))
+        samples.append(
+            Sample(example.index, example.prompt, answer, reward, ended[number], rewards)
+        )
     return tuple(samples), sum(ended) / len(ended)
 
 

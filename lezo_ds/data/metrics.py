@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from lezo_ds.data.objectives import call_of_user, shown
+from lezo_ds.data.user_code import call_of_user, shown
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code
 from lezo_ds.tasks import Task

@@ -15,8 +15,7 @@ the weight of the batch. This module also has the scores by which candidates are
 from __future__ import annotations
 
 import copy
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +24,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
-from lezo_ds.errors import LezoError, UserError, cut
+from lezo_ds.data.rewards import Rewards, judges_answers, make_rewards
+from lezo_ds.data.user_code import call_of_user, shown
+from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import EncodedExample, Example, Record
-from lezo_ds.tasks.kinds import TRIED_ANSWERS
+from lezo_ds.tasks.base import EncodedExample
 from lezo_ds.tasks.metrics import best_f1
 
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]
@@ -40,13 +40,6 @@ ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]
 tensors that belong to them, and `batch.examples` the records as text. The loss of a step is the
 mean over its batch.
 """
-
-RewardFunction = Callable[[Sequence[str], Sequence[Record]], Any]
-"""(answers, record of each with all its fields) -> a number for each. The samples of a record are
-neighbors."""
-
-LARGEST_REWARD = 1e100
-"""The largest size of a reward. Sums of squares of larger ones would not be finite."""
 
 
 def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
@@ -97,14 +90,20 @@ class Objective:
         build_batch: (examples, pad id) -> batch; None if the loss reads generated answers.
         loss: (logits or answers, batch) -> summed loss of each example, [E]. The batch's weight is
             the number of terms in all these sums.
-        is_reward: whether the loss is minus a user's reward, which may be any finite number.
+        rewards: the user's functions of answers, if the loss is minus their sum, which may be any
+            finite number.
         num_terms: example -> the number of terms in its sum.
     """
 
     build_batch: Callable[[Sequence[EncodedExample], int], MicroBatch] | None
     loss: ObjectiveFunction
-    is_reward: bool = False
+    rewards: Rewards | None = None
     num_terms: Callable[[EncodedExample], int] = lambda _: 1
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether functions of the user's judge answers."""
+        return self.rewards is not None
 
     @property
     def reads_answers(self) -> bool:
@@ -136,12 +135,6 @@ def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def reward(function: RewardFunction) -> RewardFunction:
-    """Mark a function that gives each generated answer a reward. Training maximizes the reward."""
-    function.is_reward = True  # type: ignore[attr-defined]
-    return function
-
-
 def _f1_objective(task: Task) -> Objective:
     if not task.writes_answers:
         raise UserError(
@@ -156,22 +149,37 @@ OBJECTIVES.add("task", training_objective)
 OBJECTIVES.add("f1", _f1_objective)
 
 
-def load_objective(name: str, task: Task) -> Objective:
+def load_objective(objective: str | Mapping[str, float], task: Task) -> Objective:
     """Return the objective that `train.objective` names.
 
     Args:
-        name: one in OBJECTIVES; or package.module:function, which is a reward if it has the
-            decorator `reward`, and otherwise an `ObjectiveFunction`.
+        objective: one in OBJECTIVES; or package.module:function, which is a reward if
+            `judges_answers`, and otherwise an `ObjectiveFunction`; or several rewards, each with
+            its weight.
         task: the task of the run.
 
     Raises:
         UserError: there is no such objective, or it does not fit the task.
     """
-    function: Any = OBJECTIVES.find(name)
+    weights = {objective: 1.0} if isinstance(objective, str) else objective
+    functions: dict[str, Any] = {name: OBJECTIVES.find(name) for name in weights}
+    others = [
+        name
+        for name, function in functions.items()
+        if not (names_code(name) and judges_answers(function))
+    ]
+    if not others:
+        rewards = make_rewards({name: (functions[name], weights[name]) for name in weights})
+        return Objective(build_batch=None, loss=rewards.loss, rewards=rewards)
+    name = others[0]
+    if not isinstance(objective, str):
+        raise UserError(
+            f"train.objective has weights, and {name} is no reward",
+            fix="list functions with the decorator `reward`, or of TRL's, or name one objective",
+        )
+    function = functions[name]
     if not names_code(name):
         return function(task)  # type: ignore[no-any-return]
-    if getattr(function, "is_reward", False):
-        return Objective(build_batch=None, loss=_reward_loss(name, function), is_reward=True)
     own = training_objective(task)
 
     def build_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
@@ -195,39 +203,6 @@ def load_objective(name: str, task: Task) -> Objective:
     return Objective(build_batch, loss)
 
 
-def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
-    """Return the function (answers, batch) -> minus the reward of each, float64 [E]."""
-
-    def loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
-        # Copies: what the function changes in a record must not reach its later calls. A rank that
-        # judges other answers, or a run that starts again, would else see other records.
-        records = [copy.deepcopy(example.record) for example in batch.examples]
-        values = call_of_user(f"train.objective={name}", function, list(answers), records)
-        numbers = values.tolist() if hasattr(values, "tolist") else values
-        try:
-            rewards = torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            rewards = torch.empty(())
-        # NaN is not below any number.
-        if rewards.shape != (len(answers),) or not (rewards.abs() <= LARGEST_REWARD).all():
-            raise UserError(
-                f"train.objective={name} returned {shown(values)}, "
-                "not one finite reward per answer",
-                fix=f"return a list of {len(answers)} numbers, in the order of the answers, each "
-                f"of a size of at most {LARGEST_REWARD:g}",
-            )
-        return -rewards
-
-    return loss
-
-
-def try_reward(objective: Objective, examples: Sequence[Example]) -> None:
-    """Let a reward judge answers to a few examples, so that it fails before weights are loaded."""
-    asked = [example for example in examples[:2] for _ in TRIED_ANSWERS]
-    answers = list(TRIED_ANSWERS) * len(examples[:2])
-    objective.loss(answers, MicroBatch({}, len(asked), examples=tuple(asked)))
-
-
 def try_loss(objective: Objective, batch: MicroBatch, vocabulary_size: int) -> None:
     """Let a user's loss read logits that are all 0, so that it fails before weights are loaded.
 
@@ -242,37 +217,6 @@ def try_loss(objective: Objective, batch: MicroBatch, vocabulary_size: int) -> N
     if selection.vocabulary is not None:
         num_entries = len(selection.vocabulary)
     objective.loss(torch.zeros(len(selection.rows), num_entries), batch)
-
-
-def call_of_user(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of the user's; an exception in it becomes a UserError with its file and line.
-
-    Args:
-        name: the recipe key and its value, such as train.objective=module:function.
-        function: the function.
-        arguments: its arguments.
-    """
-    try:
-        return function(*arguments)
-    except LezoError:
-        raise
-    # sys.exit() in the function would end the run as if all its steps were done.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        where = ""
-        if frame.f_code is not call_of_user.__code__:  # else the arguments do not fit the function
-            where = f" ({frame.f_code.co_filename} line {line})"
-        raise UserError(
-            f"{name} failed: {type(error).__name__}: {error}{where}", fix="correct the function"
-        ) from error
-
-
-def shown(value: object) -> str:
-    """Return what a function of the user's returned, as an error shows it."""
-    try:
-        return cut(str(value), 80)
-    except Exception:  # an integer of over 4300 digits, or a class of the user's
-        return f"an object of type {type(value).__name__} that cannot be printed"
 
 
 def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:

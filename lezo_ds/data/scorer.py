@@ -103,7 +103,15 @@ class Scorer:
 
     def objective_loss(self) -> float:
         """Return the mean of the training objective, by forward passes of its own."""
-        return self._mean(self._objective_losses)
+        return self._mean(self.objective_values[:, 0])
+
+    def rewards(self) -> dict[str, float]:
+        """Return the mean of each of several rewards, of the answers that it applies to."""
+        functions = self.reader.objective.rewards
+        if functions is None or len(functions.names) == 1:
+            return {}
+        means = self.objective_values[:, 1:].nanmean(dim=0).nan_to_num()
+        return dict(zip(functions.names, means.tolist(), strict=True))
 
     @cached_property
     def log_probabilities(self) -> list[Tensor]:
@@ -167,10 +175,12 @@ class Scorer:
         return self._spread(rows, 2, score).T
 
     @cached_property
-    def _objective_losses(self) -> Tensor:
-        """The training objective of each example, float64 [examples]."""
+    def objective_values(self) -> Tensor:
+        """The training objective of each example, and its rewards, float64 [examples, 1 + n]."""
         reader = self.reader
         tokens = self.new_tokens if reader.objective.reads_answers else None
+        judges = reader.objective.rewards
+        width = 1 if judges is None else 1 + len(judges.functions)
 
         def run(items: Sequence[int]) -> Tensor:
             batch = reader.objective_batch(self.split, items)
@@ -178,10 +188,14 @@ class Scorer:
                 batch, outputs = self._forward(batch)
             else:
                 outputs = tokens[items]
-            return reader.loss(outputs, batch).unsqueeze(1)
+            if judges is None:
+                return reader.loss(outputs, batch).unsqueeze(1)
+            answers = reader.answers(outputs, with_thoughts=True)
+            scores = judges.scores(answers, batch.examples)
+            return torch.cat([judges.loss_of(scores).unsqueeze(1), scores], dim=1)
 
         rows = _rows_by_length([example.num_tokens for example in self.split.encoded])
-        return self._spread(rows, 1, run).squeeze(1)
+        return self._spread(rows, width, run)
 
     def _mean(self, losses: Tensor) -> float:
         """Return the mean of the objective from its sum over each example, float64 [examples].

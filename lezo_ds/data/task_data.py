@@ -27,13 +27,12 @@ from lezo_ds.config import ReadingConfig, RunConfig, find_task
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.generation import COMMON_IDS, SAMPLE_KEYS
 from lezo_ds.data.metrics import try_metric
-from lezo_ds.data.objectives import Objective, load_objective, try_loss, try_reward
+from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.reader import EncodedSplit, Reader, load_reader
 from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demonstrations
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch, StepBatch
-from lezo_ds.registry import names_code
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
@@ -186,8 +185,8 @@ def load_examples(reading: ReadingConfig) -> tuple[Reader, Splits]:
     objective = load_objective(reading.objective, task)
     _check_objective(reading, task, objective)
     splits = load_splits(task, reading.data)
-    if objective.is_reward:
-        try_reward(objective, splits.train)
+    if objective.rewards is not None:
+        objective.rewards.try_out(splits.train)
     try_metric(task, splits.test)
     if reading.method == "icl":
         splits = with_demonstrations(reading.data, splits)
@@ -215,7 +214,7 @@ def load_task_data(config: RunConfig) -> TaskData:
     takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
     packed = takes_packed and can_pack(reader.model_config, config.data.max_length)
     warn_of_unreachable(reader, test)
-    if names_code(config.train.objective) and not objective.reads_answers:
+    if objective != training_objective(reader.task) and not objective.reads_answers:
         batch = reader.objective_batch(train, [0])
         try_loss(objective, batch, reader.model_config.get_text_config().vocab_size)
     return TaskData(reader, train, dev, test, packed)

@@ -159,11 +159,14 @@ def config_of(
     return config
 
 
-def refuse_code(values: Mapping[str, str | None], overrides: Sequence[str]) -> None:
+def refuse_code(
+    values: Mapping[str, str | Mapping[str, float] | None], overrides: Sequence[str]
+) -> None:
     """Refuse to import a module that only a run or an export names, and no override."""
     named = [override.partition("=")[0] for override in overrides]
     for key, value in values.items():
-        if value is not None and names_code(value) and key not in named:
+        names = [value] if isinstance(value, str) else value or ()  # or a map of rewards
+        if any(map(names_code, names)) and key not in named:
             raise UserError(
                 f"{key}={value} of the run is in a module, "
                 "which is imported only if the command names it",

@@ -390,12 +390,15 @@ class Run(ABC):
             metrics[MAJORITY_CLASS] = result.majority_class
         if result.macro_f1 is not None:
             metrics[MACRO_F1] = result.macro_f1
+        metrics |= {f"rewards/{name}": mean for name, mean in result.rewards.items()}
         loss = result.loss if math.isfinite(result.loss) else None
         evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
         numbers: dict[str, float | bool | None] = {
             f"{split}_loss": evaluation.loss,
             f"{split}_{metric}": result.score,
         }
+        for name, mean in result.rewards.items():
+            numbers[f"{split}_rewards/{name}"] = mean
         if result.share_ended is not None:
             numbers[f"{split}_share_ended"] = result.share_ended
         self._log_metrics(numbers)

@@ -21,7 +21,7 @@ from typing import Any
 from lezo_ds import distributed
 from lezo_ds.agreement import assert_same
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, make_layer_policy, trained_part
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, make_layer_policy, trained_part, with_steps
 from lezo_ds.config.deepspeed import check_shares
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, ReplayEngine
@@ -56,6 +56,7 @@ def train(config: RunConfig) -> RunResults:
         num_ranks = distributed.world_size()
         check_shares(config, ds_config, num_ranks)
         data = load_task_data(config)
+        config = with_steps(config, len(data.train.examples))
         monitors, directory = distributed.on_rank_zero(
             lambda: check_run(config, data, num_ranks, resources)
         )

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
-from lezo_ds.config import ZEROTH_ORDER, RunConfig
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, with_steps
 from lezo_ds.config.deepspeed import check_shares, ds_config_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError, UserError
@@ -105,7 +105,8 @@ def dry_run(
         directory = resolve_model(config.model.path)
         dated = with_start_date(config)
         data = load_task_data(dated)
-        check_run(dated, data, num_ranks)
+        config = with_steps(config, len(data.train.examples))
+        check_run(with_start_date(config), data, num_ranks)
     except HubError as error:
         not_checked = str(error)
     name = Path(config.model.path).name

@@ -184,6 +184,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     for key, value in flatten(config_to_dict(config)).items():
         # pandas would take a list for several values.
         settings[key] = str(value) if isinstance(value, list | tuple) else value
+    settings["train.objective"] = str(config.train.objective)
     settings["model"] = config.model.path
     settings["task"] = config.data.task
     source = config.data.train or config.data.path

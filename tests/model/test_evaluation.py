@@ -16,7 +16,7 @@ from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.evaluation import evaluate
-from lezo_ds.data.objectives import reward
+from lezo_ds.data.rewards import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.tasks.metrics import TokenCounts, best_f1
 

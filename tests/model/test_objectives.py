@@ -12,9 +12,9 @@ from lezo_ds.data.objectives import (
     LOSSES,
     f1_loss,
     load_objective,
-    reward,
     training_objective,
 )
+from lezo_ds.data.rewards import reward
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.tasks import TASKS

@@ -14,7 +14,7 @@ from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoTokenizer, Qwen3_5TextConfig
 
 from lezo_ds import distributed
-from lezo_ds.data.objectives import reward
+from lezo_ds.data.rewards import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.runs.cross_check import cross_check, read_twice

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 
-from lezo_ds.data.objectives import reward
+from lezo_ds.data.rewards import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch, to_device

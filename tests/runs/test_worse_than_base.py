@@ -12,7 +12,7 @@ from run_ends import results_of
 from tiny_tasks import NUM_POSITIONS, write_tasks, write_writer
 
 from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
-from lezo_ds.data.objectives import reward
+from lezo_ds.data.rewards import reward
 from lezo_ds.runs.screen import WORSE
 
 pytestmark = pytest.mark.distributed
@@ -48,7 +48,7 @@ def test_a_run_that_gets_worse_says_so_and_gives_the_base_model(kind, recipe, tm
     assert results["best_dev_loss"] < results["trained_dev_loss"]
     assert results["test"] == results["zero_shot"]
     assert snapshot_steps(run_dir / "snapshots") == [8]
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    lines = list(map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()))
     assert [line["step"] for line in lines if "dev_loss" in line] == [0, 4, 8]
 
     source = ["--run", run_dir]
@@ -68,6 +68,10 @@ def nothing(answers, records):
     return [0.0 for _ in answers]
 
 
+def num_words(completions, **fields):
+    return [len(completion.split()) for completion in completions]
+
+
 def test_rewards_that_are_all_equal_are_named_and_samples_show_the_answers(recipe, tmp_path):
     run_dir = tmp_path / "run"
     data = write_tasks(tmp_path / "data") / "squad"
@@ -78,7 +82,7 @@ def test_rewards_that_are_all_equal_are_named_and_samples_show_the_answers(recip
         f"data.path={data}",
         f"data.max_length={NUM_POSITIONS}",
         *[f"data.{split}=9" for split in ("num_train", "num_dev", "num_test")],
-        "train.objective=test_worse_than_base:nothing",
+        "train.objective={test_worse_than_base:nothing: 1, test_worse_than_base:num_words: 0}",
         "data.metric=reward",
         "generation.max_new_tokens=12",
     ]
@@ -95,7 +99,14 @@ def test_rewards_that_are_all_equal_are_named_and_samples_show_the_answers(recip
     assert all(
         sample["reward"] == 0 and not str(sample["reward"]).startswith("-") for sample in samples
     )
+    assert all(
+        sample["rewards"] == {"nothing": 0.0, "num_words": len(sample["answer"].split())}
+        for sample in samples
+    )
     assert all(type(sample["ended"]) is bool for sample in samples)
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    lines = list(map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()))
+    means = [line["test_rewards/num_words"] for line in lines if "test_rewards/num_words" in line]
+    words = [len(json.loads(line)["predicted"].split()) for line in predictions]
+    assert means[0] == pytest.approx(sum(words) / len(words))
     shares = [line["test_share_ended"] for line in lines if "test_share_ended" in line]
     assert shares and all(0 <= share <= 1 for share in shares)

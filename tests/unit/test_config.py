@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -24,6 +25,7 @@ from lezo_ds.config import (
     load_yaml,
     num_passes,
     probes_per_pass,
+    with_steps,
 )
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.config.paper import PAPER_SCORES
@@ -216,7 +218,7 @@ def test_a_line_of_yaml_has_every_text(value):
         ("train.learning_rate=1", "did you mean zo.learning_rate or adamw.learning_rate?"),
         ("train.steps.more=5", "did you mean train.steps?"),
         ("lr=1e-5", "unknown key lr in recipe.yaml and the command line; fix: did you mean zo.lea"),
-        ("num_train_epochs=3", "did you mean train.steps?"),
+        ("num_train_epochs=3", "did you mean train.epochs?"),
         (
             "model=DIR",
             "model in recipe.yaml and the command line is a section; fix: did you mean mo",
@@ -248,6 +250,15 @@ def test_a_wrong_override_is_refused(override, expected):
     assert expected in message_of(override)
 
 
+def test_epochs_are_steps_once_the_examples_are_counted():
+    config = config_with("train.steps=null", "train.epochs=2.5", "train.batch_size=16")
+    train = with_steps(config, num_examples=100).train
+    assert (train.steps, train.epochs) == (16, None)  # 250 examples in batches of 16
+    assert with_steps(config_with(), num_examples=100) == config_with()
+    with pytest.raises(UserError, match=r"zo\.warmup_steps=20 is not below train\.steps=16"):
+        with_steps(replace(config, zo=replace(config.zo, warmup_steps=20)), num_examples=100)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -258,6 +269,7 @@ def test_a_wrong_override_is_refused(override, expected):
         (["zo.estimator=fzoo", "zo.directions=2"], "set zo.directions=8"),
         (["data.prompt={a}", "data.task=sst2"], "data.prompt cannot change data.task=sst2"),
         (["data.train=a.csv", "data.path=b"], "both say where the data is"),
+        (["train.epochs=2"], "train.steps and train.epochs both say how long"),
         (
             ["method=icl", "data.messages=turns", "data.train=t"],
             "shows no examples in a chat template",

@@ -15,8 +15,8 @@ from tiny_tasks import task_config, write_tasks, write_writer
 
 from lezo_ds.config import config_from_dict, load_config
 from lezo_ds.data.batches import batch_indices
-from lezo_ds.data.objectives import reward
 from lezo_ds.data.reader import EncodedSplit
+from lezo_ds.data.rewards import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.zo.keys import sample_key

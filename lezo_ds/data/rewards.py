@@ -1,0 +1,168 @@
+"""Rewards: functions of a user's that judge the answers of a model (docs/rewards.md).
+
+A function is marked by the decorator `reward`, or is one of TRL's GRPOTrainer, whose parameters are
+`prompts`, `completions` and the fields of records by name:
+
+    @reward
+    def short(answers, records): ...                          texts, records -> numbers
+
+    def short(completions, **fields): ...                     texts, or lists of turns of chats
+    def right(prompts, completions, solution, **fields): ...  -> numbers, or None: does not apply
+
+Several functions with weights make one reward: the weighted sum of those that apply.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezo_ds.data.user_code import call_of_user, shown
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.tasks.base import Example, Record
+from lezo_ds.tasks.conversations import ASSISTANT
+from lezo_ds.tasks.kinds import TRIED_ANSWERS
+
+RewardFunction = Callable[[Sequence[str], Sequence[Record]], Any]
+"""(answers, record of each with all its fields) -> a number for each. The samples of a record are
+neighbors."""
+
+LARGEST_REWARD = 1e100
+"""The largest size of a reward. Sums of squares of larger ones would not be finite."""
+
+_TRL_COLUMNS = {"prompt", "completion", "completion_ids"}
+"""Fields that TRL does not pass on, as functions get what belongs to them in other parameters."""
+
+
+def reward(function: RewardFunction) -> RewardFunction:
+    """Mark a function that gives each generated answer a reward. Training maximizes the reward."""
+    function.is_reward = True  # type: ignore[attr-defined]
+    return function
+
+
+def judges_answers(function: Any) -> bool:
+    """Return whether a function is a reward, and no loss of logits."""
+    return getattr(function, "is_reward", False) or _is_of_trl(function)
+
+
+def _is_of_trl(function: Any) -> bool:
+    return "completions" in inspect.signature(function).parameters
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One function.
+
+    Attributes:
+        key: where the recipe names it, for messages.
+        function: the function, as `judges_answers` knows it.
+        weight: of its numbers in the sum.
+    """
+
+    key: str
+    function: Callable[..., Any]
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The name of the function alone."""
+        return self.key.rpartition(":")[2]
+
+    def scores(self, answers: Sequence[str], examples: Sequence[Example]) -> Tensor:
+        """Return the reward of each answer, float64 [answers], NaN where it does not apply."""
+        # Copies: what the function changes in a record must not reach its later calls. A rank that
+        # judges other answers, or a run that starts again, would else see other records.
+        records = [copy.deepcopy(example.record) for example in examples]
+        if _is_of_trl(self.function):
+            arguments = _trl_arguments(answers, examples, records)
+            values = call_of_user(self.key, self.function, **arguments)
+            if isinstance(values, list):
+                values = [math.nan if value is None else value for value in values]
+        else:
+            values = call_of_user(self.key, self.function, list(answers), records)
+        numbers = values.tolist() if hasattr(values, "tolist") else values
+        try:
+            rewards = torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            rewards = torch.empty(())
+        is_fine = rewards.abs() <= LARGEST_REWARD  # NaN is not
+        if _is_of_trl(self.function):
+            is_fine |= rewards.isnan()
+        if rewards.shape != (len(answers),) or not is_fine.all():
+            raise UserError(
+                f"{self.key} returned {shown(values)}, not one finite reward per answer",
+                fix=f"return a list of {len(answers)} numbers, in the order of the answers, each "
+                f"of a size of at most {LARGEST_REWARD:g}",
+            )
+        return rewards
+
+
+def _trl_arguments(
+    answers: Sequence[str], examples: Sequence[Example], records: Sequence[Record]
+) -> dict[str, Any]:
+    """Return the arguments of a function of TRL's: turns of a chat are lists of dicts."""
+    prompts: list[Any] = []
+    completions: list[Any] = []
+    for answer, example in zip(answers, examples, strict=True):
+        turns = example.messages
+        if not turns:
+            prompts.append(example.prompt)
+            completions.append(answer)
+            continue
+        asked = turns[:-1] if turns[-1].role == ASSISTANT else turns
+        prompts.append([{"role": turn.role, "content": turn.content} for turn in asked])
+        completions.append([{"role": ASSISTANT, "content": answer}])
+    names = dict.fromkeys(name for record in records for name in record)
+    fields = {
+        name: [record.get(name) for record in records] for name in names if name not in _TRL_COLUMNS
+    }
+    return {**fields, "prompts": prompts, "completions": completions}
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The functions that judge an answer together."""
+
+    functions: tuple[Reward, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What metrics call them."""
+        return tuple(function.name for function in self.functions)
+
+    def scores(self, answers: Sequence[str], examples: Sequence[Example]) -> Tensor:
+        """Return the numbers of each function, float64 [answers, functions]."""
+        columns = [function.scores(answers, examples) for function in self.functions]
+        return torch.stack(columns, dim=1)
+
+    def loss(self, answers: Sequence[str], batch: MicroBatch) -> Tensor:
+        """Return minus the weighted sum of the rewards of each answer, float64 [answers]."""
+        return self.loss_of(self.scores(answers, batch.examples))
+
+    def loss_of(self, scores: Tensor) -> Tensor:
+        """Return minus the weighted sums of some `scores`, float64 [answers]."""
+        weights = torch.tensor([each.weight for each in self.functions], dtype=torch.float64)
+        return -(scores * weights).nansum(dim=1)
+
+    def try_out(self, examples: Sequence[Example]) -> None:
+        """Judge answers to a few examples, so that what fails does so before weights are loaded."""
+        asked = [example for example in examples[:2] for _ in TRIED_ANSWERS]
+        self.scores(list(TRIED_ANSWERS) * len(examples[:2]), asked)
+
+
+def make_rewards(functions: Mapping[str, tuple[Any, float]]) -> Rewards:
+    """Return the rewards of a recipe: (function, weight) by the name in train.objective."""
+    return Rewards(
+        tuple(
+            Reward(f"train.objective={name}", function, weight)
+            for name, (function, weight) in functions.items()
+        )
+    )

@@ -1,0 +1,41 @@
+"""Functions of the user's are called with care: they may raise or return anything."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from lezo_ds.errors import LezoError, UserError, cut
+
+
+def call_of_user(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a function of the user's; an exception in it becomes a UserError with its file and line.
+
+    Args:
+        name: the recipe key and its value, such as train.objective=module:function.
+        function: the function.
+        arguments: its arguments.
+        named: further ones by name.
+    """
+    try:
+        return function(*arguments, **named)
+    except LezoError:
+        raise
+    # sys.exit() in the function would end the run as if all its steps were done.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        where = ""
+        if frame.f_code is not call_of_user.__code__:  # else the arguments do not fit the function
+            where = f" ({frame.f_code.co_filename} line {line})"
+        raise UserError(
+            f"{name} failed: {type(error).__name__}: {error}{where}", fix="correct the function"
+        ) from error
+
+
+def shown(value: object) -> str:
+    """Return what a function of the user's returned, as an error shows it."""
+    try:
+        return cut(str(value), 80)
+    except Exception:  # an integer of over 4300 digits, or a class of the user's
+        return f"an object of type {type(value).__name__} that cannot be printed"
