@@ -148,7 +148,7 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     record_rows(blocks[0], num_rows)
 
     def counted(entries, weights, key, scale, *args):
-        made.update((weight.parameter_id, key, scale) for weight in weights if weight.rows is None)
+        made.update((w.elements.parameter_id, key, scale) for w in weights if w.rows is None)
         return perturb(entries, weights, key, scale, *args)
 
     def write(**inputs):
