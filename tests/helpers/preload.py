@@ -1,16 +1,28 @@
 """What the server that forks ranks has imported: a rank then starts in a tenth of a second."""
 
+# ruff: noqa: F401 (a module that a rank would import is imported here)
+
 from __future__ import annotations
 
 import gc
 
-import datasets  # noqa: F401
+import datasets
 import deepspeed
-import torch._inductor.compile_fx  # noqa: F401  (DeepSpeed's optimizers import it at their first step)
-import transformers.models.opt.modeling_opt  # noqa: F401
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.ops.op_builder.all_ops
+import tiny_adapters
+import torch._inductor.compile_fx  # DeepSpeed's optimizers import it at their first step
+import torch.utils.cpp_extension
+import transformers.models.opt.modeling_opt
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import lezo_ds.runs.trainer  # noqa: F401
+import lezo_ds.cli
+import lezo_ds.forward.dense
+import lezo_ds.forward.low_rank
+import lezo_ds.noise.cpu
+import lezo_ds.runs.trainer
 
+get_checkpoint_conversion_mapping("opt")  # makes those of all models
 # torch computes in fp16 on any CPU, but DeepSpeed refuses those without instructions for it.
 deepspeed.get_accelerator().is_fp16_supported = lambda: True
 gc.collect()
