@@ -24,7 +24,7 @@ from lezo_ds.checkpoints.checkpoint import (
 )
 from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import tensor_parallel_size
-from lezo_ds.forward.adapters import Adapter, PrefixAdapter, make_adapter
+from lezo_ds.forward.adapters import Adapter, PrefixAdapter, adapter_files, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_all_but, quantized_matrices
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.parameters import parameter_ids, table_hash
@@ -146,6 +146,8 @@ def load_sharded_model(
     base = BaseModel(model, directory, fingerprint, hash_of_names, bits)
     if adapter is not None:
         adapter.fill(weights, module, seed)
+        if peft is not None and peft.path is not None:
+            weights.load(weights.adapter_shards, adapter_files(adapter, Path(peft.path)))
         weights.keep_initial()
     return ShardedModel(module, weights, layout, base, ds_config, adapter, engine)
 

@@ -41,8 +41,7 @@ from lezo_ds.files import (
     sync,
     write_atomically,
 )
-from lezo_ds.forward.adapters import LoraAdapter
-from lezo_ds.sharding.files import WeightFiles
+from lezo_ds.forward.adapters import LoraAdapter, adapter_files
 from lezo_ds.sharding.weights import LOW_BITS_DIRECTORY
 
 logger = logging.getLogger(__name__)
@@ -202,8 +201,7 @@ def load_weights(sharded: ShardedModel, directory: Path) -> None:
     if adapter is None:
         files = open_weights(sharded.module, directory)
     else:
-        prefix = adapter.stored_prefix.removesuffix(".")
-        files = WeightFiles(directory, prefix=prefix, single=adapter.weights_file)
+        files = adapter_files(adapter, directory)
     sharded.weights.load(sharded.weights.snapshot_shards, files)
 
 

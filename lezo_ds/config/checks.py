@@ -199,6 +199,11 @@ def _rules_of_training(config: RunConfig) -> Iterator[Rule]:
     )
     if config.method not in ZEROTH_ORDER:
         yield _rule_of_bits(config.method, config.peft.kind, config.model.bits)
+    yield (
+        config.peft.path is not None and config.peft.kind != "lora",
+        f"peft.path is a LoRA adapter, and peft.kind={config.peft.kind}",
+        "set peft.kind=lora, or peft.path=null",
+    )
     can_share = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
     yield (
         config.elastic.lighthouse is not None and not can_share,

@@ -11,7 +11,7 @@ from typing import Any
 from lezo_ds.errors import UserError
 
 DATA_KEYS = ("data.path", "data.train", "data.validation", "data.test")
-PATH_KEYS = ("run_dir", "model.path", *DATA_KEYS, "deepspeed")
+PATH_KEYS = ("run_dir", "model.path", "peft.path", *DATA_KEYS, "deepspeed")
 """Keys whose value may be a path. Some values are names, such as an id on the hub."""
 
 _PACKAGE = Path(__file__).parents[1]

@@ -162,6 +162,9 @@ class PeftConfig:
     kind: Literal["none", "lora", "prefix"] = "none"
     """The run trains all weights (none), low-rank adapters of linear modules (lora), or a prefix of
     key and value vectors (prefix)."""
+    path: Annotated[str | None, _MAY_DIFFER] = None
+    """A LoRA adapter starts from the one that peft has written to this directory, with the same
+    rank, alpha and modules. Null starts with adapters that change nothing."""
     lora_rank: Size = 8
     """The two matrices of an adapter have this rank r."""
     lora_alpha: PositiveFloat = 16.0

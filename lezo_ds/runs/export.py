@@ -205,7 +205,7 @@ def write_journal(path: Path, file: Path) -> int:
         "elastic": {"lighthouse": None},
         "digests": {str(step): digest for step, digest in run.digests.items()},
     }
-    for key in ("model.path", *DATA_KEYS):
+    for key in ("model.path", "peft.path", *DATA_KEYS):
         section, name = key.split(".")
         config[section] = {**config[section], name: _public_name(config[section][name])}
     content = encode_journal(replace(run.header, config=config), run.records)

@@ -52,7 +52,7 @@ from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import load_examples, warn_of_unreachable
 from lezo_ds.engine import ModelEngine, Parts, ReplayEngine, load_parts
 from lezo_ds.errors import UserError
-from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter, read_adapter
+from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter, read_adapter, start_of
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.records import (
     RecordedRun,
@@ -261,6 +261,11 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
         )
     config = run.config
     refuse_code({"zo.law": config.zo.law}, run.overrides)
+    if run.header.config.get("adapter") != start_of(config.peft):
+        raise UserError(
+            f"peft.path={config.peft.path} is not the adapter that the run started from",
+            fix="add peft.path=... with its directory",
+        )
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, config.model.path))
     # An adapter begins with values of this seed, whatever seed a command samples with.
     shared = shared_by(distributed.world_size(), replace(config, seed=run.header.config["seed"]))

@@ -37,6 +37,7 @@ from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import read_regular
+from lezo_ds.forward.adapters import start_of
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, header_checksum, read_journal
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.registry import names_code
@@ -46,7 +47,7 @@ from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
-_INPUTS = ("tokenizer", "model_config", "data_fingerprints", "digests")
+_INPUTS = ("tokenizer", "adapter", "model_config", "data_fingerprints", "digests")
 """Entries of a header's configuration that are no keys. Only an exported journal has digests."""
 
 _SHORT = Repr()  # of a value that may be long, or deep
@@ -82,6 +83,8 @@ def make_header(
         if file.name in _TOKENIZER_FILES:
             tokenizer.update(file.name.encode() + file.read_bytes())
     inputs["tokenizer"] = tokenizer.hexdigest()[:32]
+    if config.peft.path is not None:
+        inputs["adapter"] = start_of(config.peft)
     inputs["model_config"] = _model_config(model)
     inputs["data_fingerprints"] = {
         "train": data.train.fingerprint(),

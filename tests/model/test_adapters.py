@@ -6,7 +6,9 @@ tests/runs/test_matrix.py trains, resumes, replays and exports them.
 
 from __future__ import annotations
 
+import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,7 @@ from transformers import (
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.errors import UserError
-from lezo_ds.forward.adapters import load_prefix, make_adapter, read_adapter
+from lezo_ds.forward.adapters import load_prefix, make_adapter, read_adapter, start_of
 from lezo_ds.forward.adapters.lora import uniform
 from lezo_ds.forward.adapters.prefix import initial_ids
 from lezo_ds.forward.batch import GenerationSettings
@@ -156,6 +158,52 @@ def test_all_linear_adapts_the_modules_that_peft_does(family):
         names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
         adapted.append(names)
     assert adapted[0] == adapted[1] != []
+
+
+def _start(directory, peft):
+    engine = start_engine(directory, peft, learning_rate=1.0)
+    before = engine.forward(whole_batch())
+    train(engine, 1)
+    engine.sharded.load_initial()
+    return before, engine.forward(whole_batch())
+
+
+@pytest.mark.distributed
+def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
+    directory = write_families(["llama"], tmp_path)["llama"]
+    model = load(directory)
+    lora = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"])
+    theirs = get_peft_model(model, lora).eval()
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    theirs.save_pretrained(tmp_path / "start")
+    peft = PeftConfig(
+        kind="lora",
+        path=str(tmp_path / "start"),
+        lora_rank=3,
+        lora_alpha=7.0,
+        lora_targets="up_proj,q_proj",
+    )
+    with torch.no_grad():
+        expected = theirs(**whole_batch().inputs).logits
+    for before, again in run_ranks(_start, 2, directory, peft):
+        torch.testing.assert_close(before, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(before, again)
+    content = (tmp_path / "start" / "adapter_model.safetensors").read_bytes()
+    assert start_of(peft) == hashlib.sha256(content).hexdigest()[:32]
+    for changes, message in (
+        ({"lora_rank": 8}, "has lora_rank=3, not 8; fix: set peft.lora_rank=3"),
+        ({"lora_alpha": 16.0}, "has lora_alpha=7, not 16.0"),
+        ({"lora_targets": "q_proj"}, "has lora_targets=.*, not q_proj"),
+        ({"path": str(directory)}, "has no adapter of peft"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_adapter(replace(peft, **changes))
+    theirs.peft_config["default"].use_rslora = True
+    theirs.save_pretrained(tmp_path / "start")
+    with pytest.raises(UserError, match="use_rslora=True is no plain LoRA"):
+        make_adapter(peft)
 
 
 def _merge(directory, peft, root):

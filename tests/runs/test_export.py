@@ -22,6 +22,7 @@ from lezo_ds.errors import JournalError, UserError
 from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.runs import export as exporting
 from lezo_ds.runs.export import model_card, read_file
+from lezo_ds.runs.opening import restore
 from lezo_ds.runs.records import evaluations_of, read_run
 from lezo_ds.zo.records import StepRecord
 
@@ -265,6 +266,13 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
         tracemalloc.stop()
         assert peak < 13 << 20, name
         assert "\n" not in str(refusal.value), name
+
+
+def test_a_run_is_not_restored_without_the_adapter_that_it_started_from(finished):
+    run = read_run(finished)
+    started = replace(run.header, config=run.header.config | {"adapter": "0" * 32})
+    with pytest.raises(UserError, match="is not the adapter that the run started from"):
+        restore(replace(run, header=started), 0)
 
 
 def test_the_card_of_an_adapter_loads_it_into_its_base_model(finished):

@@ -9,6 +9,7 @@ A parameter of an adapter has three names:
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ from safetensors import SafetensorError, safe_open
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE, assert_regular
-from lezo_ds.forward.adapters.lora import LoraAdapter
+from lezo_ds.forward.adapters.lora import ALL_LINEAR, LoraAdapter
 from lezo_ds.forward.adapters.prefix import PrefixAdapter, load_prefix
+from lezo_ds.sharding.files import WeightFiles
 
 __all__ = [
     "Adapter",
     "LoraAdapter",
     "PrefixAdapter",
+    "adapter_files",
     "load_prefix",
     "make_adapter",
     "read_adapter",
+    "start_of",
 ]
 
 Adapter = LoraAdapter | PrefixAdapter
@@ -35,12 +39,50 @@ Adapter = LoraAdapter | PrefixAdapter
 
 
 def make_adapter(config: PeftConfig | None) -> Adapter | None:
-    """Return the adapter of a configuration, or None if all weights are trained."""
+    """Return the adapter of a configuration, or None if all weights are trained.
+
+    Raises:
+        UserError: it cannot start from the one in `config.path`.
+    """
     if config is None or config.kind == "none":
         return None
+    start_of(config)
     if config.kind == "lora":
         return LoraAdapter(config.lora_rank, config.lora_alpha, config.lora_targets)
     return PrefixAdapter(config.prefix_length)
+
+
+def adapter_files(adapter: Adapter, directory: Path) -> WeightFiles:
+    """Open the weights of an adapter in a snapshot, an export, or a directory of peft."""
+    prefix = adapter.stored_prefix.removesuffix(".")
+    return WeightFiles(directory, prefix=prefix, single=adapter.weights_file)
+
+
+def start_of(config: PeftConfig) -> str | None:
+    """Return the hash of the adapter that a run starts from: 32 hex digits, or None.
+
+    Raises:
+        UserError: the directory has no adapter of peft, or one of another shape.
+    """
+    if config.path is None:
+        return None
+    directory = Path(config.path)
+    found = read_adapter(directory).get("peft")
+    if found is None:
+        raise UserError(
+            f"peft.path {directory} has no adapter of peft", fix="name a directory with one"
+        )
+    names = set(found["lora_targets"].split(","))
+    if config.lora_targets == ALL_LINEAR or set(config.lora_targets.split(",")) == names:
+        found.pop("lora_targets")
+    for key, value in found.items():
+        if value != getattr(config, key):
+            raise UserError(
+                f"the adapter in {directory} has {key}={value}, not {getattr(config, key)}",
+                fix=f"set peft.{key}={value}",
+            )
+    content = (directory / LoraAdapter.weights_file).read_bytes()
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def read_adapter(directory: Path) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,10 @@ from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import adapter_key
 
 ALL_LINEAR = "all-linear"
+"""Stands for the names of all linear modules but the head, as in peft."""
+
+_VARIANTS = ("alpha_pattern", "bias", "lora_bias", "modules_to_save", "use_dora", "use_rslora")
+"""Settings of peft with which an adapter computes something else."""
 
 
 class LoraAdapter:
@@ -164,7 +168,17 @@ class LoraAdapter:
 
     @staticmethod
     def keys(config: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
-        """Return the section `peft` of a run that wrote a config, with a lora_A of this shape."""
+        """Return the section `peft` of a run that wrote a config, with a lora_A of this shape.
+
+        Raises:
+            UserError: the adapter is a variant of LoRA.
+        """
+        plain = LoraConfig().to_dict()
+        for key in _VARIANTS:
+            if config.get(key, plain[key]) != plain[key]:
+                raise UserError(
+                    f"an adapter with {key}={config[key]} is no plain LoRA", fix="use another one"
+                )
         return {
             "kind": "lora",
             "lora_rank": shape[0],
