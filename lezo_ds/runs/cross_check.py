@@ -11,18 +11,14 @@ they are compared with those of the plainest pass that there is:
 The numbers are log-probabilities of the tokens that the loss reads. If the objective reads answers,
 they are those of the tokens that training's pass has written, and the model alone must put no other
 token first.
-
-Ranks that have their own passes in a step do different passes of the check at the same time, so
-that it takes less than a step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -156,14 +152,12 @@ def read_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]) -> list
     sequences = _sequences(data.reader.objective_batch(data.train, rows), rows)
     chosen = _shortest_to_longest([len(sequence.ids) for sequence in sequences])
     sequences = [sequences[place] for place in chosen]
-    passes: list[Callable[[], Tensor]] = [lambda: _scores(engine.run_at_theta(batch), batch)]
+    training = _scores(engine.run_at_theta(batch), batch).cpu()
+    readings = []
     for sequence in sequences:
-        passes.append(partial(_scores_alone, engine, sequence, batch))
-    training, *alone = _run_on_all_ranks(engine, passes)
-    return [
-        Reading(sequence.row, training[sequence.selected], scores)
-        for sequence, scores in zip(sequences, alone, strict=True)
-    ]
+        alone = _scores_alone(engine, sequence, batch).cpu()
+        readings.append(Reading(sequence.row, training[sequence.selected], alone))
+    return _of_rank_zero(readings)
 
 
 def _sequences(batch: MicroBatch, rows: Sequence[int]) -> list[ReadSequence]:
@@ -239,14 +233,12 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
     written = engine.run_at_theta(batch).tolist()  # without keys, the first choices
     prompts = [data.train.prompts[row] for row in rows]
     chosen = _shortest_to_longest([len(prompt) for prompt in prompts])
-    passes = []
+    readings = []
     for place in chosen:
         answer = up_to_stop(written[place], settings)
-        passes.append(partial(_choices_alone, engine, prompts[place], answer))
-    return [
-        Reading(rows[place], scores[:, :1], scores[:, 1:])
-        for place, scores in zip(chosen, _run_on_all_ranks(engine, passes), strict=True)
-    ]
+        scores = _choices_alone(engine, prompts[place], answer).cpu()
+        readings.append(Reading(rows[place], scores[:, :1], scores[:, 1:]))
+    return _of_rank_zero(readings)
 
 
 def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: Sequence[int]) -> Tensor:
@@ -260,19 +252,7 @@ def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: Sequence[int])
     return torch.cat([of_answer, log_probabilities.amax(dim=1, keepdim=True)], dim=1)
 
 
-def _run_on_all_ranks(engine: ModelEngine, passes: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-    """Return the results of passes, on the CPU, on every rank. A collective.
-
-    Ranks that split the weights run each pass together. Others run different ones at a time.
-    """
-    num_workers = engine.world_size // engine.tensor_parallel
-    worker = engine.global_rank // engine.tensor_parallel
-    found = {}
-    for first in range(0, len(passes), num_workers):
-        # A pass gathers weights from other ranks, so none of them may leave one out.
-        index = min(first + worker, len(passes) - 1)
-        found[index] = passes[index]().cpu()
-    merged: dict[int, Tensor] = {}
-    for of_rank in distributed.gather_objects(found):
-        merged.update(of_rank)
-    return [merged[index] for index in range(len(passes))]
+def _of_rank_zero(readings: list[Reading]) -> list[Reading]:
+    """Return the readings of rank 0, so that processors that round differently have one verdict."""
+    found: list[Reading] = distributed.broadcast_object(readings)
+    return found
