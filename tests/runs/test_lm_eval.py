@@ -102,6 +102,7 @@ def test_one_rank_or_split_weights_have_the_same_scores(num_ranks, keys, directo
     assert answers[2] == texts
 
 
+@pytest.mark.thorough
 def test_a_task_that_is_not_there_is_refused(directory):
     asked = ["--model", directory / "model", "--lm-eval", directory / "none.yaml"]
     assert_one_error(run_forked(asked, program="evaluate"), 2, "Tasks not found")
