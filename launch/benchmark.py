@@ -50,7 +50,7 @@ from lezo_ds.checkpoints.checkpoint import DTYPES, resolve_model
 from lezo_ds.cli import end_process_after
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, load_config, make_law
 from lezo_ds.data.batches import candidate_batch
-from lezo_ds.data.generation import SAMPLE_KEYS, generate
+from lezo_ds.data.generation import generate
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
@@ -447,15 +447,16 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     step = engine.plan_step(batch)
     forward_pass = engine.passes_of_rank(distributed.rank(), step.passes)[0]
     prompts = to_device(batch[forward_pass.micro_batch], engine.device)
-    if prompts.generation is None:
+    if prompts.prompts is None:
         raise UserError("generate needs a recipe that trains on answers", fix="set train.objective")
-    settings = replace(prompts.generation, stop_ids=(), has_ended=None)
-    inputs = {name: rows for name, rows in prompts.inputs.items() if name != SAMPLE_KEYS}
-    prompts = replace(prompts, inputs=inputs, generation=settings)
+    settings = replace(prompts.prompts.settings, stop_ids=(), has_ended=None)
+    greedy = replace(prompts.prompts, settings=settings, sample_keys=None)
+    prompts = replace(prompts, prompts=greedy)
     num_probes = len(forward_pass.probes)
-    names = ("input_ids", "attention_mask")
     repeated = replace(
-        prompts, inputs={name: torch.cat([inputs[name]] * num_probes) for name in names}
+        prompts,
+        inputs={name: torch.cat([rows] * num_probes) for name, rows in prompts.inputs.items()},
+        prompts=replace(greedy, common_ids=None),
     )
     at_probes = engine.perturbation(step, forward_pass)
     plain = plain_model(config.model.path, config.model.dtype)

@@ -76,7 +76,9 @@ def batch_digest(batch: Iterable[MicroBatch]) -> bytes:
     for micro_batch in batch:
         digest.update(repr(micro_batch.weight).encode())
         selection = vars(micro_batch.selection) if micro_batch.selection is not None else {}
-        for tensors in (micro_batch.inputs, micro_batch.labels, selection):
+        prompts = micro_batch.prompts
+        keys = {} if prompts is None else {"sample_keys": prompts.sample_keys}
+        for tensors in (micro_batch.inputs, micro_batch.labels, selection, keys):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue

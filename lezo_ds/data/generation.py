@@ -11,10 +11,10 @@ has ended is filled with padding until the last row has:
 In a pass at k probes the rows are there k times, [rows at probe 0; rows at probe 1; ...], and each
 copy is continued by the weights of its probe.
 
-If all prompts begin with the same tokens (`COMMON_IDS`: instructions, demonstrations), and the
+If all prompts begin with the same tokens (instructions, demonstrations), and the
 model's positions allow it, these run once for each probe (prompt_reading.py).
 
-Drawn tokens need no random state. The noise of a row is a function of the row's key (`SAMPLE_KEYS`)
+Drawn tokens need no random state. The noise of a row is a function of the row's key (`Prompts`)
 and of the position of the token, so a drawn answer depends on nothing else in its batch.
 """
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,15 +41,9 @@ from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
 from lezo_ds.forward.answer_cache import answer_cache, keeps_states_apart, takes_padding
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Thought
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Prompts, Thought
 from lezo_ds.forward.rope import may_outgrow
 from lezo_ds.tasks.base import TokenIds
-
-SAMPLE_KEYS = "sample_keys"
-"""Input of a batch: the key of each row's random numbers, int64 [rows], if answers are drawn."""
-COMMON_IDS = "common_ids"
-"""Input of a batch: the tokens with which all its prompts begin, int64 [probes, n], if there are
-any."""
 
 _HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -101,7 +96,7 @@ def prompt_batch(
 
     Returns:
         A batch whose weight is the number of prompts, with the inputs "input_ids" and
-        "attention_mask", int64 [prompts, width], and COMMON_IDS, if `num_common` is not 0.
+        "attention_mask", int64 [prompts, width].
     """
     width = max(len(ids) for ids in prompts)
     input_ids = torch.full((len(prompts), width), settings.pad_id)
@@ -110,9 +105,8 @@ def prompt_batch(
         input_ids[row, width - len(ids) :] = torch.tensor(ids)
         attention_mask[row, width - len(ids) :] = 1
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    if num_common:
-        inputs[COMMON_IDS] = torch.tensor([prompts[0][:num_common]])
-    return MicroBatch(inputs, len(prompts), generation=settings)
+    common_ids = torch.tensor([prompts[0][:num_common]]) if num_common else None
+    return MicroBatch(inputs, len(prompts), prompts=Prompts(settings, common_ids=common_ids))
 
 
 def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
@@ -123,24 +117,22 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
 
     Args:
         model: a causal language model of transformers. Its generation_config is replaced.
-        batch: a `prompt_batch`. If its answers are drawn, it has the input SAMPLE_KEYS.
+        batch: a `prompt_batch`. If its answers are drawn, it has keys.
         repeated: the inputs of the batch, if they are there several times, once for each probe.
 
     Returns:
         New tokens, int64 [rows, at most max_new_tokens], with padding after the end of each row.
     """
-    settings = batch.generation
-    assert settings is not None, "a batch of prompts has settings of generation"
+    assert batch.prompts is not None, "a batch of prompts has settings of generation"
     inputs: dict[str, Tensor] = {**batch.inputs, **repeated}
+    num_copies = len(inputs["input_ids"]) // len(batch.inputs["input_ids"])
+    prompts = batch.prompts.repeated(num_copies)
     if takes_padding(model):
-        return _continue(model, settings, inputs)
-    inputs.pop(COMMON_IDS, None)
-    return _continue_by_length(model, settings, inputs)
+        return _continue(model, prompts, inputs)
+    return _continue_by_length(model, replace(prompts, common_ids=None), inputs)
 
 
-def _continue_by_length(
-    model: Any, settings: GenerationSettings, inputs: Mapping[str, Tensor]
-) -> Tensor:
+def _continue_by_length(model: Any, prompts: Prompts, inputs: Mapping[str, Tensor]) -> Tensor:
     """Continue the prompts of each length by themselves, without padding; see `generate`."""
     lengths = inputs["attention_mask"].sum(dim=1)
     width = inputs["attention_mask"].shape[1]
@@ -148,6 +140,7 @@ def _continue_by_length(
     num_rounds = len(distinct)
     if runs_in_step(model):
         num_rounds = max(distributed.gather_objects(num_rounds))
+    settings = prompts.settings
     tokens = lengths.new_full((len(lengths), settings.max_new_tokens), settings.pad_id)
     longest = 0
     for index in range(num_rounds):
@@ -157,17 +150,18 @@ def _continue_by_length(
         of_length = {name: value[rows] for name, value in inputs.items()}
         for name in ("input_ids", "attention_mask"):
             of_length[name] = of_length[name][:, width - length :]
-        written = _continue(model, settings, of_length)
+        keys = prompts.sample_keys
+        own = replace(prompts, sample_keys=None if keys is None else keys[rows.cpu()])
+        written = _continue(model, own, of_length)
         longest = max(longest, written.shape[1])
         tokens[rows, : written.shape[1]] = written
     return tokens[:, :longest]
 
 
-def _continue(model: Any, settings: GenerationSettings, tensors: Mapping[str, Tensor]) -> Tensor:
+def _continue(model: Any, prompts: Prompts, tensors: Mapping[str, Tensor]) -> Tensor:
     """Continue prompts, which are padded to the same length; see `generate`."""
     inputs: dict[str, Any] = dict(tensors)
-    sample_keys = inputs.pop(SAMPLE_KEYS, None)
-    common_ids = inputs.pop(COMMON_IDS, None)
+    settings = prompts.settings
     width = inputs["input_ids"].shape[1]
     outgrows = may_outgrow(model, inputs["attention_mask"], settings.max_new_tokens)
     has_cache = not (outgrows or keeps_states_apart(model))
@@ -183,7 +177,8 @@ def _continue(model: Any, settings: GenerationSettings, tensors: Mapping[str, Te
     )
     cache = answer_cache(model, settings.max_new_tokens) if has_cache else None
     if cache is not None:
-        if common_ids is not None and can_read_apart(model, width):
+        if prompts.common_ids is not None and can_read_apart(model, width):
+            common_ids = prompts.common_ids.to(inputs["input_ids"].device)
             inputs = read_prompts(model, common_ids, cache=cache, **inputs)
         inputs["past_key_values"] = cache
     criteria = StoppingCriteriaList()
@@ -199,7 +194,7 @@ def _continue(model: Any, settings: GenerationSettings, tensors: Mapping[str, Te
     tokens: Tensor = model.generate(
         **inputs,
         synced_gpus=runs_in_step(model),
-        logits_processor=_logits_processors(settings, sample_keys, width),
+        logits_processor=_logits_processors(prompts, width),
         stopping_criteria=criteria,
         streamer=settings.streamer,
     )
@@ -218,9 +213,7 @@ def runs_in_step(model: Any) -> bool:
     return any(getattr(module, "tp_world_size", 1) > 1 for module in model.modules())
 
 
-def _logits_processors(
-    settings: GenerationSettings, keys: Tensor | None, width: int
-) -> LogitsProcessorList:
+def _logits_processors(prompts: Prompts, width: int) -> LogitsProcessorList:
     """Return what changes logits [rows, vocabulary], so that the largest is the token to write.
 
     Tokens are drawn if rows have keys: Gumbel noise is added to the logits, and the index of the
@@ -228,9 +221,9 @@ def _logits_processors(
     keys and so the noise, so that their losses differ less by chance.
     """
     processors = LogitsProcessorList()
-    if keys is None:
+    if prompts.sample_keys is None:
         return processors
-    unique_keys, rows = torch.unique(keys, return_inverse=True)
+    unique_keys, rows = torch.unique(prompts.sample_keys, return_inverse=True)
 
     def add_noise(input_ids: Tensor, scores: Tensor) -> Tensor:
         position = input_ids.shape[1] - width
@@ -239,11 +232,11 @@ def _logits_processors(
         drawn = [uniforms(key, position, scores.shape[1]) for key in unique_keys.tolist()]
         uniform = torch.from_numpy(np.stack(drawn)).to(scores.device)
         noise = torch.log(-torch.log(uniform))  # minus Gumbel noise, [keys, vocabulary]
-        return scores - noise[rows]
+        return scores - noise[rows.to(scores.device)]
 
-    processors.append(TemperatureLogitsWarper(settings.temperature))
-    if settings.top_p is not None:
-        processors.append(TopPLogitsWarper(settings.top_p))
+    processors.append(TemperatureLogitsWarper(prompts.settings.temperature))
+    if prompts.settings.top_p is not None:
+        processors.append(TopPLogitsWarper(prompts.settings.top_p))
     processors.append(add_noise)
     return processors
 

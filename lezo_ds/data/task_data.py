@@ -25,7 +25,6 @@ import torch
 
 from lezo_ds.config import ReadingConfig, RunConfig, find_task
 from lezo_ds.data.batches import batch_indices, num_earlier
-from lezo_ds.data.generation import COMMON_IDS, SAMPLE_KEYS
 from lezo_ds.data.metrics import try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
@@ -140,16 +139,19 @@ class TaskData:
         """
         samples = range(config.generation.num_samples)
         batch = self.reader.objective_batch(self.train, [row for row in rows for _ in samples])
-        inputs = dict(batch.inputs)
-        if COMMON_IDS in inputs:
+        assert batch.prompts is not None
+        common = batch.prompts.common_ids
+        if common is not None:
             # Each group of examples reads what all prompts begin with in its own direction.
             num_groups = max(1, len(rows) // (config.zo.examples_per_direction or len(rows)))
-            common = inputs.pop(COMMON_IDS)
-            if num_groups < len(inputs["input_ids"]):  # a prompt without others is read at once
-                inputs[COMMON_IDS] = common.expand(num_groups, -1)
-        if keys:
-            inputs[SAMPLE_KEYS] = torch.tensor(keys)
-        return replace(batch, inputs=inputs)
+            is_shared = num_groups < len(batch.inputs["input_ids"])  # else it is read at once
+            common = common.expand(num_groups, -1) if is_shared else None
+        prompts = replace(
+            batch.prompts,
+            sample_keys=torch.tensor(keys) if keys else None,
+            common_ids=common,
+        )
+        return replace(batch, prompts=prompts)
 
     def _sample_keys(
         self, config: RunConfig, step: int, rows: Sequence[int], repetitions: Sequence[int]

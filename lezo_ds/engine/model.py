@@ -111,10 +111,10 @@ class ModelEngine:
 
         Returns:
             The output at each probe of the perturbation, or one output at the weights themselves:
-            logits, or new tokens if the micro-batch has `generation` settings.
+            logits, or new tokens if the micro-batch has `prompts`.
         """
         call: Callable[..., Any] = self._deepspeed
-        if micro_batch.generation is not None:
+        if micro_batch.prompts is not None:
             call = partial(generate, self.module, micro_batch)
         return self._perturbed(micro_batch, perturbation, call)
 

@@ -63,8 +63,7 @@ class GenerationSettings:
         stops: an answer is read up to the first of these strings.
         has_ended: (new tokens of a row) -> whether the row ends here. It finds stop strings that
             spread over several tokens; None if there are none.
-        temperature: divides the logits if tokens are drawn, which they are if the batch has the
-            input "sample_keys", int64 [rows].
+        temperature: divides the logits if tokens are drawn, which they are if prompts have keys.
         top_p: draw from the most probable tokens that have this probability together; None draws
             from all of them.
         streamer: a streamer of transformers, which gets the tokens of the only row one by one.
@@ -83,6 +82,30 @@ class GenerationSettings:
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """What is known of the prompts of a batch, besides their tokens.
+
+    Attributes:
+        settings: how they are continued.
+        sample_keys: int64 [rows], the key of each row's random numbers; None if no token is drawn.
+        common_ids: int64 [directions, n], the tokens with which all prompts begin, once for each
+            direction in which they are read; None if they are not read on their own.
+    """
+
+    settings: GenerationSettings
+    sample_keys: Tensor | None = None
+    common_ids: Tensor | None = None
+
+    def repeated(self, num_copies: int) -> Prompts:
+        """Return the prompts of several copies of a batch, one after the other."""
+
+        def copies(rows: Tensor | None) -> Tensor | None:
+            return None if rows is None else torch.cat([rows] * num_copies)
+
+        return Prompts(self.settings, copies(self.sample_keys), copies(self.common_ids))
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The part of a step's batch that one forward pass runs.
 
@@ -91,7 +114,7 @@ class MicroBatch:
         weight: number of examples or tokens that the mean loss of a step counts.
         labels: what the loss function reads besides the logits.
         selection: the logits that are needed; None selects all: [rows, tokens, vocabulary].
-        generation: if it is set, the output is new tokens, int64 [rows, at most max_new_tokens].
+        prompts: if they are set, the output is new tokens, int64 [rows, at most max_new_tokens].
         examples: of the rows, for objectives that read text.
         token_examples: int64 [rows, tokens] on the CPU, the index of the example that each token
             belongs to; [rows, 1] if all tokens of a row belong to one. None: each example has the
@@ -102,7 +125,7 @@ class MicroBatch:
     weight: float
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     selection: LogitSelection | None = None
-    generation: GenerationSettings | None = None
+    prompts: Prompts | None = None
     examples: tuple[Example, ...] = ()
     token_examples: Tensor | None = None
 

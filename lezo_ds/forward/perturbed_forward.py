@@ -122,7 +122,7 @@ class PerturbedForward:
             selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
             it selects, [targets]; or new tokens, int64 [rows, tokens].
         """
-        writes_answers = batch.generation is not None
+        writes_answers = batch.prompts is not None
         if perturbation is not None and writes_answers:
             self._assert_rows_keep_their_directions(perturbation)
             # A module that runs once for each probe would change the cache of all probes each time.

@@ -21,14 +21,13 @@ from lezo_ds.data.chat import encode_question, end_of_turn, find_thought
 from lezo_ds.data.control_tokens import ControlTokens
 from lezo_ds.data.encoding import PromptTokenizer, cut_prompts, load_tokenizer, prompt_room
 from lezo_ds.data.generation import (
-    SAMPLE_KEYS,
     after_thought,
     generation_settings,
     prompt_batch,
     read_answers,
 )
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import Thought
+from lezo_ds.forward.batch import Prompts, Thought
 from lezo_ds.runs.opening import Opened
 from lezo_ds.tasks.base import Example, Message, TokenIds
 from lezo_ds.tasks.conversations import ASSISTANT, USER, with_system
@@ -76,7 +75,8 @@ def chat(opened: Opened) -> None:
         batch = prompt_batch([ids], settings)
         if reading.generation.temperature > 0:
             key = sample_key(reading.seed, len(turns), 0, 0)
-            batch = replace(batch, inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor([key])})
+            prompts = Prompts(settings, sample_keys=torch.tensor([key]))
+            batch = replace(batch, prompts=prompts)
         (answer,) = read_answers(engine.forward(batch), settings, tokenizer)
         turns.append(Message(ASSISTANT, control_tokens.mark(answer)))
 

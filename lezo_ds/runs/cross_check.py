@@ -226,10 +226,11 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
     A collective.
     """
     batch = data.reader.objective_batch(data.train, rows)
-    assert batch.generation is not None
-    num_tokens = min(NUM_NEW_TOKENS, batch.generation.max_new_tokens)
-    settings = replace(batch.generation, max_new_tokens=num_tokens)
-    batch = to_device(replace(batch, generation=settings), engine.device)
+    assert batch.prompts is not None
+    num_tokens = min(NUM_NEW_TOKENS, batch.prompts.settings.max_new_tokens)
+    settings = replace(batch.prompts.settings, max_new_tokens=num_tokens)
+    shorter = replace(batch.prompts, settings=settings)
+    batch = to_device(replace(batch, prompts=shorter), engine.device)
     written = engine.run_at_theta(batch).tolist()  # without keys, the first choices
     prompts = [data.train.prompts[row] for row in rows]
     chosen = _shortest_to_longest([len(prompt) for prompt in prompts])

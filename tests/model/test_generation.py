@@ -32,8 +32,6 @@ from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data import prompt_reading
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.generation import (
-    COMMON_IDS,
-    SAMPLE_KEYS,
     generate,
     generation_settings,
     prompt_batch,
@@ -175,14 +173,16 @@ def test_prompts_that_share_rows_are_continued_as_each_of_them_alone(most_shared
     expected = [plain(model, prompt, settings.stop_ids) for prompt in prompts]
     batch = prompt_batch(prompts, settings, len(common))
     for num_copies in (1, 2, 3, 6):  # prompts of several directions
-        copies = batch.inputs[COMMON_IDS].expand(num_copies, -1)
-        tokens = generate(model, batch, **{COMMON_IDS: copies})
+        copies = batch.prompts.common_ids.expand(num_copies, -1)
+        of_copies = replace(batch.prompts, common_ids=copies)
+        tokens = generate(model, replace(batch, prompts=of_copies))
         assert ended(tokens, settings) == expected
 
 
 def drawn(model, settings, prompts, keys, **sampling):
     batch = prompt_batch(prompts, replace(settings, **sampling))
-    tokens = generate(model, batch, **{SAMPLE_KEYS: torch.tensor(keys)})
+    with_keys = replace(batch.prompts, sample_keys=torch.tensor(keys))
+    tokens = generate(model, replace(batch, prompts=with_keys))
     return ended(tokens, settings)
 
 

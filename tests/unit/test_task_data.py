@@ -152,7 +152,7 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     assert [text(data, ids[mask].tolist()) for ids, mask in rows] == [
         e.prompt for e in batch.examples
     ]
-    assert (len(batch.examples), len(set(batch.inputs["sample_keys"].tolist()))) == (4, 4)
+    assert (len(batch.examples), len(set(batch.prompts.sample_keys.tolist()))) == (4, 4)
     assert batch.examples[0] == batch.examples[1]
     letter, space, end, newline = (data.reader.tokenizer.encode([c])[0][-1] for c in "a b\n")
     tokens = torch.tensor([[letter, space, end, newline], [newline, letter, space, letter]])
@@ -175,14 +175,14 @@ def test_each_answer_of_a_step_has_its_own_key_though_prompts_repeat(assets, mic
     )
     data = load_task_data(config)
     batch = data.step_batch(config, 0)
-    keys = [key for part in batch for key in part.inputs["sample_keys"].tolist()]
+    keys = [key for part in batch for key in part.prompts.sample_keys.tolist()]
     assert len(set(keys)) == len(keys) == 16
     # A batch that repeats nothing has the first keys of each prompt.
     first_of = [sample_key(config.seed, 0, e.index, 0) for e in data.train.examples]
     assert set(first_of) < set(keys)
     again = data.step_batch(config, 0)
     last = again[len(again) - 1]  # laid out alone, as by another rank
-    assert last.inputs["sample_keys"].tolist() == keys[-2 * micro_batch_size :]
+    assert last.prompts.sample_keys.tolist() == keys[-2 * micro_batch_size :]
 
 
 def test_a_reward_in_a_chat_gets_all_lines_of_an_answer(assets, tmp_path):
