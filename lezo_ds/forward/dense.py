@@ -59,21 +59,21 @@ class DenseDirections(Directions):
             for scale 0 may be theta itself: do not write to it.
         """
         copies: list[list[Tensor]] = [[] for _ in weights]
-        place = 0
-        while weights and place < len(probes):
-            key = probes[place].key
-            scale = probes[place].scale
+        index = 0
+        while weights and index < len(probes):
+            key = probes[index].key
+            scale = probes[index].scale
             num_signs = 1
             if scale == 0:
                 new_copies = [[_unperturbed(weight)] for weight in weights]
             else:
-                if ((key,), -scale) in probes[place + 1 : place + 2]:
+                if ((key,), -scale) in probes[index + 1 : index + 2]:
                     num_signs = 2
                 kernels = self.kernels_of(weights[0].theta.device)
                 new_copies = kernels.perturb(self.law.entries, weights, key, scale, num_signs)
             for of_weight, new in zip(copies, new_copies, strict=True):
                 of_weight += new
-            place += num_signs
+            index += num_signs
         return copies
 
     def update(

@@ -37,7 +37,7 @@ from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.directions import Directions, PassState, Perturber
 from lezo_ds.forward.module_calls import add_before_sum
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
-from lezo_ds.noise import Elements, Region, Subtraction, UpdateTarget
+from lezo_ds.noise import Elements, Region, UpdateTarget
 from lezo_ds.zo.laws import FIRST_OF_COLUMNS
 from lezo_ds.zo.passes import group_of
 from lezo_ds.zo.updates import Update, UpdatePrecision
@@ -95,9 +95,7 @@ class LowRankDirections(Directions):
             keys = [update.key for update in step]
             for target in targets:
                 a, b = self.vectors(target.elements, keys, device)
-                u = a * coefficients
-                subtraction = Subtraction(target, u, b, step[0].factor, keys[0])
-                kernels.subtract(subtraction, precision)
+                kernels.subtract(target, a * coefficients, b, step[0], precision)
 
 
 def _steps(updates: Sequence[Update]) -> Iterator[list[Update]]:
@@ -143,7 +141,8 @@ class LowRankPerturber(Perturber):
         self._scale = float(scales.abs().max())
         self._signs = scales / (self._scale or 1.0)  # [probes], +1 or -1 if all scales are equal
         self._token_examples = batch.token_examples
-        self._shares: dict[tuple[int, int], Tensor] = {}  # by rows of a copy, and tokens of a row
+        # By rows of a copy, and tokens of a row.
+        self._signs_of_tokens: dict[tuple[int, int], Tensor] = {}
         self._kept: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
 
     def run_module(
@@ -159,7 +158,7 @@ class LowRankPerturber(Perturber):
         of_inputs, of_outputs = self._vectors(weight, transposed=isinstance(module, Conv1D))
         flat = inputs.reshape(-1, inputs.shape[-1])
         through = flat @ of_inputs.t()  # [N, directions * rank]
-        through *= self._shares_of(module, len(flat)).to(through.dtype)
+        through *= self._signs_of(module, len(flat)).to(through.dtype)
         scale = self._scale / math.sqrt(self._rank)
 
         def add_thin_products(output: Tensor) -> None:
@@ -183,7 +182,7 @@ class LowRankPerturber(Perturber):
             self._kept[parameter] = vectors
         return vectors
 
-    def _shares_of(self, module: nn.Module, num_tokens: int) -> Tensor:
+    def _signs_of(self, module: nn.Module, num_tokens: int) -> Tensor:
         """Return which directions each token has: [num_tokens, directions * rank].
 
         An entry is the sign of the token's probe where the column is of the token's direction, and
@@ -199,18 +198,16 @@ class LowRankPerturber(Perturber):
                 f"{num_copies * num_rows * tokens_of_row} tokens, and zo.noise_rank needs all",
                 fix="set zo.noise_rank=0",
             )
-        shares = self._shares.get((num_rows, tokens_of_row))
-        if shares is None:
+        found = self._signs_of_tokens.get((num_rows, tokens_of_row))
+        if found is None:
             groups = self._groups_of_tokens(num_rows, tokens_of_row)
             directions = self._directions[:, groups].reshape(-1)  # [copies * rows * tokens]
             signs = self._signs[:, None].expand(-1, groups.numel()).reshape(-1, 1)
-            shares = torch.zeros(num_tokens, len(self._keys), dtype=torch.float64)
-            shares.scatter_(1, directions[:, None], signs)
-            shares = shares.repeat_interleave(self._rank, dim=1)
-            dtype = next(iter(module.parameters())).dtype
-            shares = shares.to(next(iter(module.parameters())).device, dtype)
-            self._shares[num_rows, tokens_of_row] = shares
-        return shares
+            found = torch.zeros(num_tokens, len(self._keys), dtype=torch.float64)
+            found.scatter_(1, directions[:, None], signs)
+            found = found.repeat_interleave(self._rank, dim=1).to(next(module.parameters()))
+            self._signs_of_tokens[num_rows, tokens_of_row] = found
+        return found
 
     def _groups_of_tokens(self, num_rows: int, tokens_of_row: int) -> Tensor:
         """Return the group of each token of one copy: int64 [num_rows, tokens_of_row]."""

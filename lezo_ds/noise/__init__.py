@@ -150,27 +150,6 @@ class UpdateTarget(NamedTuple):
     low: Tensor | None = None
 
 
-class Subtraction(NamedTuple):
-    """What `Kernels.subtract` does to the elements of one target: theta * factor - delta.
-
-    delta[i, j] is the sum over terms t of u[t, i] * b[t, j]. Every product and every sum is rounded
-    to fp32 on its own, in the order of the terms.
-
-    Attributes:
-        target: elements of a matrix, which change in place.
-        u: fp32 [terms, rows in which the elements lie].
-        b: fp32 [terms, columns in which they lie].
-        factor: rounded to fp32.
-        dither_key: of the words by which 16-bit values are rounded at random.
-    """
-
-    target: UpdateTarget
-    u: Tensor
-    b: Tensor
-    factor: float
-    dither_key: int
-
-
 class Kernels(ABC):
     """What one kind of device computes with z. All kinds compute the same bits.
 
@@ -229,8 +208,27 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
-        """Change the elements of a target in place, and round each of them once."""
+    def subtract(
+        self,
+        target: UpdateTarget,
+        u: Tensor,
+        b: Tensor,
+        update: Update,
+        precision: UpdatePrecision,
+    ) -> None:
+        """Change elements of a matrix in place: theta * factor - delta, each of them rounded once.
+
+        delta[i, j] is the sum over terms t of u[t, i] * b[t, j]. Every product and every sum is
+        rounded to fp32 on its own, in the order of the terms.
+
+        Args:
+            target: elements of a matrix.
+            u: fp32 [terms, rows in which the elements lie].
+            b: fp32 [terms, columns in which they lie].
+            update: has the factor, and the key of the words by which 16-bit values are rounded at
+                random. The terms have its coefficient.
+            precision: how 16-bit values are stored.
+        """
 
 
 class Updater(Protocol):

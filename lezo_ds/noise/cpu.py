@@ -30,7 +30,6 @@ from lezo_ds.noise import (
     Elements,
     Kernels,
     Region,
-    Subtraction,
     UpdateTarget,
     Weight,
     pack_updates,
@@ -211,8 +210,15 @@ class CpuKernels(Kernels):
         self._library.lezo_entries(ctypes.byref(call))
         return out
 
-    def subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
-        (values, elements, low), u, b, factor, dither_key = subtraction
+    def subtract(
+        self,
+        target: UpdateTarget,
+        u: Tensor,
+        b: Tensor,
+        update: Update,
+        precision: UpdatePrecision,
+    ) -> None:
+        values, elements, low = target
         rows, columns = elements.rows_and_columns()
         call = SubtractCall(
             # It draws only the dither, which is the same for all distributions.
@@ -227,8 +233,8 @@ class CpuKernels(Kernels):
             first_row=rows.start,
             first_column=columns.start,
             parameter_width=elements.shape[1],
-            dither_key=dither_key,
-            factor=factor,
+            dither_key=update.key,
+            factor=update.factor,
             precision=PRECISIONS[precision],
         )
         self._library.lezo_subtract(ctypes.byref(call))

@@ -19,7 +19,6 @@ from torch import Tensor
 from lezo_ds.noise import (
     Kernels,
     Region,
-    Subtraction,
     UpdateTarget,
     Weight,
     pack_updates,
@@ -196,7 +195,7 @@ class TritonKernels(Kernels):
                     low_address=0 if low is None else low.data_ptr(),
                 )
             )
-        packed = _updates_on_device(pack_updates(updates).tobytes(), self._device)
+        packed = _words_on_device(pack_updates(updates).tobytes(), self._device)
         for launch in _launches(kernels.update_kernel, tuple(parts), entries, self._device):
             launch.run(packed, len(updates))
 
@@ -220,7 +219,7 @@ class TritonKernels(Kernels):
         kernel.run(
             (num_rows, tiles_of_row, 1),  # only the first number may be above 65,535
             out,
-            _keys_on_device(tuple(keys), self._device),
+            _words_on_device(np.array(keys, dtype=np.uint64).tobytes(), self._device),
             parameter_id,
             region.start,
             region.stride,
@@ -229,8 +228,15 @@ class TritonKernels(Kernels):
         )
         return out
 
-    def subtract(self, subtraction: Subtraction, precision: UpdatePrecision) -> None:
-        (values, elements, low), u, b, factor, dither_key = subtraction
+    def subtract(
+        self,
+        target: UpdateTarget,
+        u: Tensor,
+        b: Tensor,
+        update: Update,
+        precision: UpdatePrecision,
+    ) -> None:
+        values, elements, low = target
         region = elements.region
         rows, columns = elements.rows_and_columns()
         is_fp32 = values.dtype == torch.float32
@@ -252,8 +258,8 @@ class TritonKernels(Kernels):
             low,
             u.contiguous(),
             b.contiguous(),
-            factor,
-            dither_key,
+            update.factor,
+            update.key,
             elements.parameter_id,
             region.start,
             region.width,
@@ -371,10 +377,10 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-# All blocks of a step have the same updates, so one copy to the GPU serves them all.
-@functools.lru_cache(maxsize=4)
-def _updates_on_device(updates: bytes, device: torch.device) -> Tensor:
-    return on_device(torch.frombuffer(bytearray(updates), dtype=torch.uint64), device)
+# All blocks of a step have the same updates and keys, so one copy to the GPU serves them all.
+@functools.lru_cache(maxsize=8)
+def _words_on_device(words: bytes, device: torch.device) -> Tensor:
+    return on_device(torch.frombuffer(bytearray(words), dtype=torch.uint64), device)
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
@@ -397,9 +403,3 @@ def _compiled(
             A compiled kernel serves only those that are alike.
     """
     return CompiledKernel(kernel, dict(constants))
-
-
-# All matrices of a step have the same directions.
-@functools.lru_cache(maxsize=4)
-def _keys_on_device(keys: tuple[int, ...], device: torch.device) -> Tensor:
-    return on_device(torch.from_numpy(np.array(keys, dtype=np.uint64)), device)

@@ -1,12 +1,7 @@
 """The link to torchft's lighthouse, which makes a quorum of the replicas that ask at the same time.
 
 The lighthouse waits with a quorum for every replica whose heart beats. So a replica that is away is
-silent, and so is one that hangs. torchft has no call that names the replicas, and its page for
-people does (torchft-nightly 2026.10.26):
-
-    <b>0001@10.0.0.7:41234</b>                             a member of the last quorum
-    <li class="heartbeat">0001@10.0.0.7:41234: seen ...    its heart beats
-    <li class="heartbeat old">0002@10.0.0.8:45678: ...     its heart has stopped; it stays forever
+silent, and so is one that hangs.
 
 An id is NUMBER@HOST:PORT, with the address of the replica's journal transport.
 """
@@ -119,6 +114,13 @@ class Lighthouse:
 
         They are those whose hearts beat, and the members of the last quorum: one may be away to
         evaluate. All others have ended, and their ports may be those of other programs by now.
+
+        torchft (nightly 2026.10.26) has no call that names the replicas, so this reads its page for
+        people:
+
+            <b>0001@10.0.0.7:41234</b>                           a member of the last quorum
+            <li class="heartbeat">0001@10.0.0.7:41234: seen ...  its heart beats
+            <li class="heartbeat old">0002@10.0.0.8:45678: ...   its heart has stopped, for good
         """
         # A proxy would not know a private network.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -69,8 +69,8 @@ class StepLostError(LezoError):
     """A replica left during the round. It has changed nothing, and the others repeat it."""
 
 
-class Place(NamedTuple):
-    """The part of this replica in a round. A worker is a rank that runs passes.
+class Role(NamedTuple):
+    """What this replica does in a round. A worker is a rank that runs passes.
 
     Attributes:
         position: index among the members. The first one evaluates and writes snapshots.
@@ -97,7 +97,7 @@ class Replicas(Workers):
     """The link of this replica to the others, whose methods are collectives of its ranks.
 
     Attributes:
-        place: of this replica in the last round that it met for.
+        role: of this replica in the last round that it met for.
         journal: on rank 0, the run's journal. The run sets it before the first `meet`.
         evaluations: to bring along to the next round. The run fills and empties it.
         num_workers: workers of this replica. The run sets it.
@@ -119,7 +119,7 @@ class Replicas(Workers):
         Raises:
             UserError: the address is no address, or the secret of several machines is missing.
         """
-        self.place: Place | None = None
+        self.role: Role | None = None
         self.journal: Journal | None = None
         self.evaluations: list[EvaluationRecord] = []
         self.num_workers = 1
@@ -161,9 +161,9 @@ class Replicas(Workers):
         All workers of a replica run as many passes as the first. One that has fewer runs a pass
         that does not count.
         """
-        assert self.place is not None
-        first = self.place.first_worker
-        step = self.place.num_workers
+        assert self.role is not None
+        first = self.role.first_worker
+        step = self.role.num_workers
         own = list(passes[first + worker :: step])
         num_of_first = len(passes[first::step])
         idle = passes[0]._replace(counts=False)
@@ -171,8 +171,8 @@ class Replicas(Workers):
 
     def learning_rate(self, own: float) -> float:
         """Return the leader's: a cosine may have another last bit on another processor."""
-        assert self.place is not None
-        return self.place.learning_rate
+        assert self.role is not None
+        return self.role.learning_rate
 
     def newer_lines(self) -> Lines | None:
         """Return, on rank 0, lines that a live replica has and this journal lacks, or None."""
@@ -193,8 +193,8 @@ class Replicas(Workers):
                 return lines
         return None
 
-    def meet(self) -> Place:
-        """Join the quorum of the next round, and return this replica's place in it.
+    def meet(self) -> Role:
+        """Join the quorum of the next round, and return this replica's role in it.
 
         Raises:
             StepLostError: a member has died, or leaves to take over many lines. Meet again.
@@ -202,10 +202,10 @@ class Replicas(Workers):
             LostRankError: there is no lighthouse, or too few replicas; or members do not reach each
                 other, and this one is the last of them.
         """
-        self.place = distributed.on_rank_zero(self._meet)
-        return self.place
+        self.role = distributed.on_rank_zero(self._meet)
+        return self.role
 
-    def _meet(self) -> Place:
+    def _meet(self) -> Role:
         assert self.journal is not None
         statement = Member(
             run=header_checksum(self.journal.header),
@@ -246,7 +246,7 @@ class Replicas(Workers):
             # If this replica hangs, the others need not wait for it.
             self._lighthouse.beats_until = time.monotonic() + self._patience.seconds
         workers = [member.workers for member in members]
-        return Place(
+        return Role(
             position=position,
             first_worker=sum(workers[:position]),
             num_workers=sum(workers),

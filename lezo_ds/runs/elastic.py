@@ -128,14 +128,14 @@ class ReplicaRun(ZerothOrderRun):
         while True:
             self.replicas.own_learning_rate = self.engine.own_learning_rate()
             try:
-                place = self.replicas.meet()
+                role = self.replicas.meet()
             except NoQuorumError:
                 self.replicas.leave()
                 raise Stopped from None
-            if place.lines is None:
+            if role.lines is None:
                 return
-            self._take_over(place.lines)
-            if not place.has_left:
+            self._take_over(role.lines)
+            if not role.has_left:
                 return
             self._catch_up()
 
@@ -190,8 +190,8 @@ class ReplicaRun(ZerothOrderRun):
 
     def _record_brought(self) -> None:
         """Record the evaluations that the replicas of this round have brought along."""
-        assert self.replicas.place is not None, "there was a round"
-        for evaluation in self.replicas.place.evaluations:
+        assert self.replicas.role is not None, "there was a round"
+        for evaluation in self.replicas.role.evaluations:
             if not self.has_evaluated(evaluation.split, evaluation.step):
                 super().record(evaluation)
         self.replicas.evaluations = []
@@ -206,18 +206,18 @@ class ReplicaRun(ZerothOrderRun):
 
         It is the turn of the first one in the last round. All others note who that is.
         """
-        place = self.replicas.place
-        if place is None:  # before the first round, nobody knows who is the first
+        role = self.replicas.role
+        if role is None:  # before the first round, nobody knows who is the first
             return False
         is_over = self._is_over()
         # While there are steps, the next replica evaluates what is due next. After the last step,
         # all wait for the one that is away, as long as it lives.
-        if is_over and self._evaluator not in ("", *place.addresses):
+        if is_over and self._evaluator not in ("", *role.addresses):
             evaluator_lives = distributed.on_rank_zero(lambda: reaches(self._evaluator))
             if evaluator_lives:
                 return False
-        self._evaluator = place.addresses[0]
-        if place.position > 0:
+        self._evaluator = role.addresses[0]
+        if role.position > 0:
             return False
         head = self.engine.global_steps
         missing = [(split, step) for split, step in self.missing() if step == head or is_over]

@@ -86,11 +86,11 @@ def updates_of_parameter(
 
 def _updates_of_step(update: StepUpdate, block: int, *, decays: bool) -> list[Update]:
     record = update.record
-    share = record.learning_rate / len(record.projected_grads)
+    rate = record.learning_rate / len(record.projected_grads)
     weight = record.layer_weights[block] if record.layer_weights else 1.0
     changes: list[Update] = []
     for direction, gradient in enumerate(record.projected_grads):
-        coefficient = share * gradient * weight
+        coefficient = rate * gradient * weight
         if coefficient != 0:
             key = direction_key(record.key, direction)
             changes.append(Update(key, coefficient, begins_step=not changes))

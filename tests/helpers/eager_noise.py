@@ -244,10 +244,7 @@ class EagerNoise:
         return theta.to(weight.out_dtype)
 
     def update(
-        self,
-        targets: Sequence[UpdateTarget],
-        updates: Sequence[Update],
-        precision: UpdatePrecision,
+        self, targets: Sequence[UpdateTarget], updates: Sequence[Update], precision: UpdatePrecision
     ) -> None:
         for target in targets:
             for update in updates:
@@ -288,8 +285,8 @@ class EagerLowRankKernels:
                 found.append(draw(entries, key, parameter_id, start, region.width))
         return torch.stack(found)
 
-    def subtract(self, subtraction, precision):
-        (high, elements, low), u, b, factor, dither_key = subtraction
+    def subtract(self, target, u, b, update, precision):
+        high, elements, low = target
         own_rows, own_columns = elements.rows_and_columns()
         indices = elements.region.indices(0, high.numel(), high.device)
         rows = indices // elements.shape[1] - own_rows.start
@@ -297,13 +294,13 @@ class EagerLowRankKernels:
         delta = torch.zeros(high.numel())
         for of_rows, of_columns in zip(u, b, strict=True):
             delta = delta + of_rows[rows] * of_columns[columns]
-        value = join_master(high, low) * factor - delta
+        value = join_master(high, low) * update.factor - delta
         if low is not None:
             new_high, new_low = split_master(value, high.dtype)
             low.copy_(new_low)
             high.copy_(new_high)
         elif precision == "stochastic" and high.dtype != torch.float32:
-            words = words_at(dither_key, elements.parameter_id, indices, DITHER_STREAM)
+            words = words_at(update.key, elements.parameter_id, indices, DITHER_STREAM)
             high.copy_(round_stochastic(value, words, high.dtype))
         else:
             high.copy_(value)
