@@ -24,7 +24,7 @@ class End:
 def end(run_dir):
     results = results_of(run_dir)
     assert results["finished"]
-    kept = (
+    kept = [
         "zero_shot",
         "test",
         "best_step",
@@ -32,7 +32,7 @@ def end(run_dir):
         "steps",
         "weights_digest",
         "skipped_steps",
-    )
+    ]
     manifest = read_manifest(snapshot_path(run_dir / "snapshots", results["steps"]))
     return End(
         results={name: results[name] for name in kept},

@@ -120,11 +120,7 @@ def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
 
 @pytest.mark.parametrize(
     ("precision", "distribution"),
-    [
-        ("stochastic", "normal"),
-        ("fp32_master", "normal"),
-        ("stochastic", "rademacher"),
-    ],
+    [("stochastic", "normal"), ("fp32_master", "normal"), ("stochastic", "rademacher")],
 )
 def test_slices_and_single_updates_give_the_bits_of_one_call(backend, precision, distribution):
     backend_of, device = backend

@@ -68,6 +68,15 @@ def assert_reads(directory, model):
         assert torch.equal(torch.cat(parts), flat), name
 
 
+def assert_opened_alike(directory, model=None):
+    """Check that transformers opens the weights of a model there, and that we read the same."""
+    opened = AutoModelForCausalLM.from_pretrained(directory)
+    if model is not None:
+        assert torch.equal(opened.lm_head.weight, model.lm_head.weight)
+    assert_reads(resolve_model(str(directory)), opened)
+    return opened
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("opt", torch.bfloat16)
@@ -123,9 +132,7 @@ def test_a_single_file_comes_before_an_index_beside_it_as_in_transformers(model,
     newer = tiny_model("opt", torch.bfloat16, seed=1)
     newer.save_pretrained(tmp_path / "newer")
     shutil.copy(tmp_path / "newer/model.safetensors", directory)
-    opened = AutoModelForCausalLM.from_pretrained(directory)
-    assert torch.equal(opened.lm_head.weight, newer.lm_head.weight)
-    assert_reads(directory, opened)
+    assert_opened_alike(directory, newer)
     sorted(directory.glob("model-*.safetensors"))[0].unlink()  # nor is a lack among them one
     assert_reads(directory, newer)
 
@@ -138,9 +145,7 @@ def test_the_file_that_a_config_names_is_read_as_in_transformers(sharded, single
     config = json.loads((directory / "config.json").read_text())
     config["transformers_weights"] = "best.safetensors"
     (directory / "config.json").write_text(json.dumps(config))
-    opened = AutoModelForCausalLM.from_pretrained(directory)
-    assert torch.equal(opened.lm_head.weight, named.lm_head.weight)
-    assert_reads(resolve_model(str(directory)), opened)
+    opened = assert_opened_alike(directory, named)
     assert "transformers_weights" not in saved_config(opened, directory)
     # An index may have any name, too.
     index = "model.safetensors.index.json"
@@ -148,7 +153,7 @@ def test_the_file_that_a_config_names_is_read_as_in_transformers(sharded, single
     (directory / index).rename(directory / f"best.{index}")
     config["transformers_weights"] = f"best.{index}"
     (directory / "config.json").write_text(json.dumps(config))
-    assert_reads(resolve_model(str(directory)), AutoModelForCausalLM.from_pretrained(directory))
+    assert_opened_alike(directory)
 
 
 def test_files_of_torch_are_read_as_by_transformers_where_there_are_no_others(single, tmp_path):
@@ -158,17 +163,13 @@ def test_files_of_torch_are_read_as_by_transformers_where_there_are_no_others(si
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     names = sorted(tensors)
     index = {name: f"pytorch_model-{1 + (name > names[9])}.bin" for name in names}
-    for title, files in (
-        ("whole", {"pytorch_model.bin": tensors}),
-        ("bare", {"pytorch_model.bin": bare}),
-        (
-            "parts",
-            {
-                file: {name: tensors[name] for name in names if index[name] == file}
-                for file in set(index.values())
-            },
-        ),
-    ):
+    parts = {
+        file: {name: tensors[name] for name in names if index[name] == file}
+        for file in set(index.values())
+    }
+    whole = {"pytorch_model.bin": tensors}
+    kinds = {"whole": whole, "bare": {"pytorch_model.bin": bare}, "parts": parts}
+    for title, files in kinds.items():
         directory = tmp_path / title
         directory.mkdir()
         shutil.copy(single / "config.json", directory)
@@ -177,9 +178,7 @@ def test_files_of_torch_are_read_as_by_transformers_where_there_are_no_others(si
         if len(files) > 1:
             path = directory / "pytorch_model.bin.index.json"
             path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
-        opened = AutoModelForCausalLM.from_pretrained(directory)
-        assert torch.equal(opened.lm_head.weight, saved.lm_head.weight)
-        assert_reads(resolve_model(str(directory)), opened)
+        assert_opened_alike(directory, saved)
     shutil.copy(single / "model.safetensors", tmp_path / "parts")
     assert_reads(tmp_path / "parts", AutoModelForCausalLM.from_pretrained(single))
 
@@ -340,23 +339,11 @@ def test_a_part_that_a_multimodal_model_does_not_have_is_none(tmp_path):
 def test_a_model_that_learned_more_than_its_parameters_is_refused(tmp_path):
     """The router of DeepSeek-V3 corrects its scores by a buffer, which is neither loaded nor
     saved."""
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "moe_intermediate_size": 8,
-    }
-    heads = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "kv_lora_rank": 4,
-        "q_lora_rank": 4,
-    }
-    heads |= {"qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4}
-    routing = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 1}
-    config = DeepseekV3Config(
-        num_hidden_layers=2, first_k_dense_replace=1, **sizes, **heads, **routing
-    )
+    sizes = dict.fromkeys(["hidden_size", "intermediate_size", "moe_intermediate_size"], 16)
+    sizes |= dict.fromkeys(["kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim"], 4)
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 4}
+    sizes |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 1}
+    config = DeepseekV3Config(vocab_size=40, num_hidden_layers=2, first_k_dense_replace=1, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     build_checked(tmp_path, "fp32")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"

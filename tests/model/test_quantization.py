@@ -39,12 +39,7 @@ SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 1,
 }
-OPT = OPTConfig(
-    **SHAPE,
-    word_embed_proj_dim=WIDTH,
-    ffn_dim=2 * WIDTH,
-    max_position_embeddings=62,
-)
+OPT = OPTConfig(**SHAPE, word_embed_proj_dim=WIDTH, ffn_dim=2 * WIDTH, max_position_embeddings=62)
 LLAMA = LlamaConfig(**SHAPE, intermediate_size=2 * WIDTH, num_key_value_heads=2)
 GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_head=4)
 
@@ -73,7 +68,8 @@ def as_documented(part, bits, num_groups):
     if bits == 4:
         codes = np.stack([codes >> 4, codes & 15], axis=-1).reshape(num_groups, GROUP)
     steps, minima = [(field.astype(np.uint32) << 16).view(np.float32) for field in (steps, minima)]
-    return codes.astype(np.float32) * steps[:, None] + minima[:, None]
+    values = codes.astype(np.float32) * steps[:, None] + minima[:, None]
+    return torch.from_numpy(values).bfloat16()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -109,17 +105,7 @@ def test_an_element_is_off_by_half_a_step_and_parts_together_are_the_whole(bits,
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_stored_bytes_are_as_documented(bits):
-    values = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
-    quantization = Quantization(bits, torch.bfloat16, (3, WIDTH), 1)
-    part = torch.empty(quantization.size_of_part, dtype=torch.bfloat16)
-    quantization.quantize_(part, values)
-    expected = torch.from_numpy(as_documented(part, bits, 6)).bfloat16()
-    assert torch.equal(quantization.matrix(part), expected.view(3, WIDTH))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_values_are_those_of_the_page_and_are_not_rounded_before(bits):
+def test_the_bytes_and_values_are_those_of_the_page_and_are_not_rounded_before(bits):
     """docs/file-formats.md: float32 values of a checkpoint, and a run in bf16."""
     values = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
 
@@ -134,7 +120,9 @@ def test_values_are_those_of_the_page_and_are_not_rounded_before(bits):
     quantization = Quantization(bits, torch.bfloat16, (3, WIDTH), 1)
     part = torch.empty(quantization.size_of_part, dtype=torch.bfloat16)
     quantization.quantize_(part, values)
-    assert torch.equal(quantization.matrix(part), by_page(values))
+    matrix = quantization.matrix(part)
+    assert torch.equal(matrix, by_page(values))
+    assert torch.equal(matrix.view(-1, GROUP), as_documented(part, bits, 6))
     assert not torch.equal(by_page(values), by_page(values.bfloat16().float()))
 
 
@@ -212,16 +200,16 @@ def test_a_run_computes_with_the_dequantized_weights_and_is_the_same_on_any_numb
         assert_same_run(result, alone)
 
 
-SPLIT = {
-    "ds_changes": {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 0}},
-}
+SPLIT = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 0}}
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", [thorough("opt"), "llama"])
 def test_tensor_parallel_ranks_split_the_codes(models, family):
     alone = run_ranks(run, 1, models[family], "fp32", 1, 4, {"family": family})[0]
-    results = run_ranks(run, 2, models[family], "fp32", 2, 4, {"family": family, **SPLIT})
+    results = run_ranks(
+        run, 2, models[family], "fp32", 2, 4, {"family": family, "ds_changes": SPLIT}
+    )
     for base, weights, stored, logits, records, digest in results:
         assert base == alone[0]
         assert all(torch.equal(weights[name], alone[1][name]) for name in weights)
@@ -377,7 +365,7 @@ def test_the_key_of_deepspeed_is_refused_with_ours(tmp_path):
 
 
 def split_narrow(directory):
-    ds_config = load_ds_config(DS_CONFIG, "fp32", 2, 2) | SPLIT["ds_changes"]
+    ds_config = load_ds_config(DS_CONFIG, "fp32", 2, 2) | SPLIT
     try:
         initialize(
             str(directory), zo_config(), ds_config, "fp32", SEED, peft_config("lora"), bits=4

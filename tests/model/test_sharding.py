@@ -302,7 +302,7 @@ def make_records(num_steps):
 def _update(directory, dtype):
     """Return, for each precision, digests before, after one by one, and after many at once; and
     one step."""
-    records, digests = make_records(60), {}
+    records, digests = make_records(30), {}
     for precision in ("fp32_master", "stochastic"):
         weights = shard(directory, dtype, precision)
         before, witness = weights.digest(), weights.witness()
@@ -311,8 +311,8 @@ def _update(directory, dtype):
         witness.follow(step_updates(records, 0, len(records), weight_decay=0.1), DIRECTIONS)
         assert witness.unlike() == []
         replayed = shard(directory, dtype, precision)
-        replayed.apply(step_updates(records, 0, 25, weight_decay=0.1), DIRECTIONS)
-        replayed.apply(step_updates(records, 25, len(records), weight_decay=0.1), DIRECTIONS)
+        replayed.apply(step_updates(records, 0, 12, weight_decay=0.1), DIRECTIONS)
+        replayed.apply(step_updates(records, 12, len(records), weight_decay=0.1), DIRECTIONS)
         digests[precision] = (before, weights.digest(), replayed.digest())
     weights = shard(directory, dtype, "fp32_master")
     before = gather(weights)

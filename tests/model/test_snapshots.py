@@ -235,23 +235,17 @@ def test_neither_weights_nor_code_of_the_base_model_are_copied(tmp_path):
     source.mkdir()
     target.mkdir()
     kept = [
-        "additional_chat_templates/rag.jinja",
         "config.json",
         "LICENSE",
         "README.md",
         "chat_template.jinja",
         "merges.txt",
         "tokenizer.json",
-        "tokenizer.model",
     ]
-    others = [
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "model.pth",
-        "x.pkl",
-    ]
-    for name in (*kept, *others, "modeling_evil.py", "run.sh", "folder/x.json", MANIFEST):
+    kept += ["additional_chat_templates/rag.jinja", "tokenizer.model"]
+    others = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.pth"]
+    others += ["x.pkl", "modeling_evil.py", "run.sh", "folder/x.json", MANIFEST]
+    for name in (*kept, *others):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("text")
     snapshots._copy_companions(source, target)

@@ -192,7 +192,7 @@ REFUSALS = {
     "the journal's sync, for good": (
         Fault("fsync", "journal.jsonl", 2, effect="EIO", lasts=True),
         3,
-        "",
+        "journal.jsonl cannot be written: Input/output error; last good step: ",
     ),
     "all from a moment on": (
         Fault("write", "journal.jsonl", 3, effect="EROFS", lasts=True),
@@ -209,18 +209,6 @@ def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(recipe, und
     for fault, code, fragment in REFUSALS.values():
         assert_one_error(run_faulty(arguments(recipe, run_dir), fault), code, fragment)
         assert check_interrupted(run_dir, undisturbed[1]) == 0
-    assert finish(recipe, run_dir) == undisturbed[1]
-
-
-@pytest.mark.thorough
-def test_a_line_that_cannot_be_synced_ends_the_run_at_the_next_step(recipe, undisturbed, tmp_path):
-    run_dir = tmp_path / "run"
-    fault = Fault(
-        "fsync", "journal.jsonl", 7, effect="EIO", lasts=True
-    )  # after those of two evaluations
-    error = f"{run_dir / 'journal.jsonl'} cannot be written: Input/output error; last good step: 2"
-    assert_one_error(run_faulty(arguments(recipe, run_dir), fault), 3, error)
-    assert check_interrupted(run_dir, undisturbed[1]) <= 1
     assert finish(recipe, run_dir) == undisturbed[1]
 
 

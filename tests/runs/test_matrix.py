@@ -10,7 +10,7 @@ import itertools
 import json
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -54,8 +54,8 @@ class Case:
     partition: str
     decays: bool
     probes: int
-    family: str = "opt"
-    more: tuple[str, ...] = ()
+    family: str
+    more: tuple[str, ...]
 
     @property
     def directions(self):
@@ -81,67 +81,47 @@ class Case:
         ]
 
 
-MASTER, STOCHASTIC = "fp32_master", "stochastic"
-ES = "evolution-strategies"
-WEIGHTED = "weighted_groups:Weighted"
 BLOCKS = ("zo.only_blocks=true",)
-ONE_A_ROW = ("zo.noise_rank=1", "zo.examples_per_direction=1")
-PAIRS = ("zo.noise_rank=2", "zo.examples_per_direction=2")
-WHOLE = ("zo.noise_rank=3", "zo.examples_per_direction=null")
-FALLING = ("zo.lr_schedule=linear", "zo.warmup_steps=2")
-CASES = [
-    Case("none", "fp32", MASTER, ES, "uniform", "rademacher", "replicas", True, 4),
-    Case("lora", "fp32", STOCHASTIC, "spsa", "fixed", "rademacher", "shared", False, 2),
-    Case("prefix", "bf16", STOCHASTIC, "spsa", "uniform", "normal", "replicas", False, 1),
-    Case("lora", "bf16", STOCHASTIC, ES, WEIGHTED, "normal", "shared", False, 1, "llama"),
-    Case("none", "fp32", STOCHASTIC, "one-sided", WEIGHTED, "rademacher", "replicas", False, 1),
-    Case("prefix", "fp16", STOCHASTIC, ES, "fixed", "rademacher", "shared", False, 1),
-    Case("lora", "bf16", MASTER, "one-sided", "fixed", "normal", "shared", True, 6),
-    Case("prefix", "fp16", MASTER, "one-sided", "uniform", "normal", "shared", True, 1, "llama"),
-    Case(
-        "lora",
-        "fp16",
-        STOCHASTIC,
-        "fzoo",
-        "uniform",
-        "rademacher",
-        "replicas",
-        True,
-        1,
-        "opt",
-        FALLING,
-    ),
-    Case("none", "fp16", MASTER, "spsa", WEIGHTED, "normal", "shared", True, 1),
-    Case("prefix", "fp32", MASTER, "fzoo", WEIGHTED, "normal", "shared", False, 2, "opt", FALLING),
-    Case(
-        "none",
-        "bf16",
-        STOCHASTIC,
-        "fzoo",
-        "fixed",
-        "rademacher",
-        "replicas",
-        False,
-        1,
-        "opt",
-        BLOCKS,
-    ),
-]
-LOW_RANK = [
-    Case("none", "bf16", MASTER, "spsa", "uniform", "normal", "replicas", False, 2, "llama", WHOLE),
-    Case("lora", "fp32", MASTER, "fzoo", "fixed", "rademacher", "shared", False, 5, "opt", PAIRS),
-    Case("none", "bf16", STOCHASTIC, ES, WEIGHTED, "normal", "shared", True, 4, "llama", ONE_A_ROW),
-]
-COLUMNS = [
-    "adapter",
-    "dtype",
-    "precision",
-    "estimator",
-    "policy",
-    "distribution",
-    "partition",
-    "decays",
-]
+MORE = {
+    "-": (),
+    "blocks": BLOCKS,
+    "falling": ("zo.lr_schedule=linear", "zo.warmup_steps=2"),
+    "single": ("zo.noise_rank=1", "zo.examples_per_direction=1"),
+    "pairs": ("zo.noise_rank=2", "zo.examples_per_direction=2"),
+    "whole": ("zo.noise_rank=3", "zo.examples_per_direction=null"),
+}
+WORDS = {"es": "evolution-strategies", "weighted": "weighted_groups:Weighted"}
+
+
+def cases(rows):
+    """Return the cases of a table, in the order of the fields of `Case`."""
+    found = []
+    for row in rows.strip().splitlines():
+        *settings, decays, probes, family, more = [WORDS.get(w, w) for w in row.split()]
+        found.append(Case(*settings, decays == "decays", int(probes), family, MORE[more]))
+    return found
+
+
+CASES = cases("""
+none    fp32  fp32_master  es         uniform   rademacher  replicas  decays  4  opt    -
+lora    fp32  stochastic   spsa       fixed     rademacher  shared    -       2  opt    -
+prefix  bf16  stochastic   spsa       uniform   normal      replicas  -       1  opt    -
+lora    bf16  stochastic   es         weighted  normal      shared    -       1  llama  -
+none    fp32  stochastic   one-sided  weighted  rademacher  replicas  -       1  opt    -
+prefix  fp16  stochastic   es         fixed     rademacher  shared    -       1  opt    -
+lora    bf16  fp32_master  one-sided  fixed     normal      shared    decays  6  opt    -
+prefix  fp16  fp32_master  one-sided  uniform   normal      shared    decays  1  llama  -
+lora    fp16  stochastic   fzoo       uniform   rademacher  replicas  decays  1  opt    falling
+none    fp16  fp32_master  spsa       weighted  normal      shared    decays  1  opt    -
+prefix  fp32  fp32_master  fzoo       weighted  normal      shared    -       2  opt    falling
+none    bf16  stochastic   fzoo       fixed     rademacher  replicas  -       1  opt    blocks
+""")
+LOW_RANK = cases("""
+none    bf16  fp32_master  spsa       uniform   normal      replicas  -       2  llama  whole
+lora    fp32  fp32_master  fzoo       fixed     rademacher  shared    -       5  opt    pairs
+none    bf16  stochastic   es         weighted  normal      shared    decays  4  llama  single
+""")
+COLUMNS = [field.name for field in fields(Case)[:8]]
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +174,7 @@ IN_EVERY_RUN = (CASES[3], LOW_RANK[2])
     ids=lambda c: "-".join(map(str, (getattr(c, n) for n in COLUMNS))),
 )
 def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
-    undisturbed, run_dir, exported = (
-        tmp_path / "undisturbed",
-        tmp_path / "run",
-        tmp_path / "exported",
-    )
+    undisturbed, run_dir, exported = (tmp_path / name for name in ("undisturbed", "run", "out"))
     run_forked_well(recipe(case, models, data, undisturbed)[1])
     config, arguments = recipe(case, models, data, run_dir)
 

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from assets import REPOSITORY
 from commands import LAUNCH, _run_program, environment, run_forked_well, wait_until
 from ranks import context, free_port, run_ranks
 from run_ends import STEP, reaches, records_of, results_of
+from thorough import thorough
 
 from lezo_ds import distributed
 from lezo_ds.errors import LezoError
@@ -31,8 +31,6 @@ from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("torchft", reason="pip install 'lezo_ds[elastic]'")
-
-from torchft.coordination import LighthouseClient  # noqa: E402
 
 from lezo_ds.replicas import quorum  # noqa: E402
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
@@ -55,7 +53,10 @@ def write_journal(path, num, key=5, header=HEADER):
 
 
 @pytest.fixture
-def connect():
+def connect(monkeypatch):
+    # By default, a server looks twice a second whether it is to end.
+    serve = JournalTransport.serve_forever
+    monkeypatch.setattr(JournalTransport, "serve_forever", lambda self: serve(self, 0.01))
     opened = []
 
     def connect(journal, secret=b"s"):
@@ -68,34 +69,27 @@ def connect():
         transport.server_close()
 
 
-def test_a_peer_sends_the_lines_that_are_missing_and_all_to_another_journal(tmp_path, connect):
-    peer = connect(write_journal(tmp_path / "peer", 5))
+@pytest.mark.parametrize("piece_bytes", [7, 100, 1000, transport_module.PIECE_BYTES])
+def test_a_peer_sends_the_lines_that_are_missing_in_pieces_and_all_to_another_journal(
+    tmp_path, connect, monkeypatch, piece_bytes
+):
+    monkeypatch.setattr(transport_module, "PIECE_BYTES", piece_bytes)
+    if piece_bytes <= 1000:
+        monkeypatch.setattr(transport_module, "MAX_BYTES", 1000)  # less than the journal has
+    peer = connect(write_journal(tmp_path / "peer", 9))
     whole = (tmp_path / "peer").read_bytes()
+    assert len(whole) > 1000
+    assert connect(tmp_path / "none").fetch(peer.address) == (0, whole)
+    assert connect(write_journal(tmp_path / "other", 9, key=6)).fetch(peer.address) == (0, whole)
+    assert peer.fetch(connect(write_journal(tmp_path / "behind", 1)).address) == (len(whole), b"")
     own = write_journal(tmp_path / "own", 2)
     lines = connect(own).fetch(peer.address)
     assert own.read_bytes() + lines.data == whole
+    assert lines.start == len(own.read_bytes())
     with Journal.open(own) as journal:
-        assert [record.step for record in journal.extend(lines.data)] == [2, 3, 4]
+        assert [record.step for record in journal.extend(lines.data)] == [2, 3, 4, 5, 6, 7, 8]
     assert own.read_bytes() == whole
     assert connect(own).fetch(peer.address).data == b""
-    assert peer.fetch(connect(write_journal(tmp_path / "behind", 1)).address).data == b""
-    assert connect(tmp_path / "none").fetch(peer.address) == (0, whole)
-    assert connect(write_journal(tmp_path / "other", 3, key=6)).fetch(peer.address) == (0, whole)
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 100, 1000])
-def test_a_journal_of_any_length_comes_in_pieces(tmp_path, connect, monkeypatch, piece_bytes):
-    monkeypatch.setattr(transport_module, "PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(transport_module, "MAX_BYTES", 1000)  # less than the journal has
-    peer = connect(write_journal(tmp_path / "peer", 9))
-    whole = whole_lines(tmp_path / "peer")
-    assert len(whole) > 1000
-    own = write_journal(tmp_path / "own", 2)
-    length = len(whole_lines(own))
-    assert connect(own).fetch(peer.address) == (length, whole[length:])
-    assert connect(tmp_path / "none").fetch(peer.address) == (0, whole)
-    assert connect(write_journal(tmp_path / "other", 9, key=6)).fetch(peer.address) == (0, whole)
-    assert peer.fetch(connect(own).address) == (len(whole), b"")
 
 
 def test_only_what_is_missing_is_sent(tmp_path, connect, monkeypatch):
@@ -194,7 +188,7 @@ def serve():
                 pass
 
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         return servers[-1].server_port
 
     yield serve
@@ -348,32 +342,20 @@ class Lab:
         # Not in this process: its threads would break tests that fork.
         options = ["--min_replicas=1", "--join_timeout_ms=300", "--quorum_tick_ms=20"]
         program = Path(sys.executable).with_name("torchft_lighthouse")
-        command = [
-            program,
-            *options,
-            "--heartbeat_timeout_ms=1000",
-            f"--bind=127.0.0.1:{self.port}",
-        ]
-        self.lighthouse = subprocess.Popen(command, env=environment(RUST_LOG="error"))
+        options += ["--heartbeat_timeout_ms=1000", f"--bind=127.0.0.1:{self.port}"]
+        self.lighthouse = subprocess.Popen([program, *options], env=environment(RUST_LOG="error"))
 
     def start(self, *keys, program=LAUNCH / "train.py", num_ranks=1):
         """Start a replica and return the processes of its ranks."""
         url = f"elastic.lighthouse=http://127.0.0.1:{self.port}"
-        command = [
-            str(program),
-            "--config",
-            str(self._recipe),
-            f"run_dir={self.run_dir}",
-            url,
-            *keys,
-        ]
+        command = [str(program), "--config", str(self._recipe), f"run_dir={self.run_dir}", url]
         shared = environment(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
         started = []
         for rank in range(num_ranks):
             files = [self._outputs / f"{kind}-{len(self.ranks)}" for kind in ("in", "out", "err")]
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(
-                target=_run_program, args=(command, own, REPOSITORY, files), daemon=True
+                target=_run_program, args=([*command, *keys], own, REPOSITORY, files), daemon=True
             )
             process.start()
             process.errors = files[2]
@@ -504,7 +486,7 @@ def test_kills_joins_and_a_new_lighthouse_leave_the_run_of_one_process(lab, reci
     assert [results_of(path.parent)["skipped_steps"] for path in lab.journals()] == [1, 1]
 
 
-@pytest.mark.parametrize("early", [0, 2])
+@pytest.mark.parametrize("early", [2, thorough(0)])
 def test_those_that_are_left_do_a_round_again_at_once(lab, tmp_path, early):
     url, ends = f"http://127.0.0.1:{lab.port}", context.Queue()
     for number in range(3):
@@ -513,44 +495,6 @@ def test_those_that_are_left_do_a_round_again_at_once(lab, tmp_path, early):
         lab.ranks[-1].start()
     seconds = [ends.get(timeout=60) for _ in range(2)]
     assert max(seconds) < 3, seconds
-
-
-@pytest.mark.thorough
-def test_trainers_of_torchft_at_the_same_lighthouse_are_ignored(lab, tmp_path):
-    url, ends = f"http://127.0.0.1:{lab.port}", context.Queue()
-    trainers = [("ddp_0:8d7f", None), ("0000@127.0.0.1:9", None), ("0001@127.0.0.1:9", {"step": 7})]
-    for trainer in trainers:
-        lab.ranks.append(
-            context.Process(target=_ask_for_quorums, args=(url, *trainer), daemon=True)
-        )
-    for number in (2, 3):
-        arguments = (url, tmp_path / str(number), number, ends)
-        lab.ranks.append(context.Process(target=_do_rounds_of_two, args=arguments, daemon=True))
-    for process in lab.ranks:
-        process.start()
-    assert [ends.get(timeout=60) for _ in range(2)] == ["done", "done"]
-
-
-def _ask_for_quorums(url, replica_id, data):
-    client = LighthouseClient(url, timedelta(seconds=5))
-    while True:
-        with suppress(RuntimeError, OSError):
-            client.quorum(replica_id, timedelta(seconds=5), data=data)
-
-
-def _do_rounds_of_two(url, journal, number, ends):
-    """Do rounds without passes until five had two replicas beside the trainers."""
-    distributed.init_distributed()
-    replicas = Replicas(url, number, journal, 30.0)
-    replicas.journal = Journal.open(write_journal(journal, 0))
-    num_done = 0
-    while num_done < 5:
-        with suppress(StepLostError):
-            place = replicas.meet()
-            replicas.sum([0.0, 0.0], {})
-            num_done += place.num_workers == 2
-    ends.put("done")
-    time.sleep(60)  # its last round may not have ended for the other one
 
 
 def _do_rounds(url, journal, number, early, ends):
