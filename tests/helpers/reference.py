@@ -171,22 +171,11 @@ def probes_of(estimator, scale, directions):
     return at_theta + [(direction, scale) for direction in range(directions)]
 
 
-def estimate(estimator, scale, losses):
-    """Return the loss and the projected gradients (see lezo_ds.zo for the papers)."""
-    if estimator == "spsa":
-        sides = list(zip(losses[::2], losses[1::2], strict=True))
-        loss = math.fsum(plus + minus for plus, minus in sides) / len(losses)
-        return loss, [(plus - minus) / (2 * scale) for plus, minus in sides]
-    if estimator == "evolution-strategies":
-        mean = statistics.fmean(losses)
-        return mean, [(loss - mean) / statistics.pstdev(losses) for loss in losses]
-    base, *sides = losses
-    unit = scale if estimator == "one-sided" else statistics.stdev(sides)
-    return base, [(side - base) / unit for side in sides]
-
-
 def estimate_groups(estimator, scale, losses):
-    """Return the loss and the projected gradients of all groups of examples, group by group."""
+    """Return the loss and the projected gradients of all groups of examples, group by group.
+
+    See lezo_ds.zo for the papers. All groups have equally many examples.
+    """
     if estimator == "evolution-strategies":
         means = [statistics.fmean(of_group) for of_group in losses]
         gradients = [
@@ -194,18 +183,20 @@ def estimate_groups(estimator, scale, losses):
         ]
         spread = math.hypot(*gradients) / math.sqrt(len(gradients))
         return statistics.fmean(means), [gradient / spread for gradient in gradients]
-    if estimator == "fzoo":
-        differences = [side - base for base, *sides in losses for side in sides]
-        variances = [statistics.variance(sides) for _, *sides in losses]  # groups of one size
-        spread = math.sqrt(statistics.fmean(variances))
-        loss = statistics.fmean(base for base, *_ in losses)
-        return loss, [difference / spread for difference in differences]
-    of_groups = [estimate("spsa" if estimator == "grzo" else estimator, scale, of) for of in losses]
-    gradients = [gradient for _, of_group in of_groups for gradient in of_group]
+    if estimator in ("fzoo", "one-sided"):
+        unit = scale
+        if estimator == "fzoo":
+            variances = [statistics.variance(sides) for _, *sides in losses]
+            unit = math.sqrt(statistics.fmean(variances))
+        gradients = [(side - base) / unit for base, *sides in losses for side in sides]
+        return statistics.fmean(base for base, *_ in losses), gradients
+    flat = [loss for of_group in losses for loss in of_group]
+    sides = zip(flat[::2], flat[1::2], strict=True)
+    gradients = [(plus - minus) / (2 * scale) for plus, minus in sides]
     if estimator == "grzo":
         spread = statistics.stdev(gradients)
         gradients = [gradient / spread for gradient in gradients]
-    return statistics.fmean(loss for loss, _ in of_groups), gradients
+    return statistics.fmean(flat), gradients
 
 
 def _block(name, num_blocks):
