@@ -25,6 +25,7 @@ import torch
 
 from lezo_ds.config import ReadingConfig, RunConfig, find_task
 from lezo_ds.data.batches import batch_indices, num_earlier
+from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.metrics import try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
@@ -61,6 +62,11 @@ class TaskData:
     def task(self) -> Task:
         """The task."""
         return self.reader.task
+
+    @property
+    def tokenizer(self) -> PromptTokenizer:
+        """The model's tokenizer."""
+        return self.reader.tokenizer
 
     @property
     def objective(self) -> Objective:

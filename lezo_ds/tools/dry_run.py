@@ -231,6 +231,6 @@ def _data_lines(config: RunConfig, data: TaskData) -> Iterator[str]:
     encoded = data.train.encoded[0]
     # A record without a right answer has no sequence, only a prompt.
     ids = encoded.sequences[encoded.label or 0] if encoded.sequences else data.train.prompts[0]
-    text: str = data.reader.tokenizer.backend.decode(list(ids), clean_up_tokenization_spaces=False)
+    text: str = data.tokenizer.backend.decode(list(ids), clean_up_tokenization_spaces=False)
     # JSON shows line breaks and spaces at the ends.
     yield f"first example {json.dumps(text[-_MAX_SHOWN:], ensure_ascii=False)}"

@@ -328,9 +328,7 @@ def _shorter_labels(
     whole = labels if isinstance(labels, dict) else {label: label for label in labels}
     shorter = {}  # by the text of a label, which several values may have
     for label, option in zip(dict.fromkeys(whole.values()), options, strict=True):
-        own = [
-            data.reader.tokenizer.decode([token]).strip() for token in option if counts[token] == 1
-        ]
+        own = [data.tokenizer.decode([token]).strip() for token in option if counts[token] == 1]
         shorter[label] = shortened_label(label, own)
     different = {text.casefold() for text in shorter.values() if text}
     if len(different) < len(shorter):

@@ -127,7 +127,7 @@ def written(model, data, prompt):
     new = []
     while len(new) < MAX_NEW_TOKENS and not {END, NEWLINE} & set(new):
         new.append(int(model(input_ids=torch.tensor([[*prompt, *new]])).logits[0, -1].argmax()))
-    return data.reader.tokenizer.decode(new).strip()
+    return data.tokenizer.decode(new).strip()
 
 
 def one_at_a_time(assets, case):

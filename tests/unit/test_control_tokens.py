@@ -44,13 +44,13 @@ def fill(value, number):
 
 def special_tokens(data, sequence):
     """Return the control tokens of a sequence, in order."""
-    backend = data.reader.tokenizer.backend
+    backend = data.tokenizer.backend
     added = backend.added_tokens_decoder
     return [added[token].content for token in sequence if token in added]
 
 
 def text_of(data, sequence):
-    return data.reader.tokenizer.backend.decode(sequence)
+    return data.tokenizer.backend.decode(sequence)
 
 
 CONVERSATION = [
@@ -83,7 +83,7 @@ def test_what_is_read_as_text_is_what_the_tokenizer_writes_for_other_text(model,
     data = load(model, tmp_path, {"turns": CONVERSATION}, messages="turns")
     example = data.train.examples[0]
     turns = [{"role": turn.role, "content": turn.content} for turn in example.messages]
-    by_transformers = data.reader.tokenizer.backend.apply_chat_template(
+    by_transformers = data.tokenizer.backend.apply_chat_template(
         turns, sanitize_control_tokens=True, return_dict=False
     )
     (sequence,) = data.train.encoded[0].sequences

@@ -77,9 +77,7 @@ def read_and_learned(data):
     for encoded in data.train.encoded:
         (sequence,) = encoded.sequences
         learned = [sequence[place] for place in encoded.targets(0)]
-        texts.append(
-            (data.reader.tokenizer.decode(sequence), data.reader.tokenizer.decode(learned))
-        )
+        texts.append((data.tokenizer.decode(sequence), data.tokenizer.decode(learned)))
     return texts
 
 

@@ -60,7 +60,7 @@ def load(assets, task, data="data", **changes):
 
 def text(data, ids):
     assert ids[0] == 0
-    return data.reader.tokenizer.decode(ids[1:])
+    return data.tokenizer.decode(ids[1:])
 
 
 @pytest.mark.parametrize(("task", "changes"), [("cb", {}), ("squad", {"train__objective": "f1"})])
@@ -154,7 +154,7 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     ]
     assert (len(batch.examples), len(set(batch.prompts.sample_keys.tolist()))) == (4, 4)
     assert batch.examples[0] == batch.examples[1]
-    letter, space, end, newline = (data.reader.tokenizer.encode([c])[0][-1] for c in "a b\n")
+    letter, space, end, newline = (data.tokenizer.encode([c])[0][-1] for c in "a b\n")
     tokens = torch.tensor([[letter, space, end, newline], [newline, letter, space, letter]])
     assert data.reader.answers(tokens) == ["a b", ""]
     two = replace(batch, examples=batch.examples[:2])
@@ -194,7 +194,7 @@ def test_a_reward_in_a_chat_gets_all_lines_of_an_answer(assets, tmp_path):
     values["train"]["objective"] = "test_task_data:num_words"
     data = load_task_data(config_from_dict(values, "test"))
     answer = '{\n "city": "Oslo"\n}'
-    (ids,) = data.reader.tokenizer.backend([f"{answer}</s>\n<s>user"])["input_ids"]
+    (ids,) = data.tokenizer.backend([f"{answer}</s>\n<s>user"])["input_ids"]
     assert data.reader.answers(torch.tensor([ids])) == [answer]
 
 
