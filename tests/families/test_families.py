@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 from family_checks import Family
 from family_models import KNOWN, NOT_BUILT
@@ -35,6 +37,10 @@ def test_tokens_that_lie_once_for_each_expert_are_not_cut_into_copies(tmp_path):
     checked.step(probes_per_pass=1)
 
 
+@pytest.mark.skipif(
+    f"transformers {version('transformers').rpartition('.')[0]}" not in PAGE.read_text(),
+    reason="the page is about another version of transformers",
+)
 def test_the_page_has_all_families_that_transformers_builds():
     rows = read_rows()
     assert rows.keys() | NOT_BUILT.keys() == set(KNOWN)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from eager_noise import box_muller
 from noise_cases import at, target, weight
+from packaging.version import Version
 from thorough import thorough
 
 from lezo_ds.errors import UserError
@@ -172,6 +173,8 @@ COMPILED = [
 def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
     storage, distribution, operation, most, tmp_path
 ):
+    if Version(triton.__version__) < Version("3.7"):
+        pytest.skip("older compilers write longer code")
     compiled = compiled_for_hopper(storage, distribution, operation)
     # In four normals: two of each logarithm, two of each root, one of each cosine. No other is
     # fused.
