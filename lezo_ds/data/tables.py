@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
 import charset_normalizer
-import datasets
 import pyarrow as pa
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
@@ -223,6 +222,8 @@ def read_hub(
     Raises:
         HubError: the data set cannot be loaded.
     """
+    import datasets  # takes a second, with pandas; only the hub needs it
+
     problem = hub_problem()
     # With this flag, `datasets` reads its cache at once. Without it, it tries the hub for minutes.
     datasets.config.HF_HUB_OFFLINE = bool(problem)

@@ -27,7 +27,6 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, ReplayEngine
 from lezo_ds.errors import UserError
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
 from lezo_ds.runs.opening import load, prepare
 from lezo_ds.runs.records import check_records, with_start_date
 from lezo_ds.runs.results import RunResults
@@ -65,6 +64,8 @@ def train(config: RunConfig) -> RunResults:
         ds_config = {**monitors, **ds_config}
         run: Run
         if config.method == "adamw":
+            from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
+
             logger.info("loading %s", config.model.path)
             first_order = initialize_first_order(config, ds_config)
             run = FirstOrderRun(config, data, directory, first_order)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -44,6 +42,8 @@ class LoraAdapter:
     stored_prefix = "base_model.model."  # peft puts it before every name in its files
 
     def __init__(self, rank: int, alpha: float, targets: str) -> None:
+        from peft import LoraConfig  # takes half a second; only LoRA needs it
+
         self._targets = [name.strip() for name in targets.split(",") if name.strip()]
         self._lora = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=self._targets, task_type="CAUSAL_LM"
@@ -55,6 +55,8 @@ class LoraAdapter:
         if self._targets == [ALL_LINEAR]:
             self._targets = _linear_names(model, but=model.get_output_embeddings())
             self._lora.target_modules = set(self._targets)
+        from peft import inject_adapter_in_model
+
         matched = matching_modules(model, self._targets)
         # GPT-2's linear module is Conv1D, which stores its weight transposed.
         self._transposed = {name for name, each in matched.items() if isinstance(each, Conv1D)}
@@ -94,6 +96,8 @@ class LoraAdapter:
         Returns:
             The function that puts it back on the modules that are in their places then.
         """
+        from peft.tuners.lora import LoraLayer
+
         wrappers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
         for name, wrapper in wrappers.items():
             model.set_submodule(name, wrapper.base_layer)
@@ -173,6 +177,8 @@ class LoraAdapter:
         Raises:
             UserError: the adapter is a variant of LoRA.
         """
+        from peft import LoraConfig
+
         plain = LoraConfig().to_dict()
         for key in _VARIANTS:
             if config.get(key, plain[key]) != plain[key]:
