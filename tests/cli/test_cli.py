@@ -62,7 +62,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
             "train --config demo --learning_rate 1e-5",
             "fix: write zo.learning_rate=VALUE or adamw.learning_rate=VALUE, without dashes",
         ),
-        ("train --num-train-epochs=3", "num-train-epochs=3; fix: write train.steps=VALUE, without"),
+        ("train --num-train-epochs=3", "num-train-epochs=3; fix: write train.epochs=VALUE,"),
         ("train --config demo --resume", "fix: leave it out: the same command resumes a run"),
         ("export --model m --out e", "arguments: --model; fix: see lezo-ds export --help"),
         ("report runs --seed 3", "fix: see lezo-ds report --help"),
@@ -81,6 +81,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("evaluate --model {run}", "is a run, not a model; fix: use --run "),
         ("evaluate", "one of the arguments --run --model is required"),
         ("evaluate --run r --config demo", "--config goes with --model"),
+        ("evaluate --run r --limit 3", "--limit is for --lm-eval; fix: set data.num_test=N"),
         ("init m d --label a --reward b:c", "argument --reward: not allowed with argument --label"),
         ("export --run r", "needs two of --run, --journal and --out"),
     ],
@@ -90,6 +91,12 @@ def test_a_wrong_argument_is_refused_with_a_hint(words, expected, monkeypatch, t
     with pytest.raises(UserError, match=expected) as caught:
         in_process(monkeypatch, *words.format(run=tmp_path).split())
     assert "; fix: " in str(caught.value)
+
+
+def test_tasks_of_the_harness_need_its_extra(monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"needs lm-eval; fix: pip install 'lezo_ds\[lm-eval\]'"):
+        in_process(monkeypatch, "evaluate", "--model", "m", "--lm-eval", "hellaswag")
 
 
 def test_arguments_and_keys_may_alternate_and_launchers_add_their_rank(monkeypatch, capsys):
