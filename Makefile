@@ -3,11 +3,14 @@
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
 # make test-thorough what make test leaves out: more settings, faults and ways to start, every command of the pages
 # make test-families every family that transformers builds, in about 25 minutes on one core (docs/families.md)
+# make test-oldest   the tests with the oldest versions that lezo_ds accepts (constraints-oldest.txt)
+# make test-newest   the tests with the newest versions that the package index has
 # make check         lint, format and types
 # make gpu           the kernels' tests and the benchmark, on a GPU
 # make clean         remove the environments, caches and the demonstration's runs
 #
-# Each target makes what it needs in .venv, from the exact versions in constraints.txt.
+# Each target makes what it needs in .venv, from the exact versions in constraints.txt; test-oldest and test-newest in
+# environments of their own.
 
 PYTHON ?= python3
 # Three workers on two cores: tests of several processes wait for each other.
@@ -42,7 +45,7 @@ export OMP_NUM_THREADS ?= 1
 # puts those that start processes first, so that the workers end at about the same time.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-thorough test-cluster test-families gpu check clean
+.PHONY: demo test test-thorough test-oldest test-newest test-cluster test-families gpu check clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python launch/demo.py
@@ -52,6 +55,12 @@ test: $(VENV)/.installed-dev
 
 test-thorough: $(VENV)/.installed-dev
 	$(PYTEST) -m thorough
+
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+test-newest:
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m cluster tests/cluster

@@ -1,8 +1,9 @@
 """Packaging of lezo_ds.
 
-Lower bounds are the versions that were tried. constraints.txt pins the versions of all packages. An
-extra is what only some runs need: launches by mpirun, TensorBoard, replicas, the demonstration,
-tasks of lm-evaluation-harness.
+Lower bounds are the oldest versions that were tried (CONTRIBUTING.md); comments give reasons.
+constraints.txt pins the versions of all packages. An extra is what only some
+runs need: launches by mpirun, TensorBoard, replicas, the demonstration, tasks of
+lm-evaluation-harness.
 """
 
 import re
@@ -58,25 +59,26 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         # Builds a model without its weights. peft, which LoRA needs, requires it in any case.
-        "accelerate>=1.15.0",
-        "annotated-types>=0.8.0",
-        "charset-normalizer>=3.5.2",
-        "datasets>=5.2.0",
-        "deepspeed>=0.19.8",
-        "huggingface_hub>=2.4.0",
+        "accelerate>=1.10.0",
+        "annotated-types>=0.7.0",
+        "charset-normalizer>=3.4.4",
+        "datasets>=4.0.0",
+        "deepspeed>=0.19.8",  # older ones split no vocabulary for tensor parallelism
+        "huggingface_hub>=1.31.0",  # as transformers 5.20
         "jinja2>=3.1.6",
-        "numpy>=2.4.6",
-        "pandas>=3.1.1",
-        "peft>=0.21.2",
+        "numpy>=2.0.2",
+        "pandas>=2.2.3",
+        "peft>=0.20.0",  # older ones open no adapter with transformers 5.20
         "psutil>=7.2.2",
-        "pyarrow>=26.0.1",
-        "pydantic>=2.13.0",
+        "pyarrow>=21.0.0",
+        "pydantic>=2.12.5",
         "ruamel.yaml>=0.19.1",
         "safetensors>=0.8.0",
         "tokenizers>=0.23.3",
-        "torch>=2.13.0",
-        "tqdm>=4.70.1",
-        "transformers>=5.23.0",
+        "torch>=2.11.0",  # older ones write gloo's lines to standard output
+        "tqdm>=4.67.2",
+        # 5.14 writes other answers for Qwen 3.5 and LFM2 at several probes.
+        "transformers>=5.20.2",
     ],
     extras_require={
         "dev": [
@@ -96,11 +98,11 @@ setup(
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",
             "types-tqdm",
         ],
-        "demo": ["gguf>=0.19.0"],
+        "demo": ["gguf>=0.17.1"],
         "elastic": ["torchft-nightly>=2026.10.26"],
         "lm-eval": ["lm-eval>=0.4.13"],
-        "mpi": ["mpi4py>=4.1.2"],
-        "report": ["matplotlib>=3.11.2"],  # draws the curves of report --html
-        "tensorboard": ["tensorboard>=2.21.0"],
+        "mpi": ["mpi4py>=4.1.1"],
+        "report": ["matplotlib>=3.11.0"],  # draws the curves of report --html, in colors of 3.11
+        "tensorboard": ["tensorboard>=2.20.0"],
     },
 )
