@@ -25,8 +25,8 @@ from thorough import thorough
 from lezo_ds import distributed
 from lezo_ds.errors import LezoError
 from lezo_ds.journal import Header, Journal
+from lezo_ds.runs.opening import restore
 from lezo_ds.runs.records import read_run
-from lezo_ds.runs.trainer import restore
 from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
