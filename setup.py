@@ -84,7 +84,6 @@ setup(
         "dev": [
             "gguf",
             "hypothesis",
-            "lm-eval",
             "matplotlib",
             "mpi4py",
             "mypy",
