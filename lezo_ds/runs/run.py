@@ -463,7 +463,7 @@ class Run(ABC):
         step = self.engine.global_steps
         self.directory.log_metrics({"step": step, **metrics, "seconds": self._seconds()})
         events = [
-            (f"train/{name}", float(value), step)
+            (_monitor_name(name), float(value), step)
             for name, value in metrics.items()
             if value is not None
         ]
@@ -535,3 +535,9 @@ class Run(ABC):
             peak = max(peak, earlier.peak_memory_bytes)
         peaks: list[int] = distributed.gather_objects(peak)
         return max(peaks)
+
+
+def _monitor_name(metric: str) -> str:
+    """Return what monitors call a number: dev/loss, where metrics.jsonl has dev_loss."""
+    split, _, name = metric.partition("_")
+    return f"{split}/{name}" if split in ("dev", "test") else f"train/{metric}"

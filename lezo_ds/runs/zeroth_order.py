@@ -78,7 +78,12 @@ class ZerothOrderRun(Run):
             gradient = sum(record.projected_grads) / len(record.projected_grads)
         if not record.applied and distributed.rank() == 0:
             logger.warning("step %d skipped: a loss or an estimate is not finite", record.step)
-        return {"loss": record.loss, "projected_gradient": gradient, "applied": record.applied}
+        return {
+            "loss": record.loss,
+            "projected_gradient": gradient,
+            "learning_rate": record.learning_rate,
+            "applied": record.applied,
+        }
 
     def record(self, evaluation: EvaluationRecord) -> None:
         self.evaluations.append(evaluation)

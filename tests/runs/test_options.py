@@ -123,11 +123,18 @@ def test_monitors_get_every_step_and_evaluation(recipe, tmp_path):
     run_dir = tmp_path / "run"
     train(recipe, run_dir, "train.report_to=[csv]")
     entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    for name in ("loss", "projected_gradient", "dev_loss", "dev_accuracy"):
+    names = {
+        "loss": "train_loss",
+        "projected_gradient": "train_projected_gradient",
+        "learning_rate": "train_learning_rate",
+        "dev_loss": "dev_loss",
+        "test_accuracy": "test_accuracy",
+    }
+    for name, of_monitor in names.items():
         expected = [
             (entry["step"], pytest.approx(entry[name])) for entry in entries if name in entry
         ]
-        (path,) = (run_dir / "monitors").rglob(f"train_{name}.csv")
+        (path,) = (run_dir / "monitors").rglob(f"{of_monitor}.csv")
         with path.open() as file:
             _, *rows = csv.reader(file)
         assert [(int(row[0]), float(row[1])) for row in rows] == expected
