@@ -102,6 +102,8 @@ class Reader:
         )
         # Keys whose value is a map of options, each of which may also be written with a dot.
         self._maps = {name for name, key in self.keys.items() if key.get("type") == "object"}
+        for name in self._maps:  # pydantic's schema leaves out a default that a function makes
+            self.keys[name] = {"default": {}, **self.keys[name]}
 
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return nested values as flat ones. A section that is null has no values.
@@ -195,8 +197,8 @@ class Reader:
         paragraphs = []
         for name, key in self.keys.items():
             default = "required"
-            if "default" in key or name in self._maps:
-                default = f"default {json.dumps(key.get('default', {}))}"
+            if "default" in key:
+                default = f"default {json.dumps(key['default'])}"
             title = f"{name}: {_expected(key)}; {default}"
             meaning = textwrap.fill(" ".join(key["description"].split()), _WIDTH - 4)
             paragraphs.append(textwrap.fill(title, _WIDTH, subsequent_indent="    "))
