@@ -84,6 +84,7 @@ setup(
         "dev": [
             "gguf",
             "hypothesis",
+            "lm-eval",
             "matplotlib",
             "mpi4py",
             "mypy",
