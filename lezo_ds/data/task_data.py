@@ -32,7 +32,7 @@ from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.reader import EncodedSplit, Reader, load_reader
 from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demonstrations
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import MicroBatch, StepBatch
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
@@ -67,6 +67,11 @@ class TaskData:
     def tokenizer(self) -> PromptTokenizer:
         """The model's tokenizer."""
         return self.reader.tokenizer
+
+    @property
+    def generation(self) -> GenerationSettings | None:
+        """How answers are written; None if neither the task nor the objective needs them."""
+        return self.reader.generation
 
     @property
     def objective(self) -> Objective:

@@ -188,7 +188,7 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
         rows=batch.inputs["input_ids"].numel() / len(longest) / length,
         targets=targets,
         reads_logits=reads_logits,
-        new_tokens=0 if data.reader.generation is None else data.reader.generation.max_new_tokens,
+        new_tokens=0 if data.generation is None else data.generation.max_new_tokens,
         trains_on_answers=data.objective.reads_answers,
     )
 
