@@ -22,6 +22,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lezo_ds.config import ReadingConfig, RunConfig, find_task
 from lezo_ds.data.batches import batch_indices, num_earlier
@@ -34,6 +35,7 @@ from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demo
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.tasks import Task
+from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
 
@@ -77,6 +79,18 @@ class TaskData:
     def objective(self) -> Objective:
         """The loss to minimize."""
         return self.reader.objective
+
+    def encode(self, examples: tuple[Example, ...]) -> EncodedSplit:
+        """Encode other examples as those of `test`."""
+        return self.reader.encode(examples)
+
+    def answers(self, tokens: Tensor) -> list[str]:
+        """Return the answers in new tokens; see `Reader.answers`."""
+        return self.reader.answers(tokens)
+
+    def loss(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the summed loss of each example: a LossFunction; see `Reader.loss`."""
+        return self.reader.loss(outputs, batch)
 
     def step_batch(self, config: RunConfig, step: int) -> StepBatch:
         """Return the micro-batches of a step, each of which is laid out when it is read.
