@@ -56,7 +56,11 @@ def checked(config: RunConfig) -> RunConfig:
     if config.method in ZEROTH_ORDER:
         _refuse_missing(config.method, needed | _needed(config.zo))
         _refuse_broken(_rules_of_groups(config))
-        zo = checked_optimizer(config.zo, config.peft, config.model.bits, config.train.steps)
+        num_steps = config.train.steps
+        if num_steps is None:
+            # `with_steps` checks their number, which the examples decide. This one breaks no rule.
+            num_steps = config.zo.warmup_steps + 1
+        zo = checked_optimizer(config.zo, config.peft, config.model.bits, num_steps)
         config = replace(config, zo=zo)
         make_estimator(zo).check_groups(num_groups(config))
     _refuse_missing(config.method, needed)

@@ -255,6 +255,8 @@ def test_epochs_are_steps_once_the_examples_are_counted():
     train = with_steps(config, num_examples=100).train
     assert (train.steps, train.epochs) == (16, None)  # 250 examples in batches of 16
     assert with_steps(config_with(), num_examples=100) == config_with()
+    falling = config_with("train.steps=null", "train.epochs=2", "zo.lr_schedule=linear")
+    assert with_steps(falling, num_examples=100).train.steps == 12
     with pytest.raises(UserError, match=r"zo\.warmup_steps=20 is not below train\.steps=16"):
         with_steps(replace(config, zo=replace(config.zo, warmup_steps=20)), num_examples=100)
 
