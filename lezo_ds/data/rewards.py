@@ -50,11 +50,20 @@ def reward(function: RewardFunction) -> RewardFunction:
 
 def judges_answers(function: Any) -> bool:
     """Return whether a function is a reward, and no loss of logits."""
-    return getattr(function, "is_reward", False) or _is_of_trl(function)
+    return _is_marked(function) or _is_of_trl(function)
+
+
+def _is_marked(function: Any) -> bool:
+    return bool(getattr(function, "is_reward", False))
 
 
 def _is_of_trl(function: Any) -> bool:
-    return "completions" in inspect.signature(function).parameters
+    if _is_marked(function):  # it gets answers and records, whatever it calls them
+        return False
+    try:
+        return "completions" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions of C have no signature
+        return False
 
 
 @dataclass(frozen=True)
@@ -62,32 +71,28 @@ class Reward:
     """One function.
 
     Attributes:
-        key: where the recipe names it, for messages.
+        name: package.module:function.
         function: the function, as `judges_answers` knows it.
         weight: of its numbers in the sum.
     """
 
-    key: str
+    name: str
     function: Callable[..., Any]
     weight: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """The name of the function alone."""
-        return self.key.rpartition(":")[2]
 
     def scores(self, answers: Sequence[str], examples: Sequence[Example]) -> Tensor:
         """Return the reward of each answer, float64 [answers], NaN where it does not apply."""
         # Copies: what the function changes in a record must not reach its later calls. A rank that
         # judges other answers, or a run that starts again, would else see other records.
         records = [copy.deepcopy(example.record) for example in examples]
+        key = f"train.objective={self.name}"
         if _is_of_trl(self.function):
             arguments = _trl_arguments(answers, examples, records)
-            values = call_of_user(self.key, self.function, **arguments)
+            values = call_of_user(key, self.function, **arguments)
             if isinstance(values, list):
                 values = [math.nan if value is None else value for value in values]
         else:
-            values = call_of_user(self.key, self.function, list(answers), records)
+            values = call_of_user(key, self.function, list(answers), records)
         numbers = values.tolist() if hasattr(values, "tolist") else values
         try:
             rewards = torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
@@ -98,7 +103,7 @@ class Reward:
             is_fine |= rewards.isnan()
         if rewards.shape != (len(answers),) or not is_fine.all():
             raise UserError(
-                f"{self.key} returned {shown(values)}, not one finite reward per answer",
+                f"{key} returned {shown(values)}, not one finite reward per answer",
                 fix=f"return a list of {len(answers)} numbers, in the order of the answers, each "
                 f"of a size of at most {LARGEST_REWARD:g}",
             )
@@ -135,8 +140,12 @@ class Rewards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What metrics call them."""
-        return tuple(function.name for function in self.functions)
+        """What metrics call them: the function alone, unless two modules have one of this name."""
+        short = [each.name.rpartition(":")[2] for each in self.functions]
+        return tuple(
+            name if short.count(name) == 1 else each.name
+            for name, each in zip(short, self.functions, strict=True)
+        )
 
     def scores(self, answers: Sequence[str], examples: Sequence[Example]) -> Tensor:
         """Return the numbers of each function, float64 [answers, functions]."""
@@ -161,8 +170,5 @@ class Rewards:
 def make_rewards(functions: Mapping[str, tuple[Any, float]]) -> Rewards:
     """Return the rewards of a recipe: (function, weight) by the name in train.objective."""
     return Rewards(
-        tuple(
-            Reward(f"train.objective={name}", function, weight)
-            for name, (function, weight) in functions.items()
-        )
+        tuple(Reward(name, function, weight) for name, (function, weight) in functions.items())
     )

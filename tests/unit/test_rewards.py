@@ -9,7 +9,7 @@ import pytest
 from test_own_tasks import ANSWER, config_of
 
 from lezo_ds.data.objectives import load_objective
-from lezo_ds.data.rewards import reward
+from lezo_ds.data.rewards import Reward, Rewards, judges_answers, reward
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.runs.records import refuse_code
@@ -81,6 +81,26 @@ def test_several_rewards_are_a_weighted_sum_of_those_that_apply():
     assert objective.rewards.names == ("accuracy_reward", "hard_ones_reward", "brevity")
     # 2 * 1 - 1, without the second one; and 2 * 0 + 0.5 * (7 + 2) - 2
     assert objective.loss(["4", "10"], TEXTS).tolist() == [-1.0, -2.5]
+
+
+@reward
+def marked(completions, others):  # called by position, whatever its parameters are called
+    return [len(text) + len(record) for text, record in zip(completions, others, strict=True)]
+
+
+def test_the_decorator_decides_how_a_reward_is_called():
+    objective = load_objective(named("marked"), SQUAD)
+    assert objective.loss(["4", "10"], TEXTS).tolist() == [-4.0, -5.0]
+
+
+def test_functions_of_one_name_in_two_modules_are_told_apart():
+    other = Reward("elsewhere:brevity", brevity)
+    rewards = Rewards((Reward(named("brevity"), brevity), other, Reward(named("marked"), marked)))
+    assert rewards.names == (named("brevity"), "elsewhere:brevity", "marked")
+
+
+def test_a_function_without_a_signature_is_no_reward():
+    assert not judges_answers(max)
 
 
 @pytest.mark.parametrize("name", ["task", "halves"])
