@@ -256,7 +256,7 @@ def recipe_inputs(config: RunConfig) -> Inputs:
 
     mean_length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
     title = f"{Path(config.model.path).name}, {mean_length} tokens an example"
-    return Inputs(config, title, data.reader.loss, batches)
+    return Inputs(config, title, data.loss, batches)
 
 
 def random_config(shape: str, task: str, changes: Sequence[str]) -> RunConfig:

@@ -35,7 +35,6 @@ from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demo
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
 
@@ -80,10 +79,6 @@ class TaskData:
         """The loss to minimize."""
         return self.reader.objective
 
-    def encode(self, examples: tuple[Example, ...]) -> EncodedSplit:
-        """Encode other examples as those of `test`."""
-        return self.reader.encode(examples)
-
     def answers(self, tokens: Tensor) -> list[str]:
         """Return the answers in new tokens; see `Reader.answers`."""
         return self.reader.answers(tokens)
@@ -99,7 +94,8 @@ class TaskData:
         """
         size = config.train.micro_batch_size
         rows = self._in_order(config, self.step_rows(config, step))
-        repetitions = num_earlier(rows.tolist())
+        # A conversation may be several examples, one for each turn.
+        repetitions = num_earlier([self.train.examples[row].index for row in rows])
 
         def build(index: int) -> MicroBatch:
             part = slice(index * size, (index + 1) * size)

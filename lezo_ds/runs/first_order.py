@@ -331,7 +331,7 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
             self.config,
             self.engine,
             self.batches.at,
-            self.data.reader.loss,
+            self.data.loss,
             self,
             self.directory.checkpoints,
         )

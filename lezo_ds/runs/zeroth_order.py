@@ -67,7 +67,7 @@ class ZerothOrderRun(Run):
     def step(self) -> StepMetrics:
         assert isinstance(self.engine, LezoEngine), "a run that only scores has no steps"
         batch = self.batches.at(self.engine.global_steps)
-        self.engine.train_batch(batch, self.data.reader.loss)
+        self.engine.train_batch(batch, self.data.loss)
         return self.metrics_of_last_step()
 
     def metrics_of_last_step(self) -> StepMetrics:

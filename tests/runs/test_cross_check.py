@@ -151,8 +151,6 @@ def test_the_modules_are_wrapped_again_after_the_comparison(assets):
     cross_check(engine, data, config)
     for name, module in engine.module.named_modules():
         assert module.forward == before[name], name
-    first, second = (
-        engine.train_batch(data.step_batch(config, 0), data.reader.loss) for _ in range(2)
-    )
+    first, second = (engine.train_batch(data.step_batch(config, 0), data.loss) for _ in range(2))
     assert first.projected_grads != second.projected_grads
     assert torch.isfinite(torch.tensor(first.projected_grads)).all()

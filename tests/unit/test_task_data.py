@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from assets import write_records
-from own_data import WITHOUT_SYSTEM, conversation, own_values, write_chat_model
+from own_data import THINKING, WITHOUT_SYSTEM, conversation, own_values, write_chat_model
 from tiny_tasks import task_config, write_tasks, write_writer
 
 from lezo_ds.config import config_from_dict, load_config
@@ -156,9 +156,9 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     assert batch.examples[0] == batch.examples[1]
     letter, space, end, newline = (data.tokenizer.encode([c])[0][-1] for c in "a b\n")
     tokens = torch.tensor([[letter, space, end, newline], [newline, letter, space, letter]])
-    assert data.reader.answers(tokens) == ["a b", ""]
+    assert data.answers(tokens) == ["a b", ""]
     two = replace(batch, examples=batch.examples[:2])
-    assert data.reader.loss(tokens, two).tolist() == [-2.0, 0.0]
+    assert data.loss(tokens, two).tolist() == [-2.0, 0.0]
 
 
 @pytest.mark.parametrize("micro_batch_size", [2, 4, 8])
@@ -185,6 +185,20 @@ def test_each_answer_of_a_step_has_its_own_key_though_prompts_repeat(assets, mic
     assert last.prompts.sample_keys.tolist() == keys[-2 * micro_batch_size :]
 
 
+def test_the_turns_of_one_conversation_are_answered_with_keys_of_their_own(tmp_path):
+    model = write_chat_model(tmp_path / "model", THINKING)  # which changes earlier turns
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"turns": conversation(n)}) + "\n" for n in range(20)))
+    values = own_values(model, train=str(path), messages="turns")
+    values["train"] |= {"objective": "test_task_data:num_words", "batch_size": 24}
+    values["generation"] = {"temperature": 1.0, "max_new_tokens": 4}
+    config = config_from_dict({**values, "run_dir": "none"}, "test")
+    data = load_task_data(config)
+    assert len(data.train.examples) == 2 * len({e.index for e in data.train.examples})
+    keys = [key for part in data.step_batch(config, 0) for key in part.prompts.sample_keys.tolist()]
+    assert len(set(keys)) == len(keys) == 24
+
+
 def test_a_reward_in_a_chat_gets_all_lines_of_an_answer(assets, tmp_path):
     model = write_chat_model(tmp_path / "model")
     path = tmp_path / "prompts.jsonl"
@@ -195,7 +209,7 @@ def test_a_reward_in_a_chat_gets_all_lines_of_an_answer(assets, tmp_path):
     data = load_task_data(config_from_dict(values, "test"))
     answer = '{\n "city": "Oslo"\n}'
     (ids,) = data.tokenizer.backend([f"{answer}</s>\n<s>user"])["input_ids"]
-    assert data.reader.answers(torch.tensor([ids])) == [answer]
+    assert data.answers(torch.tensor([ids])) == [answer]
 
 
 def test_a_gold_answer_ends_with_what_ends_generated_ones(assets):
