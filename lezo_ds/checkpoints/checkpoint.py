@@ -42,8 +42,9 @@ _MOST_LAYERS = 2000
 """Most layers of a model. The largest ones have some hundred; building a million takes hours."""
 _COMPARED_AT_ONCE = 1 << 24
 """Most elements of each of two weights that are in memory while they are compared."""
-_HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
-"""What transformers reads of a model and its tokenizer; a folder has further chat templates."""
+_HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "README.md"]
+"""What transformers reads of a model and its tokenizer; a folder has further chat templates. The
+card names the license, for the card of an export."""
 _PICKLED_WEIGHTS = ["pytorch_model*.bin"]
 """The weights of older models, which are read where there are no others."""
 _NOT_READ = ["*/*.safetensors", "consolidated*.safetensors"]

@@ -34,6 +34,15 @@ def split_revision(model: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
+def public_name(path: str | None) -> str | None:
+    """Return a name on the hub as it is, and of a path its last part, which tells no folder."""
+    if path is None:
+        return None
+    if Path(path).exists() or path.startswith(("/", "~", ".")):
+        return Path(path).name
+    return path
+
+
 def expand(path: str, where: str) -> str:
     """Return a path with the values of `~` and `$VAR`. `where` names its source in messages.
 

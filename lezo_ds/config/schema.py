@@ -295,9 +295,9 @@ class TrainConfig:
     weights of a finished run: a replay of the journal gives them back, but those of adamw are
     gone."""
     report_to: Annotated[Monitors | None, _MAY_DIFFER] = None
-    """Send the content of metrics.jsonl to these monitors of DeepSpeed, such as [tensorboard, csv].
-    Their files are in run_dir/monitors. A monitor's section in the DeepSpeed JSON replaces these
-    settings."""
+    """Send the content of metrics.jsonl and all settings to these monitors of DeepSpeed, such as
+    [tensorboard, wandb]. Files are in run_dir/monitors. A monitor's section in the DeepSpeed JSON
+    replaces these settings."""
     timeout_seconds: Annotated[Size, _MAY_DIFFER] = 1800
     """End the run if a rank does not answer for this number of seconds. Writing a snapshot must
     take less time."""

@@ -113,6 +113,10 @@ class TaskData:
         num_examples = len(self.train.examples)
         return batch_indices(config.seed, step, num_examples, config.train.batch_size)
 
+    def num_tokens(self, config: RunConfig, step: int) -> int:
+        """Return the number of tokens that a forward pass runs for all examples of a step."""
+        return sum(self._length(row) for row in self.step_rows(config, step))
+
     def training_batch(self, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of some training examples, which share rows if the model allows it."""
         batch = self.reader.objective_batch(self.train, rows)

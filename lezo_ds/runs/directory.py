@@ -12,6 +12,7 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
     samples.jsonl             some answers of each evaluation, with their rewards
     metrics.jsonl             a line for each step and each evaluation
     results.json              the outcome (results.py)
+    monitors/                 files of train.report_to (monitors.py)
     STOP                      the user makes this file to ask for a stop
     .stopped                  its time is when STOP was found; what was starting then stops, too
     earlier-N/                files of another run that were here
@@ -60,7 +61,7 @@ class RunDirectory:
         path: the directory.
         number: of the replica. Replica 0 has the run's own directory.
         journal, training_state, results: files of these names.
-        snapshots, checkpoints: folders of these names.
+        snapshots, checkpoints, monitors: folders of these names.
         stop_file: by which the user asks for a stop.
     """
 
@@ -75,6 +76,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.stop_file = self.path / "STOP"
         self.results = self.path / "results.json"
+        self.monitors = self.path / "monitors"
         self._predictions = self.path / "predictions"
         self.samples = self.path / "samples.jsonl"
         self._metrics = self.path / "metrics.jsonl"
@@ -179,6 +181,10 @@ class RunDirectory:
             # The configuration of a run may be there before the run.
             outputs = [self._config, *outputs]
         return [path for path in outputs if path.exists()]
+
+    def has_records(self) -> bool:
+        """Return whether a run has begun here, so that the next one resumes it."""
+        return self.journal.exists() or self.training_state.exists()
 
     def set_aside(self, paths: Sequence[Path]) -> None:
         """Move files of another run, or of unrecorded steps, to a new folder `earlier-N`."""

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import CHAT_TEMPLATE_FILE
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, num_directions, trained_part
-from lezo_ds.config.paths import DATA_KEYS, split_revision
+from lezo_ds.config.paths import DATA_KEYS, public_name
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.errors import JournalError, LezoError, UserError
 from lezo_ds.files import DAMAGE, failures_named, write_atomically
@@ -38,6 +36,7 @@ from lezo_ds.journal import (
     scan_journal,
 )
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.model_card import model_card, plain
 from lezo_ds.runs.opening import recipe_of, restore
 from lezo_ds.runs.records import (
     RecordedRun,
@@ -140,6 +139,7 @@ def export_run(
             number,
             merged=merge,
             opened_by=auto_class(engine.module.config).__name__,
+            license_of=engine.base.directory,
         ),
         merge=merge,
         recipe=recipe_of(run.config.reading),
@@ -207,7 +207,7 @@ def write_journal(path: Path, file: Path) -> int:
     }
     for key in ("model.path", "peft.path", *DATA_KEYS):
         section, name = key.split(".")
-        config[section] = {**config[section], name: _public_name(config[section][name])}
+        config[section] = {**config[section], name: public_name(config[section][name])}
     content = encode_journal(replace(run.header, config=config), run.records)
     with failures_named(file):
         write_atomically(file, content)
@@ -218,15 +218,6 @@ def _is_replayable(config: RunConfig) -> bool:
     """Return whether a base model and a journal give the weights of a run."""
     # A prefix starts from a forward pass, which another machine does not repeat bit for bit.
     return config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
-
-
-def _public_name(path: str | None) -> str | None:
-    """Return a name on the hub as it is, and the last part of a path."""
-    if path is None:
-        return None
-    if Path(path).exists() or path.startswith(("/", "~", ".")):
-        return Path(path).name
-    return path
 
 
 def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
@@ -249,7 +240,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
         digests = {}
         for step, digest in header.config.get("digests", {}).items():
             digests[int(step)] = str(digest)
-        base = _plain(header.config["model"]["path"])
+        base = plain(header.config["model"]["path"])
         config = config_of(header, file, (*_ANY_MACHINE, *overrides))
         if not any(override.startswith("model.path=") for override in overrides):
             raise UserError(
@@ -294,185 +285,3 @@ def _fits(record: JournalRecord, num_groups: int, num_directions: int) -> bool:
     if len(record.projected_grads) > num_directions:
         return False
     return len(record.layer_weights) in (0, num_groups)
-
-
-_CARD = """\
----
-library_name: {library}
-tags: [lezo_ds, {method}]{base_model}
----
-
-# {base}, fine-tuned on {task}
-
-lezo_ds trained {trained} of {base} with {optimizer}.
-These are the weights after {step} of {num_steps} steps.{remarks}
-
-| split | step | score |
-| --- | --- | --- |
-{scores}
-
-To load it: `{load}`
-
-To label or answer the records of a file: `lezo-ds predict --model DIR new.csv --out answers.csv`
-
-To check the weights: `sha256sum *.safetensors | sha256sum` prints
-
-    {weights_sha256}
-"""
-_EXAMPLE = """
-To score labels with transformers alone, as `lezo-ds predict` does:
-
-```python
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-directory = "."
-# data.prompt in lezo_manifest.json, with the fields of a record filled in.
-prompt = "My parcel is late. This ticket is about"
-# The texts of data.labels, or of data.choices filled in.
-labels = ["billing", "shipping"]
-
-tokenizer = AutoTokenizer.from_pretrained(directory)
-model = AutoModelForCausalLM.from_pretrained(directory).eval()
-{before_labels}
-
-def token_ids(text):
-    return first + tokenizer(text.strip(" "), add_special_tokens=False).input_ids
-
-
-scores = []
-for label in labels:
-    ids = torch.tensor(token_ids(prompt + label))
-    with torch.inference_mode():
-        logits = model(ids[None, :-1]).logits[0].float()
-    losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-    # The first token has no loss. Of the others, those of the label count.
-    num_prompt_tokens = len(token_ids(prompt))
-    scores.append(-losses[num_prompt_tokens - 1 :].mean())
-
-probabilities = torch.stack(scores).softmax(dim=0).tolist()
-```
-"""
-_PLAIN = """
-first = {bos}  # every text begins with it
-if not prompt[-1:].isspace():
-    labels = [label if label[:1].isspace() else " " + label for label in labels]
-"""
-_CHAT = """
-# The prompt is the turn of a user, and what the template writes up to the assistant's answer.
-system_prompt = None  # data.system_prompt in lezo_manifest.json
-turns = [{"role": "user", "content": prompt}]
-if system_prompt is not None:
-    turns.insert(0, {"role": "system", "content": system_prompt})
-answer = "31415926535897932"  # found again in what the template writes
-turns.append({"role": "assistant", "content": answer})
-prompt = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[0]
-first = []  # the template writes all tokens
-labels = [label.strip() for label in labels]
-"""
-_TALK = """
-To talk to it: `lezo-ds chat --model DIR`. With transformers (of an adapter, its base model is
-loaded, too):
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(".")
-tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-# data.system_prompt in lezo_manifest.json, if it is not null, is a first turn of the role system.
-turns = [{"role": "user", "content": "Who are you?"}]
-inputs = tokenizer.apply_chat_template(
-    turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-)
-tokens = model.generate(**inputs, max_new_tokens=256, do_sample=False)
-answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-print(answer)
-```
-
-With vLLM: `vllm serve DIR`, or of a LoRA adapter
-`vllm serve BASE --enable-lora --lora-modules tuned=DIR`, and in another terminal `vllm chat`.
-"""
-_TRAINED = {"none": "all weights", "lora": "low-rank adapters", "prefix": "a prefix in each block"}
-_LIBRARIES = {"none": "transformers", "lora": "peft", "prefix": "lezo_ds"}
-_AUTO_CLASS = "AutoModelForCausalLM"
-_LOAD_BASE = 'AutoModelForCausalLM.from_pretrained("{base}")'
-_LOAD = {
-    "none": 'AutoModelForCausalLM.from_pretrained("DIR")',
-    "lora": f'PeftModel.from_pretrained({_LOAD_BASE}, "DIR")',
-    "prefix": f'model = {_LOAD_BASE}; lezo_ds.forward.adapters.load_prefix(model, Path("DIR"))',
-}
-
-
-def model_card(
-    run: RecordedRun,
-    step: int,
-    weights_sha256: str,
-    *,
-    merged: bool = False,
-    opened_by: str = _AUTO_CLASS,
-) -> str:
-    """Return the README.md of an exported model.
-
-    No string of a run acts as Markdown or HTML in it, since a journal may come from anyone.
-
-    Args:
-        run: the run.
-        step: number of updates that the weights have seen.
-        weights_sha256: what `sha256sum *.safetensors | sha256sum` prints in the model's directory.
-        merged: whether the adapter of the run is part of the weights.
-        opened_by: the name of the class of transformers that opens the model.
-    """
-    config = run.config
-    name, revision = split_revision(config.model.path)
-    base = _plain(_public_name(name))
-    base_model = ""
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base):  # OWNER/NAME on the hub
-        base_model = f"\nbase_model: {base}"
-    loaded = base
-    if revision is not None:
-        loaded += f'", revision="{_plain(revision)}'
-    rows = []
-    for record in evaluations_of(run.records):
-        scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
-        rows.append(f"| {_plain(record.split)} | {record.step} | {_plain(scores)} |")
-    kind = "none" if merged else config.peft.kind
-    trained = _TRAINED[config.peft.kind]
-    if merged:
-        trained += ", which are added to the weights here,"
-    remarks = ""
-    if config.model.bits:
-        remarks += f" They were trained on a base in {config.model.bits} bits."
-    if is_worse_than_base(evaluations_of(run.records)):
-        remarks += f" {WORSE}."
-    card = _CARD.format(
-        library=_LIBRARIES[kind],
-        method=config.method,
-        base_model=base_model,
-        base=base,
-        task=_plain(config.data.task),
-        trained=trained,
-        optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
-        step=step,
-        num_steps=run.num_steps,
-        remarks=remarks,
-        scores="\n".join(rows),
-        load=_LOAD[kind].format(base=loaded),
-        weights_sha256=weights_sha256,
-    )
-    has_candidates = config.data.labels is not None or config.data.choices is not None
-    if kind == "none" and has_candidates:
-        tokenizer = load_tokenizer(str(resolve_model(config.model.path)))
-        before_labels = _PLAIN.format(bos=list(tokenizer.begin_ids))
-        if config.data.chat_template:
-            before_labels = _CHAT
-        card += _EXAMPLE.format(before_labels=before_labels)
-    elif config.data.messages or config.data.chat_template:
-        card += _TALK
-    options = config.data.chat_template_kwargs.items()
-    arguments = "".join(f"{name}={value!r}, " for name, value in options)
-    return card.replace(_AUTO_CLASS, opened_by).replace("turns, ", f"turns, {arguments}")
-
-
-def _plain(value: Any) -> str:
-    """Return a value as one line of text in which nothing acts as Markdown or HTML."""
-    return re.sub(r"[^\w .,:;/+()=%@-]", "?", str(value))

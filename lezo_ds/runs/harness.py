@@ -14,10 +14,12 @@ Ranks that split the weights by tensor parallelism run the same batches.
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +36,10 @@ from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.data.generation import runs_in_step
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
+from lezo_ds.files import failures_named
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.runs.opening import Opened
+from lezo_ds.runs.results import HARNESS_SCORES
 
 
 class _Model:
@@ -139,4 +143,13 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
         found = simple_evaluate(model, tasks=tasks.tasks, limit=limit, task_manager=manager)
     if engine.global_rank > 0:
         return {}
-    return {**opened.source, "results": found["results"], "table": make_table(found)}
+    scores = {**opened.source, "limit": limit, "results": found["results"]}
+    if "run" in scores:
+        _append(Path(scores["run"]) / HARNESS_SCORES, scores)
+    return {**scores, "table": make_table(found)}
+
+
+def _append(path: Path, scores: dict[str, Any]) -> None:
+    """Keep scores with the run that they are of, for `lezo-ds report`."""
+    with failures_named(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(scores) + "\n")

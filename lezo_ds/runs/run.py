@@ -83,6 +83,7 @@ from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs import records
 from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.monitors import events_of, send_settings
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
@@ -160,6 +161,7 @@ class Run(ABC):
                 seconds = self.directory.cut_logs(self.num_done, evaluated)
                 self._began = time.monotonic() - seconds
                 self.directory.write_config(self.config)
+                send_settings(self.engine.monitor, self.config)
             # The handler only sets a flag, which is this rank's vote in the next all-reduce. All
             # ranks thus stop after the same step, whichever of them got the signal.
             with on_stop_signals(lambda _: self.engine.request_stop()):
@@ -462,12 +464,7 @@ class Run(ABC):
             return
         step = self.engine.global_steps
         self.directory.log_metrics({"step": step, **metrics, "seconds": self._seconds()})
-        events = [
-            (_monitor_name(name), float(value), step)
-            for name, value in metrics.items()
-            if value is not None
-        ]
-        self.engine.monitor.write_events(events)
+        self.engine.monitor.write_events(events_of(metrics, step))
 
     def _seconds(self) -> float:
         """Return the seconds that all processes of this run have taken so far."""
@@ -535,9 +532,3 @@ class Run(ABC):
             peak = max(peak, earlier.peak_memory_bytes)
         peaks: list[int] = distributed.gather_objects(peak)
         return max(peaks)
-
-
-def _monitor_name(metric: str) -> str:
-    """Return what monitors call a number: dev/loss, where metrics.jsonl has dev_loss."""
-    split, _, name = metric.partition("_")
-    return f"{split}/{name}" if split in ("dev", "test") else f"train/{metric}"

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from lezo_ds import distributed
@@ -27,6 +26,7 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, ReplayEngine
 from lezo_ds.errors import UserError
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.monitors import identify_run, monitor_sections
 from lezo_ds.runs.opening import load, prepare
 from lezo_ds.runs.records import check_records, with_start_date
 from lezo_ds.runs.results import RunResults
@@ -62,6 +62,7 @@ def train(config: RunConfig) -> RunResults:
         # From here on, a batch is known by the indices of its records.
         assert_same("training records", distributed.gather_objects(data.train.fingerprint()))
         ds_config = {**monitors, **ds_config}
+        distributed.on_rank_zero(lambda: identify_run(config, directory, ds_config))
         run: Run
         if config.method == "adamw":
             from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
@@ -133,37 +134,10 @@ def check_run(
     if is_replica and find_spec("torchft") is None:
         raise UserError("elastic.lighthouse needs torchft", fix="pip install 'lezo_ds[elastic]'")
     check_records(config, data, directory, num_ranks)
-    return monitor_sections(config), directory
+    return monitor_sections(config, directory), directory
 
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
     """Load the model of a run of LeZO, sharded over all ranks, to train it. A collective."""
     parts = load(config, config.zo, config.peft, ds_config)
     return LezoEngine(parts, config.zo, config.seed, config.train.steps)
-
-
-def monitor_sections(config: RunConfig) -> dict[str, Any]:
-    """Return the sections of the DeepSpeed JSON that train.report_to stands for."""
-    run_name = Path(config.run_dir).name
-    files = {"output_path": f"{config.run_dir}/monitors", "job_name": run_name}
-    # (section of DeepSpeed's JSON, package that it needs, settings) by names in train.report_to.
-    monitors: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "csv": ("csv_monitor", "csv", files),
-        "tensorboard": ("tensorboard", "tensorboard", files),
-        "wandb": ("wandb", "wandb", {"project": "lezo_ds", "group": run_name}),
-        "comet": (
-            "comet",
-            "comet_ml",
-            {"project": "lezo_ds", "experiment_name": run_name, "samples_log_interval": 1},
-        ),
-    }
-    sections = {}
-    for name in config.train.report_to or ():
-        section, package, settings = monitors[name]
-        if find_spec(package) is None:
-            requirement = "'lezo_ds[tensorboard]'" if package == "tensorboard" else package
-            raise UserError(
-                f"train.report_to needs the package {package}", fix=f"pip install {requirement}"
-            )
-        sections[section] = {"enabled": True, **settings}
-    return sections

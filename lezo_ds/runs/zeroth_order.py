@@ -18,6 +18,7 @@ A run that only scores is the simplest case. Its journal has a header, one evalu
 from __future__ import annotations
 
 import logging
+import time
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.snapshots import SnapshotOwner
@@ -66,9 +67,12 @@ class ZerothOrderRun(Run):
 
     def step(self) -> StepMetrics:
         assert isinstance(self.engine, LezoEngine), "a run that only scores has no steps"
-        batch = self.batches.at(self.engine.global_steps)
-        self.engine.train_batch(batch, self.data.loss)
-        return self.metrics_of_last_step()
+        began = time.monotonic()
+        step = self.engine.global_steps
+        self.engine.train_batch(self.batches.at(step), self.data.loss)
+        seconds = time.monotonic() - began
+        num_tokens = self.data.num_tokens(self.config, step)
+        return {**self.metrics_of_last_step(), "tokens_per_second": round(num_tokens / seconds, 1)}
 
     def metrics_of_last_step(self) -> StepMetrics:
         """Return the numbers of the newest step, done here or elsewhere. Warn if it was skipped."""

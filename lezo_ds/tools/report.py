@@ -13,7 +13,13 @@ import pandas as pd
 
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
-from lezo_ds.tools.tables import NOTE, name_experiments, read_runs, score_table
+from lezo_ds.tools.tables import (
+    NOTE,
+    harness_table,
+    name_experiments,
+    read_runs,
+    score_table,
+)
 
 _FIX = "give the run_dir of runs, or a pattern"
 
@@ -43,6 +49,10 @@ def main(arguments: Namespace) -> None:
         if len(finished) == 1 and finished["labels"].iloc[0]:
             by_label = pd.DataFrame(finished["labels"].iloc[0])
             print(f"\n{by_label.to_string(index=False)}")
+        for directory in finished["directory"]:
+            harness = harness_table(Path(directory))
+            if not harness.empty:
+                print(f"\n{directory}\n{harness.to_string(index=False)}")
     else:
         fix = "wait, start them again (they resume), or use --html for their curves"
         raise UserError("none of these runs is finished", fix=fix)

@@ -27,7 +27,7 @@ from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten,
 from lezo_ds.config.paper import PAPER_SCORES, Experiment
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
-from lezo_ds.runs.results import RunResults
+from lezo_ds.runs.results import HARNESS_SCORES, RunResults
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import REWARD, LabelScore, best_f1, normalize
 
@@ -111,7 +111,23 @@ class JudgedAnswer:
     ended: bool
 
 
+@dataclass(frozen=True)
+class HarnessScores:
+    """What lm-evaluation-harness measured of a run: a line of lm_eval.jsonl.
+
+    Attributes:
+        step: Of the weights.
+        limit: Most examples of a task; None for all.
+        results: By task, the scores and their standard errors, such as "acc,none".
+    """
+
+    step: int
+    limit: int | None
+    results: dict[str, dict[str, Any]]
+
+
 _ANSWERS = TypeAdapter(Answer)
+_HARNESS_SCORES = TypeAdapter(HarnessScores)
 _JUDGED_ANSWERS = TypeAdapter(JudgedAnswer)
 
 # By the name of a metric that is a mean over answers, how right an answer is, from 0 to 1.
@@ -205,6 +221,29 @@ def read_judged_answers(directory: Path) -> list[JudgedAnswer]:
         return []
     shown_steps = (answers[0].step, answers[-1].step)
     return [answer for answer in answers if answer.step in shown_steps]
+
+
+def harness_table(directory: Path) -> pd.DataFrame:
+    """Return the texts of a table with a row for each score of lm-evaluation-harness.
+
+    Its columns are steps of the run: what the model knew before training is at step 0.
+    """
+    rows: dict[tuple[str, str, str], dict[int, str]] = {}
+    for measured in _read_lines(directory / HARNESS_SCORES, _HARNESS_SCORES):
+        examples = "all" if measured.limit is None else str(measured.limit)
+        for task, scores in sorted(measured.results.items()):
+            for name, value in scores.items():
+                metric = name.partition(",")[0]
+                if isinstance(value, float) and not metric.endswith("_stderr"):
+                    rows.setdefault((task, metric, examples), {})[measured.step] = f"{value:.4f}"
+    steps = sorted({step for by_step in rows.values() for step in by_step})
+    return pd.DataFrame(
+        [
+            {"lm-eval": task, "metric": metric, "examples": examples}
+            | {f"step {step}": by_step.get(step, "-") for step in steps}
+            for (task, metric, examples), by_step in rows.items()
+        ]
+    )
 
 
 def _read_lines(path: Path, reader: TypeAdapter[T]) -> list[T]:

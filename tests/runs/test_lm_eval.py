@@ -6,7 +6,7 @@ import json
 
 import pytest
 from assets import write_reader, write_records
-from commands import assert_one_error, run_forked
+from commands import assert_one_error, run_forked, run_forked_well
 from ranks import run_ranks
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: lezo_ds[lm-eval]")
@@ -87,6 +87,22 @@ def test_ranks_share_the_requests_and_have_every_bit_of_the_harness_s_own_model(
     assert json.dumps(found["results"]) == json.dumps(expected[1])
     assert "reviews" in found["table"]
     assert none == {}
+
+
+def test_report_shows_the_scores_of_a_run_before_and_after(recipe, directory, tmp_path):
+    run_dir = tmp_path / "run"
+    run_forked_well(["--config", recipe, f"run_dir={run_dir}", "train.steps=4"])
+    found = {}
+    for step in ("0", "4"):
+        asked = ["--run", run_dir, "--step", step, "--lm-eval", directory / "task.yaml"]
+        scored = run_forked_well([*asked, "--limit", "3", "--json"], program="evaluate")
+        found[step] = json.loads(scored.stdout)["results"]["reviews"]["brier_score,none"]
+    assert found["0"] != found["4"]
+    lines = run_forked_well([run_dir], program="report").stdout.splitlines()
+    (head,) = [line.split() for line in lines if "lm-eval" in line]
+    assert head == ["lm-eval", "metric", "examples", "step", "0", "step", "4"]
+    (row,) = [line.split() for line in lines if "brier_score" in line]
+    assert row == ["reviews", "brier_score", "3", f"{found['0']:.4f}", f"{found['4']:.4f}"]
 
 
 @pytest.mark.thorough

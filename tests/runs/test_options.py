@@ -14,6 +14,7 @@ import pytest
 from assets import REPOSITORY
 from commands import assert_one_error, run_forked, run_forked_well
 from run_ends import results_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
 from lezo_ds.zo.estimators import Spsa
@@ -138,3 +139,18 @@ def test_monitors_get_every_step_and_evaluation(recipe, tmp_path):
         with path.open() as file:
             _, *rows = csv.reader(file)
         assert [(int(row[0]), float(row[1])) for row in rows] == expected
+
+
+def test_tensorboard_shows_the_settings_and_a_resumed_run_as_one(recipe, tmp_path):
+    keys = ["train.report_to=[tensorboard]", "train.eval_every=4"]
+    train(recipe, tmp_path / "run", *keys, "train.steps=4")
+    train(recipe, tmp_path / "run", *keys, "train.steps=8")
+    shown = EventAccumulator(str(tmp_path / "run" / "monitors" / "run"))
+    shown.Reload()
+    assert [point.step for point in shown.Scalars("train/loss")] == list(range(1, 9))
+    assert all(point.value > 0 for point in shown.Scalars("train/tokens_per_second"))
+    first, last = (
+        point.tensor_proto.string_val[0] for point in shown.Tensors("settings/text_summary")
+    )
+    assert b"steps: 4" in first
+    assert b"steps: 8" in last

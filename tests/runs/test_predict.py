@@ -18,7 +18,7 @@ from tiny_runs import write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lezo_ds.data.tables import read_file
-from lezo_ds.runs.export import model_card
+from lezo_ds.runs.model_card import model_card
 from lezo_ds.runs.records import read_run
 from lezo_ds.tasks.template import parse_template
 

@@ -26,7 +26,6 @@ from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import run_summary
 from lezo_ds.runs.signals import launchers
-from lezo_ds.runs.trainer import monitor_sections
 from lezo_ds.tasks import TASKS
 from lezo_ds.tools.tables import read_runs
 
@@ -552,20 +551,6 @@ def test_the_base_model_can_be_the_best_and_costs_no_patience():
         evaluations(2.0)
     )  # of a run that never scored the base model
     assert stopping_step([base, *evaluations(2.0, 3.0)], 1) == 20
-
-
-# Monitors.
-
-
-def test_report_to_names_sections_of_deepspeeds_json():
-    sections = monitor_sections(config("train.report_to=[csv,tensorboard]"))
-    assert sections["tensorboard"]["output_path"] == "runs/x/monitors"
-    assert sections == dict.fromkeys(("csv_monitor", "tensorboard"), sections["tensorboard"])
-    assert monitor_sections(config()) == {}
-    with pytest.raises(
-        UserError, match=r"train\.report_to needs the package comet_ml; fix: pip install"
-    ):
-        monitor_sections(config("train.report_to=[comet]"))
 
 
 def test_a_file_of_an_unknown_kind_is_refused_before_the_name_of_the_output(tmp_path):
