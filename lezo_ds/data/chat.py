@@ -25,7 +25,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -46,6 +46,7 @@ from lezo_ds.tasks.conversations import (
     OTHER_FIELDS,
     SYSTEM,
     SYSTEM_FIELDS,
+    THOUGHT_KEYS,
     TOOLS,
     USER,
     find_tools,
@@ -160,6 +161,7 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TokenIds:
     return tuple(token for token in ids if token in known and known[token].special)
 
 
+@cache
 def find_thought(tokenizer: PromptTokenizer) -> Thought | None:
     """Return the marks of what a model thinks before it answers, as the chat template has them."""
     template = _Template(tokenizer, Example("", (), None, 0))
@@ -275,8 +277,26 @@ class _Template:
 
     @cached_property
     def conversation(self) -> str:
-        """The text of all turns of the example."""
-        return self.write(self.example.messages)
+        """The text of all turns of the example.
+
+        A prompt that opens a thought is followed by that of the last turn, or an empty one, even if
+        the template omits thoughts: this is what the model writes when it answers.
+        """
+        *asked, last = self.example.messages
+        written = self.write(self.example.messages)
+        thought = find_thought(self.tokenizer)
+        if thought is None or not thought.is_open or last.role != ASSISTANT or not asked:
+            return written
+        opened = self.write(asked, opened=True)
+        before, _ = self.around_answer(asked)
+        if written.startswith(opened) or not written.startswith(before):
+            return written
+        thoughts, _, _ = last.content.rpartition(thought.closing)
+        for key in THOUGHT_KEYS:
+            thoughts = last.others.get(key) or thoughts
+        text = thoughts.strip().removeprefix(thought.opening).strip()
+        answer = written[len(before) :].lstrip("\n")
+        return f"{opened}{text}\n{thought.closing}\n\n{answer}"
 
     def write(self, turns: Sequence[Message], *, opened: bool = False) -> str:
         """Return the text of turns; if `opened`, with the words that begin the assistant's turn."""
@@ -396,6 +416,11 @@ class _Template:
             opened = self.write(turns, opened=True)
             before, _ = self.around_answer(turns)
             if not conversation.startswith(opened) and conversation.startswith(before):
+                if find_thought(self.tokenizer):
+                    raise TurnsChangedError(
+                        f"the chat template omits earlier thoughts in {self.example.where}",
+                        fix="correct the template",
+                    )
                 # The words that open a turn to be written may also open a thought, and those of a
                 # turn that is there need not. What both have is not learned.
                 return num_alike(opened, before)
@@ -404,6 +429,8 @@ class _Template:
     def _prefix_length(self, conversation: str, num_turns: int, *, opened: bool = False) -> int:
         """Return the length of the first turns as they are written, which begin `conversation`."""
         where = self.example.where
+        if num_turns == len(self.example.messages):
+            return len(conversation)
         if num_turns == 0:
             raise UserError(
                 f"the assistant speaks first in {where}, so its start is unknown",

@@ -379,8 +379,11 @@ def load_reader(
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
     thought = find_thought(tokenizer) if data.in_chat else None
     if thought is not None and thought.is_open and task.has_answers and not objective.reads_answers:
-        message = "prompts in the chat template open a thought (%s), and answers to learn have none"
-        logger.warning(message, thought.opening)
+        logger.warning(
+            "the chat template begins each answer with a thought (%s); "
+            "where a record has none, the model learns an empty one",
+            thought.opening,
+        )
     settings = None
     if task.writes_answers or objective.reads_answers:
         # A run of 0.4 in a chat, whose answers ended at a newline, goes on as it was.

@@ -29,7 +29,9 @@ _ROLES = {
 }
 """Roles by their names in ShareGPT's files and in OpenAI's earlier ones."""
 
-_OTHER_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn with what the assistant thought before it."""
+_OTHER_KEYS = ("name", "tool_call_id", *THOUGHT_KEYS)
 """Keys of a turn that go to the chat template as they are."""
 
 SYSTEM_FIELDS = ("system", "system_prompt")

@@ -237,10 +237,31 @@ def test_a_thought_is_no_part_of_an_answer(name, written, answer, tokenizers):
     assert whole == [tokenizer.decode(ids).strip()]
 
 
-def test_turns_are_learned_as_written_where_prompts_open_a_thought(tokenizers):
+@pytest.mark.parametrize(
+    ("answer", "learned"),
+    [
+        (Message("assistant", "Là"), "\n</think>\n\nLà</s>"),
+        (Message("assistant", "<think>\nHm.\n</think>\n\nLà"), "Hm.\n</think>\n\nLà</s>"),
+        (Message("assistant", "Là", 1, {"reasoning": "Hm."}), "Hm.\n</think>\n\nLà</s>"),
+    ],
+)
+def test_an_answer_follows_its_thought_where_prompts_open_one(answer, learned, tokenizers):
     tokenizer = tokenizers["deepseek"]
-    assert texts_of(tokenizer, encode(tokenizer)) == WRITTEN
-    assert encode(tokenizer).sequences == encode(tokenizers["plain"]).sequences
+    example = example_of(*TURNS[:2], answer)
+    encoded = encode_conversation(tokenizer, example, 256)
+    assert [text.replace(" ", "") for text in texts_of(tokenizer, encoded)] == [learned]
+    # The rest is what the model reads when it answers.
+    ((start, _),) = encoded.spans
+    assert encoded.sequences[0][:start] == encode_question(tokenizer, example)
+
+
+def test_turns_are_learned_apart_where_prompts_open_a_thought(tokenizers):
+    tokenizer = tokenizers["deepseek"]
+    with pytest.raises(TurnsChangedError, match="omits earlier thoughts in record 3"):
+        encode(tokenizer)
+    parts = [encode_conversation(tokenizer, part, 256) for part in turns_apart(example_of(*TURNS))]
+    texts = [text for part in parts for text in texts_of(tokenizer, part)]
+    assert texts == [f"\n</think>\n\n{text}" for text in WRITTEN]
 
 
 def test_a_template_writes_the_day_of_the_run(models, tokenizers):
