@@ -85,11 +85,6 @@ class ModelEngine:
         """Device on which this rank computes."""
         return distributed.device()
 
-    @property
-    def monitor(self) -> Any:
-        """DeepSpeed's monitor, which writes to TensorBoard, W&B, Comet or CSV."""
-        return self._deepspeed.monitor
-
     def request_stop(self) -> None:
         """Ask all ranks to stop after the next step. As a signal handler must, it sets a flag."""
         self.stop_requested = True

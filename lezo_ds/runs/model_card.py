@@ -11,12 +11,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
 from lezo_ds.checkpoints.checkpoint import resolve_model
-from lezo_ds.config import RunConfig
+from lezo_ds.config import RunConfig, load_yaml
 from lezo_ds.config.paths import DATA_KEYS, public_name, split_revision
 from lezo_ds.data.encoding import load_tokenizer
+from lezo_ds.files import DAMAGE
 from lezo_ds.runs.records import RecordedRun, evaluations_of, is_worse_than_base
 from lezo_ds.runs.screen import WORSE
 
@@ -200,10 +201,6 @@ def _header(
         section, field = key.split(".")
         source = getattr(getattr(config, section), field) or ""
         sources.append(_hub_name(source.partition(":")[0]))
-    facts: dict[str, Any] = {}
-    if license_of is not None and (license_of / "README.md").is_file():
-        base = ModelCard.load(license_of / "README.md", ignore_metadata_errors=True).data
-        facts = {key: value for key, value in base.to_dict().items() if key in _LICENSE}
     # The weights may also read images or sound, of which a run knows nothing.
     task = "text-generation" if opened_by == _AUTO_CLASS else None
     return ModelCardData(
@@ -212,8 +209,20 @@ def _header(
         base_model=_hub_name(name),
         datasets=sorted({source for source in sources if source is not None}) or None,
         pipeline_tag=task,
-        **facts,
+        **_license(license_of),
     )
+
+
+def _license(directory: Path | None) -> dict[str, str]:
+    """Return what the card of a model says of its license, if it has a card that says so."""
+    if directory is None:
+        return {}
+    try:
+        _, header, _ = (directory / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+        values = load_yaml(header)
+    except DAMAGE:
+        return {}
+    return {key: str(values[key]) for key in _LICENSE if key in values}
 
 
 def _hub_name(name: str) -> str | None:

@@ -1,12 +1,11 @@
 """DeepSpeed's monitors: TensorBoard, W&B, Comet, and CSV files.
 
 DeepSpeed sends them numbers. This module adds what DeepSpeed leaves out: the name of the run, its
-settings, and an id by which a resumed run continues instead of appearing as a new one.
+settings and results, and an id by which a resumed run continues instead of appearing as a new one.
 
-    train.report_to    monitor_sections    sections of the DeepSpeed JSON
-    before the engine  identify_run        environment variables that W&B and Comet read
-    once               send_settings       all settings of the run
-    each step          events_of           the numbers, by the names that monitors show
+    start     before the model is loaded: sections of the DeepSpeed JSON, the run's id, its settings
+    log       the numbers of a step or an evaluation, by the names that monitors show
+    finish    results.json
 
 The DeepSpeed JSON and the environment variables of W&B and Comet take precedence.
 """
@@ -16,18 +15,27 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
-from lezo_ds.errors import UserError
+from lezo_ds.distributed.monitors import open_monitors
+from lezo_ds.errors import UserError, first_line
 from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.results import RunResults
 
 _PROJECT = "lezo_ds"
+_SECTIONS = ("csv_monitor", "tensorboard", "wandb", "comet")
 _WITH_RUN_ID = ("wandb", "comet")
 """Sections of monitors that would start a new run in each process."""
+
+
+def without_monitors(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed JSON with which an engine starts no monitor of its own."""
+    return {name: value for name, value in ds_config.items() if name not in _SECTIONS}
 
 
 def monitor_sections(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
@@ -64,8 +72,64 @@ def monitor_sections(config: RunConfig, directory: RunDirectory) -> dict[str, An
     return sections
 
 
-def identify_run(config: RunConfig, directory: RunDirectory, ds_config: Mapping[str, Any]) -> None:
-    """Give W&B and Comet the name and the id of a run, by which they continue it. For rank 0.
+class Monitors:
+    """The monitors of a run, which are those of rank 0. Other ranks do not start any."""
+
+    def __init__(self) -> None:
+        self._deepspeed: Any = None
+
+    def start(
+        self, config: RunConfig, directory: RunDirectory, ds_config: Mapping[str, Any]
+    ) -> None:
+        """Start the monitors of a DeepSpeed JSON, and send them all settings of the run.
+
+        Raises:
+            UserError: a monitor cannot start. W&B and Comet may not know the user.
+        """
+        _identify(config, directory, ds_config)
+        settings = config_to_dict(config)
+        try:
+            monitor = open_monitors(ds_config)
+            if monitor.tb_monitor is not None:
+                text = f"```yaml\n{dump_yaml(settings)}```"
+                monitor.tb_monitor.summary_writer.add_text("settings", text)
+            if monitor.wandb_monitor is not None:
+                import wandb
+
+                wandb.config.update(settings, allow_val_change=True)
+            if monitor.comet_monitor is not None:
+                monitor.comet_monitor.experiment.log_parameters(settings, nested_support=True)
+        except Exception as error:  # each library has types of its own
+            raise UserError(
+                f"a monitor cannot start: {first_line(error)}",
+                fix="log in to it, set WANDB_MODE=offline or COMET_START_ONLINE=0, or remove it "
+                "from train.report_to",
+            ) from error
+        self._deepspeed = monitor
+
+    def log(self, metrics: Mapping[str, float | bool | None], step: int) -> None:
+        """Send the numbers of a step or an evaluation."""
+        if self._deepspeed is not None:
+            self._deepspeed.write_events(events_of(metrics, step))
+
+    def finish(self, results: RunResults) -> None:
+        """Send the outcome of a run.
+
+        W&B drops a number of an earlier step, such as the test score of the best step.
+        """
+        if self._deepspeed is None:
+            return
+        values = asdict(results)
+        if self._deepspeed.wandb_monitor is not None:
+            import wandb
+
+            wandb.summary.update(values)
+        if self._deepspeed.comet_monitor is not None:
+            self._deepspeed.comet_monitor.experiment.log_others(values)
+
+
+def _identify(config: RunConfig, directory: RunDirectory, ds_config: Mapping[str, Any]) -> None:
+    """Give W&B and Comet the name and the id of a run.
 
     The id is random, since another run may have been in this directory before. The file
     monitors/run_id keeps it.
@@ -85,25 +149,6 @@ def identify_run(config: RunConfig, directory: RunDirectory, ds_config: Mapping[
         "COMET_EXPERIMENT_KEY": run_id,
     }.items():
         os.environ.setdefault(variable, value)
-
-
-def send_settings(monitor: Any, config: RunConfig) -> None:
-    """Send all settings of a run to its monitors. For rank 0.
-
-    Args:
-        monitor: DeepSpeed's.
-        config: of the run.
-    """
-    settings = config_to_dict(config)
-    if monitor.tb_monitor is not None and monitor.tb_monitor.enabled:
-        text = dump_yaml(settings)
-        monitor.tb_monitor.summary_writer.add_text("settings", f"```yaml\n{text}```")
-    if monitor.wandb_monitor is not None and monitor.wandb_monitor.enabled:
-        import wandb
-
-        wandb.config.update(settings, allow_val_change=True)
-    if monitor.comet_monitor is not None and monitor.comet_monitor.enabled:
-        monitor.comet_monitor.experiment.log_parameters(settings, nested_support=True)
 
 
 def events_of(

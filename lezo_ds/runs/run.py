@@ -83,7 +83,7 @@ from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs import records
 from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import events_of, send_settings
+from lezo_ds.runs.monitors import Monitors
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
@@ -113,6 +113,7 @@ class Run(ABC):
         data: the encoded splits, the metric and the objective.
         batches: the batches of the steps; a thread lays out the next one.
         directory: where rank 0 writes.
+        monitors: what shows the numbers of the run elsewhere; none are started yet.
         engine: the sharded model. `open` brings it to the step at which the run resumes.
         evaluations: all recorded evaluations, oldest first, the same on every rank.
         needs_snapshot_to_stop: whether a stop would lose the steps since the last snapshot.
@@ -134,6 +135,7 @@ class Run(ABC):
         self.batches = StepBatches(data, config)
         self.directory = directory
         self.engine = engine
+        self.monitors = Monitors()
         self.evaluations: list[EvaluationRecord] = []
         self.num_steps = 0
         if self.config.method in TRAINED:
@@ -161,7 +163,6 @@ class Run(ABC):
                 seconds = self.directory.cut_logs(self.num_done, evaluated)
                 self._began = time.monotonic() - seconds
                 self.directory.write_config(self.config)
-                send_settings(self.engine.monitor, self.config)
             # The handler only sets a flag, which is this rank's vote in the next all-reduce. All
             # ranks thus stop after the same step, whichever of them got the signal.
             with on_stop_signals(lambda _: self.engine.request_stop()):
@@ -170,6 +171,7 @@ class Run(ABC):
             self.check()  # before the digest of these weights is written
             if self._writes:
                 results.write(self.directory.results)
+                self.monitors.finish(results)
                 if is_finished and self.config.train.keep_snapshots == 0:
                     remove_directory(self.directory.checkpoints)
                     protected = self.protected_steps(is_finished=True)
@@ -464,7 +466,7 @@ class Run(ABC):
             return
         step = self.engine.global_steps
         self.directory.log_metrics({"step": step, **metrics, "seconds": self._seconds()})
-        self.engine.monitor.write_events(events_of(metrics, step))
+        self.monitors.log(metrics, step)
 
     def _seconds(self) -> float:
         """Return the seconds that all processes of this run have taken so far."""

@@ -26,7 +26,7 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, ReplayEngine
 from lezo_ds.errors import UserError
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import identify_run, monitor_sections
+from lezo_ds.runs.monitors import Monitors, monitor_sections, without_monitors
 from lezo_ds.runs.opening import load, prepare
 from lezo_ds.runs.records import check_records, with_start_date
 from lezo_ds.runs.results import RunResults
@@ -56,13 +56,16 @@ def train(config: RunConfig) -> RunResults:
         check_shares(config, ds_config, num_ranks)
         data = load_task_data(config)
         config = with_steps(config, len(data.train.examples))
-        monitors, directory = distributed.on_rank_zero(
+        sections, directory = distributed.on_rank_zero(
             lambda: check_run(config, data, num_ranks, resources)
         )
         # From here on, a batch is known by the indices of its records.
         assert_same("training records", distributed.gather_objects(data.train.fingerprint()))
-        ds_config = {**monitors, **ds_config}
-        distributed.on_rank_zero(lambda: identify_run(config, directory, ds_config))
+        monitors = Monitors()
+        distributed.on_rank_zero(
+            lambda: monitors.start(config, directory, {**sections, **ds_config})
+        )
+        ds_config = without_monitors(ds_config)
         run: Run
         if config.method == "adamw":
             from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
@@ -92,6 +95,7 @@ def train(config: RunConfig) -> RunResults:
             resources.callback(replicas.leave)
             engine = make_engine(config, ds_config)
             run = ReplicaRun(config, data, directory, engine, replicas)
+        run.monitors = monitors
         return run.execute()
 
 

@@ -9,7 +9,7 @@ import pytest
 from lezo_ds.config import config_from_dict
 from lezo_ds.errors import UserError
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import events_of, identify_run, monitor_sections
+from lezo_ds.runs.monitors import _identify, events_of, monitor_sections
 
 VARIABLES = ("WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME", "COMET_EXPERIMENT_KEY")
 WANDB = {"wandb": {"enabled": True}}
@@ -53,7 +53,7 @@ def identified(run_dir, ds_config=WANDB, number=0):
     """Return the variables that a new process has after it identifies its run."""
     for variable in VARIABLES:
         os.environ.pop(variable, None)
-    identify_run(config(run_dir), RunDirectory(run_dir, number), ds_config)
+    _identify(config(run_dir), RunDirectory(run_dir, number), ds_config)
     return {variable: os.environ.get(variable) for variable in VARIABLES}
 
 
@@ -77,7 +77,7 @@ def test_variables_of_the_user_stay_and_no_id_is_written_without_a_use(tmp_path,
     assert identified(tmp_path, {"csv_monitor": {"enabled": True}}) == dict.fromkeys(VARIABLES)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    identify_run(config(tmp_path), RunDirectory(tmp_path), WANDB)
+    _identify(config(tmp_path), RunDirectory(tmp_path), WANDB)
     assert os.environ["WANDB_RUN_ID"] == "mine"
 
 
