@@ -159,17 +159,17 @@ _OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
-_DRAFTS = "it drafts for another model, whose states it needs"
-_CODES = "it writes codes of audio, and AutoModelForCausalLM does not open the published config"
+_DRAFTS = "it is a draft model that needs another model's states"
+_CODES = "it generates audio codes, and AutoModelForCausalLM does not open the published config"
 NOT_BUILT = {
-    "blt": "its patches are found by a second model, and it has no num_hidden_layers",
-    "dots3_note": "the default config of its audio tower does not fit smaller numbers",
-    "gemma3n": "its vision tower needs the package timm",
+    "blt": "a second model finds its patches, and it has no num_hidden_layers",
+    "dots3_note": "its audio tower's default config cannot be shrunk",
+    "gemma3n": "its vision tower needs timm",
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
     "musicgen": _CODES,
     "musicgen_melody": _CODES,
-    "xlstm": "its states do not fit smaller numbers",
+    "xlstm": "its states cannot be shrunk",
 }
 """Families without a tiny model here, and why."""
 

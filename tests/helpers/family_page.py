@@ -23,41 +23,44 @@ FAMILIES = [name for name in KNOWN if name not in NOT_BUILT]
 _FAMILIES_AT_A_TIME = 8
 
 _REASONS = {
-    "R1": ("zo.noise_rank perturbs plain products only", "Low rank perturbs plain products only."),
+    "R1": (
+        "zo.noise_rank perturbs plain products only",
+        "Low rank supports only plain matrix products.",
+    ),
     "R2": (
         "without a batch dimension",
-        "A module cannot be cut into two probes: `zo.probes_per_pass=1`.",
+        "A module cannot be split into two probes: set `zo.probes_per_pass=1`.",
     ),
-    "R3": ("no transformer blocks", "Its blocks are of several classes."),
-    "R4": ("cannot be read in slices", "Its checkpoint has weights in another order."),
+    "R3": ("no transformer blocks", "Its blocks have several classes."),
+    "R4": ("cannot be read in slices", "Its checkpoint stores weights in another order."),
     "R5": ("zo.noise_rank needs all", "Low rank needs modules that run on all tokens."),
-    "R6": ("peft.lora_targets", "A module of these names takes no adapter."),
-    "R7": ("lacks", "Its checkpoint has other names or shapes."),
+    "R6": ("peft.lora_targets", "A module with a target name does not support adapters."),
+    "R7": ("lacks", "Its checkpoint has different names or shapes."),
     "R8": ("has an encoder", "It has an encoder."),
-    "R9": ("peft does not read", "peft does not read its adapter, nor one of its own."),
+    "R9": ("peft does not read", "peft reads neither lezo_ds's adapter nor one of its own."),
 }
 """Mark of a refusal -> (words of its line, what the page says)."""
 
 _HEAD = """# Families
 
-Each row is a tiny random model of a family of transformers 5.23: all that `AutoModelForCausalLM`
-opens, and some that only `AutoModelForMultimodalLM` opens, which read images or sound besides text.
-It is saved as the class that is published: a multimodal one, where there is one.
-lezo_ds and transformers read the same directory, in fp32. transformers ran one sequence at a time.
-`python tests/helpers/family_page.py` writes this page, and `make test-families` compares each row
-with what comes out.
+Each row is a tiny random model of a model family in transformers 5.23: all that
+`AutoModelForCausalLM` opens, and some multimodal ones (images or audio plus text) that only
+`AutoModelForMultimodalLM` opens. It is saved as its published class, multimodal if one exists.
+lezo_ds and transformers read the same directory in fp32. transformers ran one sequence at a time.
+`python tests/helpers/family_page.py` generates this page, and `make test-families` checks each row
+against new results.
 
-- **losses**: log-probabilities of labels, in padded rows, of all entries and of labels alone
-- **packed**: likewise, with several sequences in a row
-- **answers**: greedy answers to prompts of different lengths, with and without a common beginning
+- **losses**: label log-probabilities in padded rows, over the full vocabulary and over labels only
+- **packed**: the same with several sequences per row
+- **answers**: greedy answers to prompts of different lengths, with and without a shared prefix
 - **step**: the projected gradient of a step at two probes, and answers at both
-- **rank 1**: likewise, with `zo.noise_rank=1`
-- **export**: transformers opens the export with all keys and no others, and the same numbers
-- **LoRA**: the same of a merged adapter, on all linear modules of the blocks, and peft's own merge
+- **rank 1**: the same with `zo.noise_rank=1`
+- **export**: transformers opens the export with exactly the expected keys and the same values
+- **LoRA**: the same for a merged adapter on all linear modules of the blocks, and for peft's merge
 
-`=` is equal, within 1e-4. `-` is never packed. `D` differs, and `E` ends in an error: do not use
-these. A run compares itself with the model alone, and refuses most of them before its first step.
-R is refused in one line:
+`=` means equal within 1e-4, and `-` means never packed. `D` differs and `E` ends in an error: do
+not use these. A run checks itself against the plain model and rejects most of them before its first
+step. R is rejected with a one-line error:
 
 """
 
