@@ -373,6 +373,7 @@ def run_export(arguments: argparse.Namespace) -> None:
     )
     if launched_rank() == 0:
         print(f"step {step} of {source}: {arguments.out}")
+        print(f"To share it: hf upload OWNER/NAME {shlex.quote(str(arguments.out))}")
 
 
 def _sweep(parser: _Parser) -> None:
