@@ -1,11 +1,11 @@
 """The command line: `lezo-ds COMMAND`, which is also `python -m lezo_ds COMMAND`.
 
 Each command has two functions. `_train` adds the arguments of `train` to its parser. Its docstring
-is the description in `lezo-ds train --help`, and the first line is the summary in `lezo-ds --help`.
+is the description in `lezo-ds train --help`; its first line is the summary in `lezo-ds --help`.
 `run_train` does the work. COMMANDS lists both.
 
-A command imports torch and other large libraries only after its arguments have been parsed, so that
-a mistake in them is refused at once.
+A command imports torch and other large libraries only after parsing its arguments, so invalid
+arguments fail immediately.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from lezo_ds.errors import (
 )
 
 _RECIPE_HELP = (
-    "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
+    "a YAML file, the name of a shipped recipe, or paper (with model= task= method= [peft=])"
 )
 
 _UNUSABLE = {errno.ENAMETOOLONG, errno.EACCES}
-"""Kinds of an OSError that tell of a path of the user, wherever it is used first."""
+"""OSError codes that indicate a bad user-supplied path, wherever it is first used."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises UserError for bad arguments, so that they are one line with exit code 2."""
+    """Raises UserError for bad arguments: a one-line error with exit code 2."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
     def add_keys(self) -> None:
         self.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="change a key of the recipe or run"
+            "overrides", nargs="*", metavar="key=value", help="override a key of the recipe or run"
         )
 
     def error(self, message: str) -> NoReturn:
@@ -97,7 +97,7 @@ def _code(text: str) -> str:
 
 
 def _add_encoding(add: Callable[..., Any]) -> None:
-    add("--encoding", default="utf-8", help="of a .csv or .tsv file, such as cp1252 (Windows-1252)")
+    add("--encoding", default="utf-8", help="encoding of .csv or .tsv files, such as cp1252")
 
 
 def _share(text: str) -> float:
@@ -119,7 +119,7 @@ def _path(text: str) -> Path:
 
 
 def _name(text: str) -> str:
-    """Read a path or a name on the hub. A shell does not expand the ~ in --out=~/runs."""
+    """Read a path or a Hub name. A shell does not expand the ~ in --out=~/runs."""
     return expand(text, "an argument")
 
 
@@ -128,7 +128,7 @@ def _train(parser: _Parser) -> None:
 
     deepspeed --num_gpus 2 --module lezo_ds train --config RECIPE key=value ...
 
-    The same command resumes a run. In paths, ~ and $VAR are expanded. A path in a YAML file is
+    The same command resumes a run. ~ and $VAR are expanded in paths. A path in a YAML file is
     relative to the file's folder if it begins with ./ or ../ or, except for run_dir, exists there.
     """
     add = parser.add_argument
@@ -142,7 +142,7 @@ def _train(parser: _Parser) -> None:
     add(
         "--gpu-memory",
         type=float,
-        help="with --dry-run: list what fits GPUs sold with so many GB, the fastest first",
+        help="with --dry-run: list what fits GPUs sold with this many GB, fastest first",
     )
     add("--print-config", action="store_true", help="print the configuration as a YAML recipe")
     parser.add_keys()
@@ -187,19 +187,19 @@ def _evaluate(parser: _Parser) -> None:
     lezo-ds evaluate --run DIR --lm-eval hellaswag,arc_easy --limit 100
     """
     add = _add_weights(parser)
-    add("--split", choices=("test", "dev"), default="test", help="score these examples")
+    add("--split", choices=("test", "dev"), default="test", help="the examples to score")
     add("--json", action="store_true", help="print the scores as JSON instead of a line")
     add(
         "--lm-eval",
         metavar="TASK,...",
-        help="run tasks of lm-evaluation-harness instead: names that it knows, or YAML files",
+        help="run lm-evaluation-harness tasks instead: task names or YAML files",
     )
-    add("--limit", type=_positive, metavar="N", help="with --lm-eval: use N examples of a task")
+    add("--limit", type=_positive, metavar="N", help="with --lm-eval: use N examples per task")
     parser.add_keys()
 
 
 def _add_weights(parser: _Parser) -> Callable[..., Any]:
-    """Add the options that say which weights are opened, and return what adds more options."""
+    """Add the options that select weights, and return the function that adds more options."""
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=_path, help="directory of a run")
@@ -207,21 +207,21 @@ def _add_weights(parser: _Parser) -> Callable[..., Any]:
         "--model",
         type=_name,
         metavar="DIR",
-        help="directory of a model or of an exported adapter, or a hub id",
+        help="directory of a model or of an exported adapter, or a Hub id",
     )
     add("--config", help="with --model: take everything else from this recipe")
     add(
         "--step",
         default="best",
-        help="of the run: best (lowest validation loss), last, or a number",
+        help="step of the run: best (lowest validation loss), last, or a number",
     )
     return add
 
 
 def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = False) -> Any:
-    """Open the weights of a run or a model, with `key=value` overrides before those of the user.
+    """Open the weights of a run or a model, applying these `key=value` overrides before the user's.
 
-    `needs_task` refuses a model without a task.
+    `needs_task` rejects a model without a task.
     """
     if arguments.run is not None and arguments.config is not None:
         raise UserError(
@@ -261,13 +261,13 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _predict(parser: _Parser) -> None:
-    """Label the records of a file, or answer them.
+    """Label or answer the records of a file.
 
     lezo-ds predict --model EXPORT new.csv --out labels.csv
 
-    The output also has `predicted`, the label, choice or answer, and the `probability` of a label
-    or choice. The task is that of the run or export, or of a recipe or keys. The same command
-    continues one that was killed.
+    The output adds `predicted` (the label, choice or answer) and the `probability` of a label or
+    choice. The task comes from the run or export, or from a recipe or keys. If the command is
+    killed, running it again continues where it stopped.
     """
     add = _add_weights(parser)
     add(
@@ -275,7 +275,7 @@ def _predict(parser: _Parser) -> None:
         type=_path,
         metavar="FILE",
         required=True,
-        help="file to write, of the same kind as DATA",
+        help="output file, of the same type as DATA",
     )
     add("data", metavar="DATA", help="records: .csv, .tsv, .json, .jsonl or .parquet")
     add(
@@ -311,14 +311,14 @@ def run_predict(arguments: argparse.Namespace) -> None:
 
 
 def _chat(parser: _Parser) -> None:
-    """Talk to a model in its chat template.
+    """Chat with a model, using its chat template.
 
     lezo-ds chat --model EXPORT
     lezo-ds chat --run DIR --step last data.system_prompt="Be brief." generation.temperature=0.7
 
-    Each line of the input is a turn, and the model sees all turns before it. An empty line or the
-    end of the input ends the chat. By default, an answer takes the most probable tokens, 512 at
-    most, whatever the recipe says; keys of generation change this.
+    Each input line is a turn, and the model sees all previous turns. An empty line or the end of
+    the input ends the chat. By default, an answer uses the most probable tokens, 512 at most,
+    regardless of the recipe; generation keys change this.
     """
     _add_weights(parser)
     parser.add_keys()
@@ -331,7 +331,7 @@ def run_chat(arguments: argparse.Namespace) -> None:
 
 
 def _export(parser: _Parser) -> None:
-    """Write the model of any step of a run, or a run as one small file.
+    """Write the model at any step of a run, or a run as one small file.
 
     lezo-ds export --run DIR --step best --out DIR [key=value ...]
     lezo-ds export --run DIR --journal FILE
@@ -339,13 +339,13 @@ def _export(parser: _Parser) -> None:
     """
     add = parser.add_argument
     add("--run", type=_path, help="directory of the run")
-    add("--journal", type=_path, help="a run as a file: with --run, write it; else read it")
+    add("--journal", type=_path, help="a run as a file: written with --run, otherwise read")
     add("--step", default="best", help="best (lowest validation loss), last, or a number")
-    add("--out", type=_path, help="directory to write")
+    add("--out", type=_path, help="output directory")
     add(
         "--merge",
         action="store_true",
-        help="with --out: add a LoRA adapter to the weights of its base model, and write them all",
+        help="with --out: merge a LoRA adapter into its base model, and write all weights",
     )
     parser.add_keys()
 
@@ -377,26 +377,30 @@ def run_export(arguments: argparse.Namespace) -> None:
 
 
 def _sweep(parser: _Parser) -> None:
-    r"""Run every combination of a grid, one after the other, and compare the settings over seeds.
+    r"""Run every combination of a grid in sequence, and compare settings over seeds.
 
     lezo-ds sweep --config RECIPE --out runs/sweep \
         --grid zo.learning_rate=1e-6,7e-7 zo.sparsity=0.5,0.75 seed,data.seed=0,1,2,3,4
     lezo-ds sweep --config demo --out runs/tuned --tune zo.learning_rate --grid seed=0,1,2
 
-    The same command skips finished runs and resumes the others. It writes results.csv to DIR and
-    prints means over seeds. Keys that are separated by commas change together. key=value before
-    --grid changes all runs. --tune adds five values of a key to the grid, and some may diverge.
-    A finished run of lezo keeps no weights unless train.keep_snapshots is set: its journal gives
-    them back.
+    The same command skips finished runs and resumes the others. It writes results.csv to the --out
+    directory and prints means over seeds. Comma-separated keys change together. key=value before
+    --grid applies to all runs. --tune adds five values of a key to the grid; some may diverge. A
+    finished lezo run keeps no weights unless train.keep_snapshots is set: its journal reconstructs
+    them.
     """
     add = parser.add_argument
     add("--config", required=True, help=_RECIPE_HELP)
     add("--out", type=_path, required=True, help="directory of the sweep")
     add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
-    add("--tune", help="a key: try a tenth, a third, 1, 3 and 10 times its value")
-    add("--launcher", default=shlex.quote(sys.executable), help='such as "deepspeed --num_gpus 2"')
+    add("--tune", help="a key: try 1/10, 1/3, 1, 3 and 10 times its value")
+    add(
+        "--launcher",
+        default=shlex.quote(sys.executable),
+        help='launcher, such as "deepspeed --num_gpus 2"',
+    )
     scope = parser.add_mutually_exclusive_group()
-    scope.add_argument("--index", type=int, help="start only this run, and write no table")
+    scope.add_argument("--index", type=int, help="run only this index, and write no table")
     scope.add_argument(
         "--list", action="store_true", help="only list the runs and write the tables"
     )
@@ -420,51 +424,51 @@ def _report(parser: _Parser) -> None:
 
 
 def _init(parser: _Parser) -> None:
-    """Look at a model and a file of your own data, and write a commented recipe for them.
+    """Inspect a model and your own data file, and write a commented recipe for them.
 
     lezo-ds init models/smollm2 tickets.csv --text body --label topic --out recipe.yaml
     lezo-ds init models/smollm2 prompts.jsonl --reward rewards:brevity
 
-    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. By
-    default, a model reads the only column of texts and learns the only one with few values, and an
-    instruct model does so in its chat template.
+    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the Hub. By
+    default, the model reads the only text column and learns the only column with few values. An
+    instruct model uses its chat template.
     """
     add = parser.add_argument
-    add("model", type=_name, metavar="MODEL", help="directory of a model, or its hub id")
-    add("data", type=_name, metavar="DATA", help="file of records, or a split on the hub")
+    add("model", type=_name, metavar="MODEL", help="directory of a model, or its Hub id")
+    add("data", type=_name, metavar="DATA", help="file of records, or a split on the Hub")
     add(
         "--out",
         type=_path,
         default=Path("recipe.yaml"),
         metavar="FILE",
-        help="default: recipe.yaml",
+        help="output recipe (default: recipe.yaml)",
     )
     _add_encoding(add)
     add("--text", help="the column that the model reads")
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--label", help="the column with the right label")
+    target.add_argument("--label", help="the column with the correct label")
     add(
         "--label-map",
         type=_pair,
         action="append",
         default=[],
         metavar="LABEL=OTHER",
-        help="count a label as another one; may be repeated",
+        help="count a label as another; may be repeated",
     )
-    target.add_argument("--answer", help="the column with a text to write")
+    target.add_argument("--answer", help="the column with the text to generate")
     target.add_argument(
         "--reward",
         type=_code,
         metavar="MODULE:FUNCTION",
-        help="judges answers; its module may be in the recipe's folder",
+        help="function that scores answers; its module may be in the recipe's folder",
     )
     add(
         "--method",
         choices=("fzoo", "lezo", "mezo"),
         default="fzoo",
-        help="of training (default: fzoo)",
+        help="training method (default: fzoo)",
     )
-    add("--skip-unusable", action="store_true", help="leave out records that cannot be used")
+    add("--skip-unusable", action="store_true", help="skip unusable records")
 
 
 COMMANDS: dict[str, tuple[Callable[[_Parser], None], str]] = {
@@ -481,11 +485,11 @@ COMMANDS: dict[str, tuple[Callable[[_Parser], None], str]] = {
 function that takes the parsed arguments. The module is imported when the command runs."""
 
 _OF_ONE_RANK = {"init", "report", "sweep"}
-"""Commands that ranks do not do together. Each rank would write the same files."""
+"""Commands that ranks do not run together, because each rank would write the same files."""
 
 
 def _is_left_to_rank_zero(command: str) -> bool:
-    """Return whether another rank does a command that one rank does, and say so."""
+    """Return whether a one-rank command is left to rank 0, and print this."""
     rank = launched_rank()
     if rank > 0:
         print(f"rank {rank} leaves lezo-ds {command} to rank 0", file=sys.stderr)
@@ -497,7 +501,7 @@ def _begins_with_key(word: str) -> bool:
 
 
 def run_command(name: str, words: Sequence[str] | None = None) -> None:
-    """Run a command on the words of its command line, by default those in `sys.argv`."""
+    """Run a command with the words of its command line, by default those in `sys.argv`."""
     add_arguments, function = COMMANDS[name]
     description = inspect.getdoc(add_arguments) or ""
     if name == "train":
@@ -518,12 +522,12 @@ def run_command(name: str, words: Sequence[str] | None = None) -> None:
 
 
 def main(command: str | None = None) -> None:
-    """Run a command, by default the one that the first argument names, and end the process."""
+    """Run a command, by default the one named by the first argument, and end the process."""
     end_process_after(_run_program if command is None else partial(run_command, command))
 
 
 def end_process_after(work: Callable[[], None]) -> NoReturn:
-    """Do the work of a process, and end the process with the exit code of its outcome."""
+    """Do the work of a process, and exit with the code of its outcome."""
     _prepare_process()
     try:
         work()
@@ -554,7 +558,7 @@ def end_process_after(work: Callable[[], None]) -> NoReturn:
 
 
 def _prepare_process() -> None:
-    """Let the libraries print no more than what concerns the user."""
+    """Limit library output to what concerns the user."""
     # Otherwise a lost rank is 30 lines of a C++ stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
@@ -580,7 +584,7 @@ def _run_program() -> None:
     add(
         "--path",
         metavar="FILE",
-        help="print where a shipped file is, such as launch/slurm/one_node.sbatch",
+        help="print the path of a shipped file, such as launch/slurm/one_node.sbatch",
     )
     add("command", nargs="?", metavar="COMMAND", help="one of the commands above")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the command")
@@ -601,7 +605,7 @@ def _run_program() -> None:
 
 
 class _Output(io.FileIO):
-    """Drops what it cannot write because its reader is gone, as in `train.py ... | head -1`."""
+    """Drops output whose reader has closed the pipe, as in `train.py ... | head -1`."""
 
     def write(self, data: Any) -> int:
         try:
@@ -611,7 +615,7 @@ class _Output(io.FileIO):
 
 
 class _Screen(io.TextIOWrapper):
-    """A standard stream of this process, whose text may quote a run or a model of anyone."""
+    """A standard stream of this process, whose text may quote an untrusted run or model."""
 
     def __init__(self, stream: TextIO, *, has_bars: bool) -> None:
         stream.flush()
@@ -625,7 +629,7 @@ class _Screen(io.TextIOWrapper):
 
 
 class _Once(logging.Filter):
-    """Shows what is said of data once, though a command may read them several times."""
+    """Shows each message about data once, although a command may read the data several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -641,7 +645,7 @@ class _Once(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """Shows the message of a line of the log, which has no bars."""
+    """Formats the message of a log line, which has no progress bars."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
