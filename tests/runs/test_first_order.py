@@ -162,7 +162,7 @@ def arguments(recipe, run_dir, *more):
 @pytest.fixture(scope="module")
 def undisturbed(recipe, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    run_forked_well(arguments(recipe, run_dir), num_ranks=2)
+    run_forked_well(arguments(recipe, run_dir, "train.report_to=[csv]"), num_ranks=2)
     return run_dir
 
 
@@ -170,6 +170,12 @@ def steps_logged(run_dir):
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line)["step"] for line in lines if "learning_rate" in line]
+
+
+def test_monitors_get_every_step(undisturbed):
+    (path,) = (undisturbed / "monitors").rglob("train_loss.csv")
+    _, *rows = path.read_text().splitlines()
+    assert [int(row.split(",")[0]) for row in rows] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.thorough
