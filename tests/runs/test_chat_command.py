@@ -107,7 +107,7 @@ def test_the_card_of_a_chat_shows_one_with_transformers(root, tmp_path, capsys):
     run = ["--run", root / "run", "--step", "last"]
     run_forked_well([*run, "--out", tmp_path / "adapter"], program="export")
     card = (tmp_path / "adapter" / "README.md").read_text()
-    assert "vllm serve DIR" in card
+    assert "`vllm serve base --enable-lora --max-lora-rank 8 --lora-modules tuned=DIR`" in card
     (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     for shown, own in (
         ('"."', repr(str(tmp_path / "adapter"))),

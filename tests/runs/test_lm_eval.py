@@ -89,6 +89,7 @@ def test_ranks_share_the_requests_and_have_every_bit_of_the_harness_s_own_model(
     assert none == {}
 
 
+@pytest.mark.thorough
 def test_report_shows_the_scores_of_a_run_before_and_after(recipe, directory, tmp_path):
     run_dir = tmp_path / "run"
     run_forked_well(["--config", recipe, f"run_dir={run_dir}", "train.steps=4"])
@@ -96,9 +97,9 @@ def test_report_shows_the_scores_of_a_run_before_and_after(recipe, directory, tm
     for step in ("0", "4"):
         asked = ["--run", run_dir, "--step", step, "--lm-eval", directory / "task.yaml"]
         scored = run_forked_well([*asked, "--limit", "3", "--json"], program="evaluate")
-        found[step] = json.loads(scored.stdout)["results"]["reviews"]["brier_score,none"]
+        found[step] = json.loads(scored.out)["results"]["reviews"]["brier_score,none"]
     assert found["0"] != found["4"]
-    lines = run_forked_well([run_dir], program="report").stdout.splitlines()
+    lines = run_forked_well([run_dir], program="report").out.splitlines()
     (head,) = [line.split() for line in lines if "lm-eval" in line]
     assert head == ["lm-eval", "metric", "examples", "step", "0", "step", "4"]
     (row,) = [line.split() for line in lines if "brier_score" in line]

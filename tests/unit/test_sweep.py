@@ -27,7 +27,7 @@ from lezo_ds.tools.sweep import (
     values_around,
     write_tables,
 )
-from lezo_ds.tools.tables import name_experiments, read_runs, score_table
+from lezo_ds.tools.tables import harness_table, name_experiments, read_runs, score_table
 
 RECIPE = "demo"
 RATES = "zo.learning_rate=1e-6,7e-7"
@@ -375,3 +375,21 @@ def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
     assert scores.curves == {"LeZO": [(0, 51), (100, 90), (200, 90)]}
     assert "zero-shot, test split: 50" in text and text.count("<svg") == 4
     assert len(text) < 100_000
+
+
+def test_scores_of_lm_eval_stand_next_to_each_other_by_step(tmp_path):
+    def line(step, accuracy, limit=None, **more):
+        scores = {"alias": "reviews", "acc,none": accuracy, "acc_stderr,none": 0.1, **more}
+        return json.dumps({"step": step, "limit": limit, "results": {"reviews": scores}})
+
+    measured = [line(0, 0.25), line(8, 0.5), line(8, 0.75, f1=0.5, limit=10)]
+    (tmp_path / "lm_eval.jsonl").write_text("\n".join(measured))
+    assert harness_table(tmp_path).to_dict("records") == [
+        {"lm-eval": "reviews", "metric": metric, "examples": examples} | scores
+        for metric, examples, scores in (
+            ("acc", "all", {"step 0": "0.2500", "step 8": "0.5000"}),
+            ("acc", "10", {"step 0": "-", "step 8": "0.7500"}),
+            ("f1", "10", {"step 0": "-", "step 8": "0.5000"}),
+        )
+    ]
+    assert harness_table(tmp_path / "none").empty
