@@ -31,7 +31,7 @@ from lezo_ds.errors import HubError, UserError, did_you_mean, first_line
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_other_inputs
 from lezo_ds.forward.rope import rotate_each_row
 from lezo_ds.noise import Region
-from lezo_ds.sharding.files import WeightFiles, has_weights
+from lezo_ds.sharding.files import WeightFiles, fp8_block, has_weights
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -173,11 +173,12 @@ def hub_problem() -> str:
 
 
 def load_model_config(directory: Path) -> Any:
-    """Return the transformers config of a model.
+    """Return the transformers config of a model, as that of weights that are not quantized.
 
     Raises:
-        UserError: transformers does not know the model, its weights are quantized, it has too many
-            layers, or its config names code on the hub. Code that comes with a model is never run.
+        UserError: transformers does not know the model, its weights are quantized in another way
+            than by blocks in FP8, it has too many layers, or its config names code on the hub. Code
+            that comes with a model is never run.
     """
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -187,12 +188,8 @@ def load_model_config(directory: Path) -> Any:
             f"{first_line(error)}",
             fix="update transformers, or use another model (remote code is never run)",
         ) from error
-    quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        raise UserError(
-            f"the weights of {directory} are quantized: {dict(quantization).get('quant_method')}",
-            fix="set model.path to the checkpoint before it was quantized",
-        )
+    if fp8_block(directory):
+        del config.quantization_config  # the weights are dequantized where they are read
     parts = [getattr(config, name) for name in config.sub_configs]
     # A part that a model does not have, such as an audio encoder, is None.
     for section in (config, *(part for part in parts if part is not None)):
@@ -314,6 +311,7 @@ def saved_config(model: Any, directory: Path) -> dict[str, Any]:
         values["tie_word_embeddings"] = ties
     values.pop("torch_dtype", None)  # the older name of dtype
     values.pop("transformers_weights", None)  # a file of the directory
+    values.pop("quantization_config", None)  # what is written is dequantized
     return values | {"architectures": [type(model).__name__]}
 
 

@@ -9,6 +9,12 @@ tensor for each expert. The conversion mapping of transformers says which tensor
 
     parameter experts.gate_up_proj [experts, 2 * inner, width]
     = tensors experts.0.w1, experts.0.w3, experts.1.w1, ... one after the other, each flattened
+
+In a checkpoint in block FP8, a matrix [rows, columns] has a scale for each of its blocks. A slice
+is read as float32, times the scales of its blocks:
+
+    X.weight            float8_e4m3fn [rows, columns]
+    X.weight_scale_inv  [ceil(rows / block rows), ceil(columns / block columns)]
 """
 
 from __future__ import annotations
@@ -47,13 +53,16 @@ from lezo_ds.noise import Region
 
 _MOST_MAPPED = 1 << 27
 """Number of bytes after which a file of torch is mapped anew."""
+_SCALES = "_scale_inv"
+"""What the name of the scales of a matrix adds to the name of the matrix."""
 
 
 class _StoredTensor(NamedTuple):
-    """Where a tensor is stored, and its shape."""
+    """Where a tensor is stored, its shape, and its dtype as safetensors names it."""
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str
 
 
 class WeightFiles:
@@ -84,13 +93,16 @@ class WeightFiles:
         self.directory = directory
         self._prefix = prefix
         self._mapped: _MappedTensors | None = None
+        self._block = fp8_block(directory) or (1, 1)
         self.tensors: dict[str, _StoredTensor] = {}
         for file in _files_of(directory) if single is None else [directory / single]:
             with self._opened(file) as handle:
                 for name in handle.keys():  # noqa: SIM118  (not a dict)
-                    shape = tuple(handle.get_slice(name).get_shape())
-                    self.tensors[name] = _StoredTensor(file, shape)
-        self._stored = stored_parameters(self.tensors, conversions)
+                    view = handle.get_slice(name)
+                    shape = tuple(view.get_shape())
+                    self.tensors[name] = _StoredTensor(file, shape, view.get_dtype())
+        scales = {name + _SCALES for name in self.tensors}
+        self._stored = stored_parameters(self.tensors.keys() - scales, conversions)
 
     def stored_as(self, name: str) -> tuple[str, ...] | None:
         """Return the tensors that a parameter of this name consists of, or None if it is absent."""
@@ -98,6 +110,8 @@ class WeightFiles:
         bare = name.removeprefix(f"{self._prefix}.")
         for spelling in (name, f"{self._prefix}.{name}", bare):
             if spelling in self._stored:
+                for tensor in self._stored[spelling]:
+                    self._assert_scaled(tensor)
                 return self._stored[spelling]
         return None
 
@@ -147,8 +161,24 @@ class WeightFiles:
                 )
         return found
 
+    def _assert_scaled(self, tensor: str) -> None:
+        """Refuse FP8 without a scale for each block, and scales of anything else."""
+        _, shape, dtype = self.tensors[tensor]
+        scales = self.tensors.get(tensor + _SCALES)
+        expected = None
+        if dtype == "F8_E4M3":
+            sides = zip(shape, self._block, strict=False)
+            expected = tuple(math.ceil(size / side) for size, side in sides)
+        found = scales and scales.shape
+        if found != expected or (scales and scales.dtype not in ("F32", "BF16")):
+            raise UserError(
+                f"{tensor} in {self.directory} is {dtype} {shape} with scales {found}; FP8 that is "
+                "read is F8_E4M3, with a scale in F32 or BF16 for each weight_block_size",
+                fix="set model.path to the checkpoint before it was quantized",
+            )
+
     def read(self, tensors: Sequence[str], region: Region) -> Tensor:
-        """Read elements of a parameter from its tensors, in their stored dtype.
+        """Read elements of a parameter from its tensors, in their stored dtype, or FP8 as float32.
 
         Args:
             tensors: of the parameter, as `find` returned them.
@@ -163,7 +193,7 @@ class WeightFiles:
             with self._opened(self.tensors[tensor].file) as handle:
                 columns = slice(column, column + region.width)
                 rectangle = handle.get_slice(tensor)[row : row + region.num_rows, columns]
-                return rectangle.reshape(-1)  # type: ignore[no-any-return]
+                return self._scaled(tensor, rectangle, row, column).reshape(-1)
         slices: list[Tensor] = []
         begin = 0  # of the tensor, counted in the parameter
         for tensor in tensors:
@@ -179,7 +209,7 @@ class WeightFiles:
 
     def _read_slice(self, tensor: str, start: int, stop: int) -> Tensor:
         """Return the elements [start, stop) of a flattened tensor. Only whole rows can be read."""
-        file, shape = self.tensors[tensor]
+        file, shape, _ = self.tensors[tensor]
         width = math.prod(shape[1:])
         first_row = start // width
         # The file is memory-mapped. Pages that were read count as this process's memory until the
@@ -187,7 +217,25 @@ class WeightFiles:
         with self._opened(file) as handle:
             view = handle.get_slice(tensor)
             rows: Tensor = view[first_row : math.ceil(stop / width)] if shape else view[...]
+            rows = self._scaled(tensor, rows, first_row, 0)
             return rows.reshape(-1)[start - first_row * width : stop - first_row * width]
+
+    def _scaled(self, tensor: str, values: Tensor, row: int, column: int) -> Tensor:
+        """Return a rectangle of a tensor, from a row and a column on, times its scales if any."""
+        stored = self.tensors.get(tensor + _SCALES)
+        if stored is None:
+            return values
+        height, width = self._block
+        first, offset = divmod(row, height)
+        with self._opened(stored.file) as handle:
+            view = handle.get_slice(tensor + _SCALES)
+            scales = view[first : math.ceil((row + len(values)) / height)].float()
+        columns = torch.arange(column, column + values.shape[1]) // width
+        values = values.float()
+        for index, scale in enumerate(scales):
+            start = index * height - offset
+            values[max(start, 0) : start + height] *= scale[columns]
+        return values
 
     @contextmanager
     def _opened(self, file: Path) -> Iterator[Any]:
@@ -208,6 +256,34 @@ class WeightFiles:
         yield mapped
 
 
+def fp8_block(directory: Path) -> tuple[int, int] | None:
+    """Return the rows and columns of a block of weights in FP8, or None if none are quantized.
+
+    Raises:
+        UserError: the weights are quantized in another way.
+    """
+    quantization = _config_of(directory).get("quantization_config")
+    if not quantization:
+        return None
+    match quantization:
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if (
+            rows > 0 < columns
+        ):
+            return rows, columns
+    raise UserError(
+        f"the weights of {directory} are quantized: {dict(quantization).get('quant_method')}, and "
+        "only FP8 with a weight_block_size is read",
+        fix="set model.path to the checkpoint before it was quantized, or to one in block FP8",
+    )
+
+
+def _config_of(directory: Path) -> dict[str, Any]:
+    """Return config.json, or {} if it is damaged, which `load_model_config` refuses."""
+    with suppress(*DAMAGE):
+        return dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    return {}
+
+
 def has_weights(directory: Path) -> bool:
     """Return whether a directory has the weights of a model."""
     return _first_file(directory).is_file()
@@ -219,10 +295,7 @@ def _first_file(directory: Path) -> Path:
     It is the file named in config.json, or the first that is there of the safetensors, their
     index, pytorch_model.bin and its index.
     """
-    named = None
-    with suppress(*DAMAGE):  # load_model_config refuses a damaged config.json
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        named = config.get("transformers_weights")
+    named = _config_of(directory).get("transformers_weights")
     if named is not None:
         file = directory / str(named)
         if file.name != named or not file.is_file():
@@ -296,6 +369,9 @@ class _MappedTensor:
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return str(self._tensor.dtype)
 
     def __getitem__(self, index: Any) -> Tensor:
         part = self._tensor[index]

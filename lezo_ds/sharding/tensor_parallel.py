@@ -84,6 +84,9 @@ def shard_model(
         if module._parameters and module not in inside
     }
     shapes = {parameter: parameter.shape for parameter in model.parameters()}
+    for parameter in model.parameters():
+        # AutoTP would sum the gradients of Qwen3's norms, and frozen ones have none.
+        parameter._ds_grad_allreduce_registered = True  # type: ignore[attr-defined]
     splits: dict[nn.Parameter, Split] = {}
 
     def materialize(*_: object, **__: object) -> nn.Module:

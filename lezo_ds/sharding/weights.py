@@ -90,8 +90,8 @@ class ShardedWeights:
             low = None
             if low_files is not None and self._has_low_bits(shard):
                 low = low_files.read([shard.name], shard.elements.region)
-            values = files.read(tensors[shard.name], shard.elements.region)
-            self.fill(shard, values, low)
+            # Without a name, the values are gone when the next ones are read.
+            self.fill(shard, files.read(tensors[shard.name], shard.elements.region), low)
         finish_updates()
 
     def fill(self, shard: Shard, values: Tensor, low: Tensor | None = None) -> None:

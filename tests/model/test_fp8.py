@@ -1,0 +1,263 @@
+"""Checkpoints in block FP8: slices equal what is dequantized by hand, however they are split."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import yaml
+from assets import recipe_values, write_data, write_reader
+from commands import run_forked_well
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny_adapters import peft_config, start_engine, train, whole_batch
+from tiny_models import FAMILIES, VOCABULARY
+from tiny_runs import write_model
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3Config
+
+from lezo_ds.checkpoints.checkpoint import build_checked, load_model_config, open_weights
+from lezo_ds.errors import UserError
+from lezo_ds.noise import Region
+
+WIDE = Qwen3Config(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=1,
+)
+SPLIT = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 0}}
+WEIGHTS = "model.safetensors"
+MATRIX = "model.layers.0.mlp.up_proj.weight"
+
+
+def quantize(matrix, block, scale_dtype):
+    """Return a matrix in FP8, its scales, and the float32 values that they stand for."""
+    height, width = block
+    shape = [math.ceil(size / side) for size, side in zip(matrix.shape, block, strict=True)]
+    scales = torch.empty(shape, dtype=scale_dtype)
+    codes = torch.empty_like(matrix, dtype=torch.float8_e4m3fn)
+    values = torch.empty_like(matrix, dtype=torch.float32)
+    for i in range(shape[0]):
+        for j in range(shape[1]):
+            part = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
+            scales[i, j] = matrix[part].abs().max() / 448
+            codes[part] = (matrix[part] / scales[i, j].float()).to(torch.float8_e4m3fn)
+            values[part] = codes[part].float() * scales[i, j].float()
+    return codes, scales, values
+
+
+def write_fp8(plain, fp8, block, scale_dtype=torch.float32):
+    """Copy a model to block FP8, and change it to the values that its copy stands for."""
+    shutil.copytree(plain, fp8)
+    tensors = load_file(plain / WEIGHTS)
+    quantized = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            codes, scales, tensors[name] = quantize(tensor, block, scale_dtype)
+            quantized |= {name: codes, f"{name}_scale_inv": scales}
+    save_file(tensors, plain / WEIGHTS, {"format": "pt"})
+    save_file(quantized, fp8 / WEIGHTS, {"format": "pt"})
+    published = {
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    change_config(fp8, quantization_config=published)
+    return plain, fp8
+
+
+def write_random(config, root, *block_and_dtype):
+    plain = write_model(config, root / "plain")
+    return write_fp8(plain, root / "fp8", *block_and_dtype)
+
+
+def change_config(directory, **values):
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """The sizes of the matrices, and of two ranks' parts, are no multiples of the blocks."""
+    return write_random(WIDE, tmp_path_factory.mktemp("wide"), (48, 80))
+
+
+@pytest.mark.parametrize(
+    ("family", "block", "scale_dtype"),
+    [
+        ("qwen3", (16, 16), torch.float32),
+        ("qwen3", (128, 128), torch.float32),
+        ("qwen3", (5, 7), torch.bfloat16),
+        ("qwen3_moe", (5, 7), torch.float32),
+    ],
+)
+def test_slices_equal_what_is_dequantized_by_hand(tmp_path, family, block, scale_dtype):
+    plain, fp8 = write_random(FAMILIES[family][0], tmp_path, block, scale_dtype)
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    built, _ = build_checked(fp8, "fp32")
+    files = open_weights(built, fp8)
+    assert not hasattr(built.config, "quantization_config")
+    assert any(tensor.dtype == "F8_E4M3" for tensor in files.tensors.values())
+    for name, parameter in model.named_parameters():
+        tensors = files.stored_as(name)
+        flat = parameter.detach().flatten()
+        for first, last in ((0, len(flat)), (0, 1), (len(flat) // 3, 2 * len(flat) // 3)):
+            part = files.read(tensors, Region.run(first, last - first))
+            assert torch.equal(part, flat[first:last]), name
+        if parameter.dim() == 2:
+            rows, columns = parameter.shape
+            region = Region(3 * columns + 2, rows - 4, columns - 5, columns)
+            part = files.read(tensors, region)
+            assert torch.equal(part, parameter[3:-1, 2:-3].flatten()), name
+
+
+def test_transformers_dequantizes_to_the_same_logits(tmp_path):
+    _, fp8 = write_random(WIDE, tmp_path, (16, 64))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        fp8, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    with torch.no_grad():
+        logits = theirs.eval()(**whole_batch().inputs).logits
+    assert torch.equal(start_engine(fp8, None).forward(whole_batch()), logits)
+
+
+def load(directories, dtype, num_ranks, bits, ds_changes):
+    """Return the digests of the weights that this rank and the others read, and logits."""
+    engines = [
+        start_engine(
+            directory, peft_config("lora"), dtype, num_ranks, bits=bits, ds_changes=ds_changes
+        )
+        for directory in directories
+    ]
+    return [e.base.fingerprint for e in engines], [e.forward(whole_batch()) for e in engines]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("ds_changes", [(), SPLIT], ids=["zero3", "tensor_parallel"])
+def test_two_ranks_read_what_one_rank_reads_of_the_plain_weights(wide, bits, ds_changes):
+    dtype = "bf16" if bits else "fp32"
+    (((plain,), _),) = run_ranks(load, 1, wide[:1], dtype, 1, bits, ())
+    for prints, logits in run_ranks(load, 2, wide, dtype, 2, bits, ds_changes):
+        assert prints == [plain, plain]
+        assert torch.equal(logits[0], logits[1])
+
+
+def train_and_export(directory, target, kind):
+    peft = peft_config(kind) if kind == "lora" else None
+    engine = start_engine(directory, peft)
+    train(engine, 2)
+    engine.write_model(target, merge=kind == "lora")
+    return engine.forward(whole_batch())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["lora", "none"])
+def test_a_trained_model_is_exported_as_a_plain_one(wide, tmp_path, kind):
+    (trained,) = run_ranks(train_and_export, 1, wide[1], tmp_path / "out", kind)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = exported(**whole_batch().inputs).logits
+    torch.testing.assert_close(logits, trained, rtol=1e-4, atol=1e-4)
+    assert load_model_config(tmp_path / "out").hidden_size == 128
+
+
+OTHERS = ({"weight_block_size": None}, {"weight_block_size": [0, 1]}, {})
+METHODS = ("gptq", "awq", "mxfp4", "compressed-tensors", "bitsandbytes")
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [*({"quant_method": "fp8"} | other for other in OTHERS)]
+    + [{"quant_method": method, "bits": 4, "load_in_4bit": True} for method in METHODS],
+)
+def test_other_quantized_weights_are_refused_by_the_name_of_their_method(
+    wide, tmp_path, quantization
+):
+    directory = shutil.copytree(wide[1], tmp_path / "model")
+    change_config(directory, quantization_config=quantization)
+    problem = f"are quantized: {quantization['quant_method']}, and only FP8"
+    with pytest.raises(UserError, match=problem):
+        load_model_config(directory)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        ("no config", r"F8_E4M3 \(128, 128\) with scales \(3, 2\)"),
+        ("no scales", r"F8_E4M3 \(256, 128\) with scales None"),
+        ("another shape", r"F8_E4M3 \(256, 128\) with scales \(2, 6\)"),
+        ("bytes", r"F8_E4M3 \(256, 128\) with scales \(6, 2\)"),
+        ("packed", r"I8 \(256, 128\) with scales \(6, 2\)"),
+    ],
+)
+def test_fp8_whose_scales_do_not_fit_is_refused_before_loading(wide, tmp_path, damage, found):
+    directory = shutil.copytree(wide[1], tmp_path / "model")
+    tensors = load_file(directory / WEIGHTS)
+    scales = tensors.pop(f"{MATRIX}_scale_inv")
+    if damage == "no config":
+        change_config(directory, quantization_config=None)
+    if damage == "another shape":
+        scales = scales.t().contiguous()
+    if damage == "bytes":
+        scales = scales.to(torch.uint8)
+    if damage == "packed":
+        tensors[MATRIX] = tensors[MATRIX].to(torch.int8)
+    if damage != "no scales":
+        tensors[f"{MATRIX}_scale_inv"] = scales
+    save_file(tensors, directory / WEIGHTS)
+    with pytest.raises(UserError, match=rf"_proj\.weight in .* is {found}; FP8"):
+        build_checked(directory, "fp32")
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_a_run_and_its_adapter_score_as_on_the_plain_weights(tmp_path):
+    plain, fp8 = write_fp8(
+        write_reader(tmp_path / "plain", family="llama"), tmp_path / "fp8", (5, 7)
+    )
+    values = recipe_values(fp8, write_data(tmp_path / "data"))
+    values["peft"] = {"kind": "lora"}
+    values["zo"]["learning_rate"] = 0.1
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    command = ["--config", recipe, "train.steps=4"]
+    plans = []
+    for model in (plain, fp8):
+        planned = [*command, f"run_dir={tmp_path / 'none'}", f"model.path={model}", "--dry-run"]
+        lines = run_forked_well(planned).out.splitlines()
+        plans.append([line for line in lines if "GiB" in line])
+    assert plans[0]
+    assert plans[0] == plans[1]
+    run_forked_well([*command, f"run_dir={tmp_path / 'fp8_run'}"], num_ranks=2)
+    run_forked_well([*command, f"run_dir={tmp_path / 'plain_run'}", f"model.path={plain}"])
+
+    losses = {}
+    for run in ("fp8_run", "plain_run"):
+        source = ["--run", tmp_path / run, "--step", "last"]
+        losses[run] = json.loads(run_forked_well([*source, "--json"], program="evaluate").out)
+    source = ["--run", tmp_path / "fp8_run", "--step", "last"]
+    for name, options in {"adapter": [], "merged": ["--merge"]}.items():
+        target = tmp_path / name
+        run_forked_well([*source, "--out", target, *options], program="export")
+        asked = ["--model", target, "--config", recipe, "--json"]
+        losses[name] = json.loads(run_forked_well(asked, program="evaluate").out)
+        run_forked_well(
+            ["--model", target, tmp_path / "data/validation.jsonl", "--out", f"{target}.jsonl"],
+            program="predict",
+        )
+    expected = pytest.approx(losses["plain_run"]["loss"], rel=1e-5)
+    assert all(result["loss"] == expected for result in losses.values())
+    assert (tmp_path / "adapter.jsonl").read_text() == (tmp_path / "merged.jsonl").read_text()
