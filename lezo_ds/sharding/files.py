@@ -267,7 +267,7 @@ def fp8_block(directory: Path) -> tuple[int, int] | None:
         return None
     match quantization:
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if (
-            rows > 0 < columns
+            min(rows, columns) > 0
         ):
             return rows, columns
     raise UserError(
