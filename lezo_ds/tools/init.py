@@ -90,7 +90,7 @@ _FZOO = """\
   sparsity: 0.6667
   only_blocks: true
   perturbation_scale: {scale:.2g}
-  learning_rate: {rate:.2g}  # the demonstration's, at this width; if the loss grows, divide it by 3
+  learning_rate: {rate:.2g}  # demo-fzoo's, at this width; if the loss grows, divide it by 3
   lr_schedule: linear  # falls to 0 at the last step
 """
 _MEMBERS = """\
@@ -105,7 +105,7 @@ _MEMBERS = """\
   sparsity: 0  # all blocks are trained
 """
 _LEZO = """\
-  learning_rate: {rate:.1g}  # the demonstration's, at this width; if the loss grows, divide it by 3
+  learning_rate: {rate:.1g}  # demo-lezo's, at this width; if the loss grows, divide it by 3
   perturbation_scale: {scale:.1e}
   sparsity: {sparsity}  # the share of the transformer blocks that each step leaves out; 0 is MeZO
 """
