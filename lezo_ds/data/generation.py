@@ -40,7 +40,12 @@ from lezo_ds import distributed
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
-from lezo_ds.forward.answer_cache import answer_cache, keeps_states_apart, takes_padding
+from lezo_ds.forward.answer_cache import (
+    answer_cache,
+    cache_name,
+    keeps_states_apart,
+    takes_padding,
+)
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Prompts, Thought
 from lezo_ds.forward.rope import may_outgrow
 from lezo_ds.tasks.base import TokenIds
@@ -180,7 +185,7 @@ def _continue(model: Any, prompts: Prompts, tensors: Mapping[str, Tensor]) -> Te
         if prompts.common_ids is not None and can_read_apart(model, width):
             common_ids = prompts.common_ids.to(inputs["input_ids"].device)
             inputs = read_prompts(model, common_ids, cache=cache, **inputs)
-        inputs["past_key_values"] = cache
+        inputs[cache_name(model)] = cache
     criteria = StoppingCriteriaList()
     has_ended = settings.has_ended
     if has_ended is not None:

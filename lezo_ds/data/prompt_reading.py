@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from lezo_ds.data.packing import can_pack, padding_alone, seen_tokens
-from lezo_ds.forward.answer_cache import kinds_of_layers
+from lezo_ds.forward.answer_cache import cache_name, kinds_of_layers
 
 _MOST_SHARED = 512
 """About as many tokens share a row. More would take longer to keep apart than to pad."""
@@ -58,7 +58,8 @@ def read_prompts(
     num_copies, num_common = common_ids.shape
     device = input_ids.device
     read = DynamicCache(config=model.config)
-    model(input_ids=common_ids, past_key_values=read, use_cache=True, logits_to_keep=1)
+    into_cache = {cache_name(model): read, "use_cache": True, "logits_to_keep": 1}
+    model(input_ids=common_ids, **into_cache)
 
     own_lengths = (attention_mask.sum(dim=1) - num_common - 1).tolist()
     layout = _lay_out(input_ids.cpu(), own_lengths, num_copies, num_common)
@@ -67,9 +68,7 @@ def read_prompts(
         input_ids=layout.own_ids.to(device),
         position_ids=layout.position_ids.to(device),
         attention_mask=layout.own_mask.to(device),
-        past_key_values=read,
-        use_cache=True,
-        logits_to_keep=1,
+        **into_cache,
     )
     rows = layout.rows.to(device)
     columns = layout.columns.to(device)

@@ -92,7 +92,7 @@ def answer_cache(model: Any, num_new_tokens: int) -> DynamicCache | None:
 
     None if the model keeps something else, which it makes itself.
     """
-    if "past_key_values" not in _inputs(model):
+    if cache_name(model) not in ("cache", "past_key_values"):
         return None
     cache = DynamicCache(config=model.config)
     # Layers of other kinds, such as those of a sliding window, forget tokens.
@@ -125,7 +125,17 @@ def keeps_states_apart(model: Any) -> bool:
 
 def changes_cache(module: Any) -> bool:
     """Return whether the forward method of a module gets a cache, which each call changes."""
-    return not _inputs(module).isdisjoint({"past_key_values", "cache_params"})
+    return bool(cache_name(module))
+
+
+def cache_name(module: Any) -> str:
+    """Return the name by which the forward method of a module gets a cache, or "".
+
+    Transformers 5.24 renamed it to "cache". The output of a model has the same name.
+    """
+    inputs = _inputs(module)
+    names = ("cache", "past_key_values", "cache_params")
+    return next((name for name in names if name in inputs), "")
 
 
 def _inputs(module: Any) -> set[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.answer_cache import changes_cache, takes_padding
+from lezo_ds.forward.answer_cache import cache_name, changes_cache, takes_padding
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.directions import Directions, PassState
 from lezo_ds.forward.module_calls import children_read_by
@@ -181,7 +181,7 @@ class PerturbedForward:
         perturbed = set(range(self._num_blocks)) - perturbation.dropped_layers
         return min(perturbed, default=0)
 
-    def _start_pass(self, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _start_pass(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the rows of a call of the model. While it writes answers, a pass has many calls."""
         state = self._state
         state.num_equal_blocks = self._num_unperturbed
@@ -191,5 +191,5 @@ class PerturbedForward:
             # What all prompts begin with is read as one row of each copy, or of each group.
             state.current = state.current._replace(rows=len(ids) // len(state.current.probes))
             # The tokens that the probes have written differ. Without a cache, all are read again.
-            if ids.shape[1] == 1 or kwargs.get("past_key_values") is None:
+            if ids.shape[1] == 1 or kwargs.get(cache_name(model)) is None:
                 state.num_equal_blocks = 0

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
 import shutil
@@ -232,6 +233,8 @@ def _read_all(directory, kind):
 def _run_program(command, own_variables, directory, files):
     os.environ.clear()
     os.environ.update(own_variables)
+    # Libraries start processes of their own (pytablewriter does).
+    multiprocessing.current_process()._config["daemon"] = False
     os.chdir(directory)
     given, *written = files
     if given.exists():

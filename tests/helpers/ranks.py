@@ -92,6 +92,8 @@ def _run_rank(connection: Connection, function, arguments, rank, num_ranks, port
     )
     from lezo_ds import distributed
 
+    # Libraries start processes of their own (pytablewriter does).
+    multiprocessing.current_process()._config["daemon"] = False
     try:
         outcome = (True, function(*arguments))
     except BaseException:

@@ -42,6 +42,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import load_prefix, make_adapter, read_adapter, start_of
 from lezo_ds.forward.adapters.lora import uniform
 from lezo_ds.forward.adapters.prefix import initial_ids
+from lezo_ds.forward.answer_cache import cache_name
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.sharding.files import WeightFiles
@@ -304,7 +305,7 @@ def logits_by_hand(model, prefix, ids):
     with torch.no_grad():
         return model(
             ids,
-            past_key_values=cache,
+            **{cache_name(model): cache},
             attention_mask=torch.ones(rows, PREFIX_LENGTH + tokens, dtype=torch.int64),
             position_ids=torch.arange(tokens).expand(rows, -1),
         ).logits
@@ -335,7 +336,7 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
     model, batch = load(directory, dtype), whole_batch().inputs
     with torch.no_grad():
         cache = model(torch.tensor([initial_ids(SEED, PREFIX_LENGTH, VOCABULARY)]), use_cache=True)
-    for (key, value), layer in zip(first, cache.past_key_values.layers, strict=True):
+    for (key, value), layer in zip(first, cache[cache_name(model)].layers, strict=True):
         torch.testing.assert_close(key, layer.keys[0])
         torch.testing.assert_close(value, layer.values[0])
 

@@ -77,6 +77,7 @@ def num_code_tokens(path):
     return sum(not re.match(r"[rbuRBU]*(\"\"\"|''')", token.string) for token in counted)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 counts parts of f-strings")
 def test_the_package_keeps_its_size():
     assert sum(map(num_code_tokens, PACKAGE)) <= CODE_TOKENS
 

@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
+from lezo_ds.forward.answer_cache import cache_name
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, key_value_shape
 from lezo_ds.sharding.gather import GatherAhead
 from lezo_ds.sharding.weights import ShardedWeights
@@ -122,7 +123,7 @@ class PrefixAdapter:
         gather = GatherAhead(body, blocks)
         with torch.no_grad():
             tokens = torch.tensor([ids], device=distributed.device())
-            cache = body(input_ids=tokens, use_cache=True).past_key_values
+            cache = body(input_ids=tokens, use_cache=True)[cache_name(body)]
         gather.remove()
         return cache
 
