@@ -218,8 +218,9 @@ def _license(directory: Path | None) -> dict[str, str]:
     if directory is None:
         return {}
     try:
-        _, header, _ = (directory / "README.md").read_text(encoding="utf-8").split("---\n", 2)
-        values = load_yaml(header)
+        text = (directory / "README.md").read_text(encoding="utf-8")
+        _, header, _ = text.split("---\n", 2)
+        values = dict(load_yaml(header))
     except DAMAGE:
         return {}
     return {key: str(values[key]) for key in _LICENSE if key in values}

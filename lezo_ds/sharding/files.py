@@ -166,11 +166,13 @@ class WeightFiles:
         _, shape, dtype = self.tensors[tensor]
         scales = self.tensors.get(tensor + _SCALES)
         expected = None
-        if dtype == "F8_E4M3":
+        is_fp8 = dtype.startswith(("F8", "torch.float8"))  # as safetensors, or torch, names it
+        if is_fp8:
             sides = zip(shape, self._block, strict=False)
             expected = tuple(math.ceil(size / side) for size, side in sides)
         found = scales and scales.shape
-        if found != expected or (scales and scales.dtype not in ("F32", "BF16")):
+        is_read = dtype == "F8_E4M3" and scales and scales.dtype in ("F32", "BF16")
+        if found != expected or (is_fp8 and not is_read):
             raise UserError(
                 f"{tensor} in {self.directory} is {dtype} {shape} with scales {found}; FP8 that is "
                 "read is F8_E4M3, with a scale in F32 or BF16 for each weight_block_size",

@@ -201,6 +201,8 @@ def test_other_quantized_weights_are_refused_by_the_name_of_their_method(
         ("another shape", r"F8_E4M3 \(256, 128\) with scales \(2, 6\)"),
         ("bytes", r"F8_E4M3 \(256, 128\) with scales \(6, 2\)"),
         ("packed", r"I8 \(256, 128\) with scales \(6, 2\)"),
+        ("e5m2", r"F8_E5M2 \(256, 128\) with scales None"),
+        ("of torch", r"torch\.float8_e4m3fn \(128, 128\) with scales None"),
     ],
 )
 def test_fp8_whose_scales_do_not_fit_is_refused_before_loading(wide, tmp_path, damage, found):
@@ -215,9 +217,18 @@ def test_fp8_whose_scales_do_not_fit_is_refused_before_loading(wide, tmp_path, d
         scales = scales.to(torch.uint8)
     if damage == "packed":
         tensors[MATRIX] = tensors[MATRIX].to(torch.int8)
-    if damage != "no scales":
+    if damage == "e5m2":
+        tensors[MATRIX] = tensors[MATRIX].to(torch.float8_e5m2)
+    if damage not in ("no scales", "e5m2", "of torch"):
         tensors[f"{MATRIX}_scale_inv"] = scales
-    save_file(tensors, directory / WEIGHTS)
+    if damage == "of torch":
+        (directory / WEIGHTS).unlink()
+        torch.save(
+            {name: tensor for name, tensor in tensors.items() if "_scale_inv" not in name},
+            directory / "pytorch_model.bin",
+        )
+    else:
+        save_file(tensors, directory / WEIGHTS)
     with pytest.raises(UserError, match=rf"_proj\.weight in .* is {found}; FP8"):
         build_checked(directory, "fp32")
 

@@ -338,7 +338,16 @@ def test_the_header_of_a_card_has_what_the_hub_reads(finished, tmp_path):
     assert f"`vllm serve owner/name {options}`" in card
 
 
-@pytest.mark.parametrize("text", ["# No header", "---\nlicense: [\n---\n", "---\n- 1\n---\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# No header",
+        "---\nlicense: [\n---\n",
+        "---\n- 1\n---\n",
+        "---\n---\n# An empty header",
+        "# A title\n---\nsee the license\n---\n",
+    ],
+)
 def test_a_card_of_the_base_without_a_license_leaves_it_out(finished, tmp_path, text):
     (tmp_path / "README.md").write_text(text)
     run = read_run(finished)
