@@ -66,7 +66,7 @@ class LezoEngine(ReplayEngine):
 
     @torch.no_grad()
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the output at a probe of scale 0 of all layers, in the groups of a step.
+        """Return the output at a probe of scale 0 of the next step's layers, in the groups of a step.
 
         It is that of the last of two copies of the batch, if a pass of a step has several.
         """
@@ -75,7 +75,8 @@ class LezoEngine(ReplayEngine):
         key = step_key(self.seed, self.global_steps)
         keys = tuple(direction_key(key, group) for group in range(num_examples // size))
         probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
-        return self.run(micro_batch, Perturbation(probes))[-1]
+        dropped = self.layer_policy.sample(self.seed, self.records).dropped
+        return self.run(micro_batch, Perturbation(probes, frozenset(dropped)))[-1]
 
     @torch.no_grad()
     def train_batch(

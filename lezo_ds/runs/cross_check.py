@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,8 +36,11 @@ from lezo_ds.tasks.base import TokenIds
 
 logger = logging.getLogger(__name__)
 
-NUM_SEQUENCES = 3
-"""Sequences that are scored alone: the shortest of a micro-batch, the longest, and one between."""
+NUM_SEQUENCES = 2
+"""Sequences that are scored alone: the shortest and the longest of a micro-batch.
+
+Under ZeRO-3, a sequence takes as long as a gather of the whole model, so ranks share them.
+"""
 
 NUM_NEW_TOKENS = 4
 """Most tokens that are written for a comparison."""
@@ -153,9 +157,11 @@ def read_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]) -> list
     chosen = _shortest_to_longest([len(sequence.ids) for sequence in sequences])
     sequences = [sequences[place] for place in chosen]
     training = _scores(engine.run_at_theta(batch), batch).cpu()
+    scores = _of_all_ranks(
+        engine, [partial(_scores_alone, engine, sequence, batch) for sequence in sequences]
+    )
     readings = []
-    for sequence in sequences:
-        alone = _scores_alone(engine, sequence, batch).cpu()
+    for sequence, alone in zip(sequences, scores, strict=True):
         readings.append(Reading(sequence.row, training[sequence.selected], alone))
     return _of_rank_zero(readings)
 
@@ -234,11 +240,14 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
     written = engine.run_at_theta(batch).tolist()  # without keys, the first choices
     prompts = [data.train.prompts[row] for row in rows]
     chosen = _shortest_to_longest([len(prompt) for prompt in prompts])
+    answers = [up_to_stop(written[place], settings) for place in chosen]
+    pairs = zip(chosen, distributed.broadcast_object(answers), strict=True)
+    scores = _of_all_ranks(
+        engine, [partial(_choices_alone, engine, prompts[place], answer) for place, answer in pairs]
+    )
     readings = []
-    for place in chosen:
-        answer = up_to_stop(written[place], settings)
-        scores = _choices_alone(engine, prompts[place], answer).cpu()
-        readings.append(Reading(rows[place], scores[:, :1], scores[:, 1:]))
+    for place, of_answer in zip(chosen, scores, strict=True):
+        readings.append(Reading(rows[place], of_answer[:, :1], of_answer[:, 1:]))
     return _of_rank_zero(readings)
 
 
@@ -251,6 +260,29 @@ def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: Sequence[int])
     log_probabilities = logits.float().log_softmax(dim=1)
     of_answer = log_probabilities.gather(1, torch.tensor(answer, device=logits.device)[:, None])
     return torch.cat([of_answer, log_probabilities.amax(dim=1, keepdim=True)], dim=1)
+
+
+def _of_all_ranks(engine: ModelEngine, scores: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    """Return the scores of all sequences, on the host. A collective.
+
+    At the same time, ranks score different sequences, except those that tensor parallelism joins.
+    All ranks score equally many, because each takes part in every gather of the weights.
+
+    Args:
+        engine: whose ranks score.
+        scores: computes the scores of each sequence. A collective.
+    """
+    number = len(scores)
+    worker = distributed.rank() // engine.tensor_parallel
+    num_workers = distributed.world_size() // engine.tensor_parallel
+    own: dict[int, Tensor] = {}
+    for first in range(0, number, num_workers):
+        place = (first + worker) % number
+        own[place] = scores[place]().cpu()
+    found: dict[int, Tensor] = {}
+    for of_rank in distributed.gather_objects(own):
+        found = of_rank | found
+    return [found[place] for place in range(number)]
 
 
 def _of_rank_zero(readings: list[Reading]) -> list[Reading]:
