@@ -464,9 +464,9 @@ def _init(parser: _Parser) -> None:
     )
     add(
         "--method",
-        choices=("fzoo", "lezo", "mezo"),
-        default="fzoo",
-        help="training method (default: fzoo)",
+        choices=("evolution-strategies", "fzoo", "lezo", "mezo"),
+        help="training method (default: evolution-strategies for labels, choices and rewards, "
+        "fzoo for texts)",
     )
     add("--skip-unusable", action="store_true", help="skip unusable records")
 

@@ -66,7 +66,7 @@ class LezoEngine(ReplayEngine):
 
     @torch.no_grad()
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the output at a probe of scale 0 of the next step's layers, in the groups of a step.
+        """Return the output at a probe of scale 0, with the layers and groups of the next step.
 
         It is that of the last of two copies of the batch, if a pass of a step has several.
         """

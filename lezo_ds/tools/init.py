@@ -37,14 +37,16 @@ from lezo_ds.tools.sizes import ModelSizes, measured_inputs
 logger = logging.getLogger(__name__)
 
 _BATCH_SIZE = 16
-_MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of LeZO's
+_MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of other steps
 _MAX_STEPS = 1000
+_MAX_STEPS_BY_EXAMPLE = 600
 _DEFAULT_POSITIONS = 2048
 
 # Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
 # wider models are smaller by the root of the width, and FZOO's perturbations and steps with them.
 # LeZO's rates for OPT-1.3B to 30B follow the third power of that root.
 _WIDTH = 576
+_DIRECTIONS_BY_EXAMPLE = 6
 # A plan is accurate to 20 %, so it may use this part of a GPU's memory.
 _USABLE_PART = 0.8
 
@@ -93,6 +95,18 @@ _FZOO = """\
   learning_rate: {rate:.2g}  # demo-fzoo's, at this width; if the loss grows, divide it by 3
   lr_schedule: linear  # falls to 0 at the last step
 """
+_BY_EXAMPLE = """\
+  estimator: evolution-strategies
+  noise_rank: 1  # all probes share one copy of the weights
+  examples_per_direction: 1  # each example has directions of its own
+  directions: {directions}
+  probes_per_pass: {directions}  # perturbed copies in a forward pass: fewer need less memory
+  layer_policy: fixed  # the last half of the blocks is trained, and nothing else
+  sparsity: 0.5
+  perturbation_scale: {scale:.2g}
+  learning_rate: {rate:.2g}  # near demo's, at this width; if the loss grows, divide it by 3
+  lr_schedule: linear  # falls to 0 at the last step
+"""
 _MEMBERS = """\
   estimator: evolution-strategies
   noise_rank: 1  # all probes write their answers in one batch, on one copy of the weights
@@ -116,6 +130,12 @@ class _StepSize(NamedTuple):
 
     examples: int
     directions: int  # of FZOO, which has one probe more; a reward has one direction more
+
+    def num_probes(self, method: str) -> int:
+        """Return the number of probes of each example."""
+        return {"fzoo": self.directions + 1, "evolution-strategies": _DIRECTIONS_BY_EXAMPLE}.get(
+            method, 2
+        )
 
 
 # From the best to the fastest.
@@ -154,6 +174,7 @@ class _Draft:
 
     Attributes:
         arguments: Those of the command.
+        method: That of the run.
         machine: What the run will compute with.
         directory: The model's folder.
         task: Keys of the section `data` that describe the task.
@@ -165,6 +186,7 @@ class _Draft:
     """
 
     arguments: Namespace
+    method: str
     machine: _Machine
     directory: Path
     task: dict[str, Any]
@@ -196,6 +218,12 @@ class _Draft:
         self.task["labels"] = labels
         return data
 
+    def fit(self, data: TaskData) -> tuple[float | None, str]:
+        """Choose what fits the machine. Return a step's seconds, if measured, and the problem."""
+        if self.machine.gpu_bytes is None:
+            return self.shorten_steps(data), ""
+        return None, self.share_among_gpus(data)
+
     def share_among_gpus(self, data: TaskData) -> str:
         """Choose how GPUs share the weights. Return the problem, or ""."""
         config = self.config()
@@ -216,7 +244,7 @@ class _Draft:
         if seconds is None:
             self.size = _STEP_SIZES[0]
             return None
-        self.size, step, full_step = _affordable(self.config(), seconds)
+        self.size, step, full_step = _affordable(self.method, seconds)
         if self.size != _STEP_SIZES[0]:
             self.heading += (
                 f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
@@ -263,24 +291,32 @@ def main(arguments: Namespace) -> None:
     title = " ".join(title.split())
     heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
     has_lines = answers_have_lines(records, task)
-    draft = _Draft(arguments, machine, directory, task, len(records), has_lines, heading)
+    method = arguments.method or _best_method(task)
+    draft = _Draft(arguments, method, machine, directory, task, len(records), has_lines, heading)
     data = draft.with_short_labels(load_task_data(draft.config()))
-    num_gpus = None
-    step_seconds = None
-    ending = f"is written; next: {command}"
-    if machine.gpu_bytes is None:
-        step_seconds = draft.shorten_steps(data)
-    else:
-        num_gpus = machine.num_ranks
-        problem = draft.share_among_gpus(data)
-        if problem:
-            ending = f"is written. {problem}."
+    try:
+        step_seconds, problem = draft.fit(data)
+    except UserError as error:
+        if arguments.method is not None or method == "fzoo":
+            raise
+        problem, _, _ = str(error).partition("; fix: ")
+        logger.warning("the recipe uses fzoo, because %s", problem)
+        draft.method = "fzoo"
+        step_seconds, problem = draft.fit(data)
+    num_gpus = None if machine.gpu_bytes is None else machine.num_ranks
+    ending = f"is written. {problem}." if problem else f"is written; next: {command}"
     for line in dry_run(draft.config(), num_gpus, step_seconds=step_seconds):
         print(line, flush=True)
     with failures_named(target):
         make_directory(target.parent)
         write_atomically(target, draft.heading + _recipe(draft))
     print(f"\n{target} {ending}")
+
+
+def _best_method(task: Mapping[str, Any]) -> str:
+    """Return the method that learns most in a given time (docs/results.md)."""
+    has_labels = not {"labels", "choices"}.isdisjoint(task)
+    return "evolution-strategies" if has_labels else "fzoo"
 
 
 def best_plan(plan: Plan, gpu_bytes: float) -> tuple[Plan, str]:
@@ -357,12 +393,12 @@ def shortened_label(label: str, tokens: Sequence[str]) -> str:
     return ""
 
 
-def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float, float]:
+def _affordable(method: str, seconds: float) -> tuple[_StepSize, float, float]:
     """Return the first size whose step is not long, or the last one.
 
     Args:
-        config: A run whose steps have the last of the sizes.
-        seconds: Of such a step. They are in proportion to examples and probes.
+        method: Of the run.
+        seconds: Of a step of the last size. They are in proportion to examples and probes.
 
     Returns:
         The size, the seconds of its step, and those of a step of the first size.
@@ -370,8 +406,7 @@ def _affordable(config: RunConfig, seconds: float) -> tuple[_StepSize, float, fl
     times = {}
     for size in _STEP_SIZES:
         share = size.examples / _STEP_SIZES[-1].examples
-        if config.zo.directions > 1:
-            share *= (size.directions + 1) / (_STEP_SIZES[-1].directions + 1)
+        share *= size.num_probes(method) / _STEP_SIZES[-1].num_probes(method)
         times[size] = seconds * share
     short = [size for size in _STEP_SIZES if times[size] <= LONG_STEP]
     chosen = (*short, _STEP_SIZES[-1])[0]
@@ -404,11 +439,28 @@ def _recipe(draft: _Draft) -> str:
     dtype = machine.dtype_for(decoder.model_type)
     max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
     shrinking = min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5)
-    if arguments.method == "fzoo":
-        steps = num_steps(draft.num_records, size.examples)
-        micro_batch = size.examples  # the ranks share the probes
-        num_probes = size.directions + 1
-        if arguments.reward is None:
+    steps = _MAX_STEPS
+    micro_batch = size.examples // machine.num_ranks
+    num_probes = size.num_probes(draft.method)
+    match draft.method:
+        case "fzoo" | "evolution-strategies" if arguments.reward is not None:
+            steps = num_steps(draft.num_records, size.examples)
+            micro_batch = size.examples  # the ranks share the probes
+            num_probes = size.num_probes("fzoo")
+            zo = _MEMBERS.format(
+                directions=num_probes,
+                probes=num_probes // machine.num_ranks,
+                scale=1e-2 * shrinking,
+                rate=2e-2 * shrinking,
+            )
+        case "evolution-strategies":
+            steps = min(_MAX_STEPS_BY_EXAMPLE, num_steps(draft.num_records, size.examples))
+            zo = _BY_EXAMPLE.format(
+                directions=num_probes, scale=3e-3 * shrinking, rate=4e-2 * shrinking
+            )
+        case "fzoo":
+            steps = num_steps(draft.num_records, size.examples)
+            micro_batch = size.examples  # the ranks share the probes
             zo = _FZOO.format(
                 directions=size.directions,
                 num_probes=num_probes,
@@ -416,19 +468,10 @@ def _recipe(draft: _Draft) -> str:
                 scale=5e-3 * shrinking,
                 rate=8e-3 * shrinking,
             )
-        else:
-            zo = _MEMBERS.format(
-                directions=num_probes,
-                probes=num_probes // machine.num_ranks,
-                scale=1e-2 * shrinking,
-                rate=2e-2 * shrinking,
-            )
-    else:
-        steps = _MAX_STEPS
-        micro_batch = size.examples // machine.num_ranks
-        sparsity = 0.75 if arguments.method == "lezo" else 0.0
-        rate = 3e-5 * shrinking**3
-        zo = _LEZO.format(rate=rate, scale=_SCALES[dtype], sparsity=sparsity)
+        case method:
+            sparsity = 0.75 if method == "lezo" else 0.0
+            rate = 3e-5 * shrinking**3
+            zo = _LEZO.format(rate=rate, scale=_SCALES[dtype], sparsity=sparsity)
     of_machine: dict[str, object] = {
         "train.micro_batch_size": micro_batch,
         "deepspeed": "zero3_cpu" if machine.gpu_bytes is None else f"zero3_{dtype}",
@@ -468,7 +511,7 @@ def _recipe(draft: _Draft) -> str:
 
 
 def num_steps(num_records: int, batch_size: int = _BATCH_SIZE) -> int:
-    """Return the number of FZOO's steps for a table: about five passes over the records that train.
+    """Return the number of steps for a table: about five passes over the records that train.
 
     The number is a multiple of 10 from 100 to 1,000. With more steps, FZOO overfits.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -13,6 +14,9 @@ import pytest
 import torch
 from benchmark import answer_speeds
 from own_data import write_chat_model, write_tickets
+from tiny_models import FAMILIES
+from tiny_runs import write_model
+from transformers import AutoTokenizer
 
 from lezo_ds.cli import _Once, run_command
 from lezo_ds.config import find_task, load_config
@@ -348,6 +352,7 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
         run_command("init")
 
     for method, kept in (
+        ("evolution-strategies", ("evolution-strategies", "fixed", False, 6)),
         ("fzoo", ("fzoo", "fixed", True, 15)),
         ("mezo", ("spsa", "uniform", False, 1)),
     ):
@@ -356,10 +361,13 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
         zo, train = config.zo, config.train
         assert (zo.estimator, zo.layer_policy, zo.only_blocks, zo.directions) == kept
         assert (config.data.label_field, config.data.chat_template) == ("topic", True)
-        assert (config.run_dir, train.steps) == ("runs/tickets", 100 if method == "fzoo" else 1000)
+        num_steps_of = 1000 if method == "mezo" else 100
+        assert (config.run_dir, train.steps) == ("runs/tickets", num_steps_of)
         assert "180 train, 60 dev, 60 test" in capsys.readouterr().out
     recipe("model", "tickets.csv", "--out", "new/folder/r.yaml")
-    assert load_config(tmp_path / "new/folder/r.yaml").data.label_field == "topic"
+    config = load_config(tmp_path / "new/folder/r.yaml")
+    assert config.data.label_field == "topic"
+    assert (config.zo.estimator, config.zo.examples_per_direction) == ("evolution-strategies", 1)
     again, swapped = "model tickets.csv --out mezo.yaml", "tickets.csv model"
     for words, message in ((again, "exists"), (swapped, "init model tic")):
         with pytest.raises(UserError, match=message):
@@ -475,7 +483,7 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
     monkeypatch.setattr("lezo_ds.tools.dry_run.LONG_STEP", 1e-9)
     text = init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
     config = load_config(tmp_path / "recipe.yaml")
-    assert (config.train.batch_size, config.zo.directions, config.zo.probes_per_pass) == (4, 7, 4)
+    assert (config.train.batch_size, config.zo.directions, config.zo.probes_per_pass) == (4, 6, 6)
     ways = "labels of one token each (a map in data.labels), fewer examples"
     assert "# A step takes about 0 s here; with 16 examples" in text
     captured = capsys.readouterr()
@@ -483,7 +491,7 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
     monkeypatch.setattr(init, "LONG_STEP", 10.0)
     steps = []
     for full_step in (9, 20, 40, 80, 800):
-        size, *seconds = init._affordable(config, full_step / 8)
+        size, *seconds = init._affordable("fzoo", full_step / 8)
         steps.append((*size, *seconds))
     assert steps == [
         (16, 15, 9, 9),
@@ -492,6 +500,22 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
         (4, 7, 10, 80),
         (4, 7, 100, 800),
     ]
+
+
+def test_init_uses_fzoo_for_labels_if_the_model_has_experts(tmp_path, monkeypatch, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(write_chat_model(tmp_path / "bytes"))
+    mixture = copy.deepcopy(FAMILIES["qwen3_moe"][0])
+    mixture.vocab_size = len(tokenizer)
+    tokenizer.save_pretrained(write_model(mixture, tmp_path / "model"))
+    init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
+    assert load_config(tmp_path / "recipe.yaml").zo.estimator == "fzoo"
+    (message,) = [text for text in caplog.messages if "uses fzoo" in text]
+    assert message.startswith("the recipe uses fzoo, because zo.noise_rank perturbs plain products")
+    (tmp_path / "recipe.yaml").unlink()
+    with pytest.raises(UserError, match="perturbs plain products only"):
+        init_tickets(
+            monkeypatch, tmp_path, ("bug", "billing"), "--method", "evolution-strategies"
+        )
 
 
 def test_init_that_is_stopped_leaves_no_recipe(tmp_path, monkeypatch):

@@ -1,0 +1,388 @@
+"""What other rules make of the demo's directions: momentum, Adam, Muon, decay, averages, more.
+
+    python launch/first_minutes.py blocks=15 learning_rate=6e-2
+    python launch/first_minutes.py optimizer=muon learning_rate=1e-2 steps=600 data=tweets
+
+It is a model of `make demo`'s step in plain PyTorch, on one device, for docs/results.md (The first
+minutes). Each example has `directions` random directions of rank 1, and the loss at each is
+compared with their mean. lezo_ds keeps no gradient: it draws the directions again to update its
+shards. Here, the update of a matrix is a tensor, so any rule can be tried. Blocks before the
+trained ones run once for each sentence. The last line is JSON.
+
+`make demo` fetches the model and the sentences.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ASSETS = Path("runs/demo/assets")
+MODEL = ASSETS / "SmolLM2-135M-Instruct"
+PROMPT = "{} It was"
+VERDICTS = (" terrible", " great")  # a token each
+MOST_TRAINING, NUM_VALIDATION = 8000, 600
+ROWS = 64  # of an evaluation
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one run. The defaults are close to those of `make demo`.
+
+    Attributes:
+        data: reviews, tweets or products.
+        seed: of the directions and the order of sentences.
+        steps, batch_size: of the run.
+        blocks: number of the last blocks that are trained.
+        directions, rank: of each example.
+        scale: mu of the perturbations.
+        two_sided: whether each direction is measured on both sides. Differences are then not
+            compared with their mean.
+        learning_rate, schedule: linear and cosine fall to 0, sqrt is the root of linear.
+        optimizer: of sgd, momentum, adam, adam_matrix (one second moment for each matrix) and muon.
+        beta, beta2: of the moments.
+        guide: share of a direction's output side that follows the first moment (power iteration).
+        decay: of the distance from the base weights.
+        average: last share of the steps whose weights are averaged.
+    """
+
+    data: str = "reviews"
+    seed: int = 0
+    steps: int = 150
+    batch_size: int = 16
+    blocks: int = 10
+    directions: int = 6
+    rank: int = 1
+    scale: float = 3e-3
+    two_sided: bool = False
+    learning_rate: float = 6e-2
+    schedule: str = "linear"
+    optimizer: str = "sgd"
+    beta: float = 0.9
+    beta2: float = 0.99
+    guide: float = 0.0
+    decay: float = 0.0
+    average: float = 0.0
+
+
+class Sentences(NamedTuple):
+    """Sentences of a split.
+
+    Attributes:
+        hidden: of each sentence, float32 [tokens, width]: what the first trained block reads.
+        labels: int64 [sentences].
+    """
+
+    hidden: list[Tensor]
+    labels: Tensor
+
+
+class Batch(NamedTuple):
+    """Padded sentences.
+
+    Attributes:
+        hidden: float32 [rows, tokens, width].
+        last: the last token of each row, int64 [rows].
+        labels: int64 [rows].
+    """
+
+    hidden: Tensor
+    last: Tensor
+    labels: Tensor
+
+
+class Direction(NamedTuple):
+    """Of a matrix, for each row of a batch.
+
+    Attributes:
+        outputs: float32 [rows, rank, out_features].
+        inputs: float32 [rows, rank, in_features].
+    """
+
+    outputs: Tensor
+    inputs: Tensor
+
+
+class Reader:
+    """The model: its first blocks read sentences once, and its last blocks are trained."""
+
+    def __init__(self, num_trained: int) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(DEVICE)
+        layers = self.model.model.layers
+        self.frozen = layers[: len(layers) - num_trained]
+        self.trained = layers[len(layers) - num_trained :]
+        ids = [self.tokenizer(word, add_special_tokens=False).input_ids for word in VERDICTS]
+        self.verdicts = self.model.lm_head.weight[[token for (token,) in ids]]
+        self.matrices = [
+            module
+            for layer in self.trained
+            for module in layer.modules()
+            if isinstance(module, nn.Linear)
+        ]
+
+    def sentences(self, records: Sequence[dict[str, Any]]) -> Sentences:
+        """Run the frozen blocks once for each sentence."""
+        ids = [self.tokenizer(PROMPT.format(r["sentence"].strip())).input_ids for r in records]
+        hidden: dict[int, Tensor] = {}
+        for rows in by_length(ids):
+            longest = max(len(ids[row]) for row in rows)
+            padded = [ids[row] + [0] * (longest - len(ids[row])) for row in rows]
+            states = self.model.model.embed_tokens(torch.tensor(padded, device=DEVICE))
+            states = self.run_blocks(self.frozen, states)
+            for row, of_row in zip(rows, states, strict=True):
+                hidden[row] = of_row[: len(ids[row])].clone()
+        labels = torch.tensor([record["label"] for record in records], device=DEVICE)
+        return Sentences([hidden[row] for row in range(len(ids))], labels)
+
+    def run_blocks(self, blocks: Sequence[nn.Module], states: Tensor) -> Tensor:
+        """Run blocks on right-padded rows, whose tokens see none after them."""
+        positions = torch.arange(states.shape[1], device=DEVICE)[None]
+        rotations = self.model.model.rotary_emb(states, positions)
+        for block in blocks:
+            states = block(states, position_embeddings=rotations)
+        return states
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the cross-entropy of each row, and whether its verdict is right."""
+        states = self.run_blocks(self.trained, batch.hidden)
+        rows = torch.arange(len(states), device=DEVICE)
+        logits = F.linear(self.model.model.norm(states[rows, batch.last]), self.verdicts)
+        losses = F.cross_entropy(logits, batch.labels, reduction="none")
+        return losses, logits.argmax(dim=1) == batch.labels
+
+    def perturbed_losses(
+        self, batch: Batch, directions: Sequence[Direction], scale: float
+    ) -> Tensor:
+        """Return the loss of each row at its own weights: W + scale * outputs^T inputs."""
+        hooks = []
+        for matrix, (outputs, inputs) in zip(self.matrices, directions, strict=True):
+            add = partial(add_direction, Direction(scale * outputs, inputs))
+            hooks.append(matrix.register_forward_hook(add))
+        losses, _ = self.losses(batch)
+        for hook in hooks:
+            hook.remove()
+        return losses
+
+    def scores(self, sentences: Sentences) -> tuple[float, float]:
+        """Return the mean loss and the accuracy."""
+        loss = right = 0.0
+        for rows in by_length(sentences.hidden):
+            losses, is_right = self.losses(batch_of(sentences, rows))
+            loss += float(losses.sum())
+            right += float(is_right.sum())
+        number = len(sentences.hidden)
+        return round(loss / number, 4), round(right / number, 4)
+
+
+def add_direction(direction: Direction, _: nn.Module, args: Any, result: Tensor) -> Tensor:
+    """Return the output of a linear module with a direction added to its weight in each row."""
+    return result + (args[0] @ direction.inputs.transpose(1, 2)) @ direction.outputs
+
+
+def by_length(rows: Sequence[Any]) -> Iterator[list[int]]:
+    """Yield the indices of rows of about the same length."""
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    for first in range(0, len(order), ROWS):
+        yield order[first : first + ROWS]
+
+
+def batch_of(sentences: Sentences, rows: Sequence[int]) -> Batch:
+    hidden = nn.utils.rnn.pad_sequence([sentences.hidden[row] for row in rows], batch_first=True)
+    lengths = [len(sentences.hidden[row]) for row in rows]
+    last = torch.tensor(lengths, device=DEVICE) - 1
+    return Batch(hidden, last, sentences.labels[list(rows)])
+
+
+def draw(
+    matrices: Sequence[nn.Linear], rows: int, rank: int, random_numbers: Any
+) -> list[Direction]:
+    """Return normal directions of all matrices, whose elements have a variance of 1."""
+    sizes = [rank * size for m in matrices for size in (m.out_features, m.in_features)]
+    noise = torch.randn(rows, sum(sizes), generator=random_numbers, device=DEVICE).split(sizes, 1)
+    pairs = zip(noise[::2], noise[1::2], strict=True)
+    return [
+        Direction(a.view(rows, rank, -1) * rank**-0.5, b.view(rows, rank, -1)) for a, b in pairs
+    ]
+
+
+def follow(directions: list[Direction], moments: Sequence[Tensor], share: float) -> list[Direction]:
+    """Return directions whose output side partly is the first moment's answer to their inputs."""
+    guided = []
+    for (outputs, inputs), moment in zip(directions, moments, strict=True):
+        answer = inputs @ moment.T
+        answer = answer / (answer.square().mean(-1, keepdim=True).sqrt() + 1e-12)
+        guided.append(Direction(math.sqrt(1 - share**2) * outputs + share * answer, inputs))
+    return guided
+
+
+def slopes(reader: Reader, batch: Batch, directions: list[Direction], settings: Settings) -> Tensor:
+    """Return the slope of each row in units of their deviation, float32 [rows]."""
+    losses = reader.perturbed_losses(batch, directions, settings.scale)
+    if settings.two_sided:
+        found = losses - reader.perturbed_losses(batch, directions, -settings.scale)
+        return found / (found.std() + 1e-12)
+    by_example = losses.view(-1, settings.directions)
+    centered = by_example - by_example.mean(dim=1, keepdim=True)
+    return (centered / (centered.square().mean().sqrt() + 1e-12)).flatten()
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return about U V^T of the singular value decomposition (Muon's Newton-Schulz iteration)."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    result = matrix / (matrix.norm() + 1e-12)
+    result = result.T if is_tall else result
+    for _ in range(5):
+        gram = result @ result.T
+        result = 3.4445 * result + (-4.7750 * gram + 2.0315 * gram @ gram) @ result
+    return result.T if is_tall else result
+
+
+class Optimizer:
+    """Turns the gradient estimate of a matrix into its update. It has the state of one matrix."""
+
+    def __init__(self, settings: Settings, num_directions: int) -> None:
+        self.settings = settings
+        self.num_directions = num_directions
+        self.steps = 0
+        self.first: Tensor | None = None
+        self.second: Tensor | None = None
+
+    def update(self, gradient: Tensor) -> Tensor:
+        self.steps += 1
+        beta, beta2 = self.settings.beta, self.settings.beta2
+        start = torch.zeros_like(gradient) if self.first is None else self.first
+        self.first = beta * start + (1 - beta) * gradient
+        # Elements of a mean over n directions are about n^-1/2, and so are these updates.
+        size = self.num_directions**-0.5
+        match self.settings.optimizer:
+            case "sgd":
+                return gradient
+            case "momentum":
+                return self.first
+            case "muon":
+                return orthogonalized(self.first) * math.sqrt(max(gradient.shape)) * size
+            case "adam" | "adam_matrix":
+                square = gradient.square()
+                if self.settings.optimizer == "adam_matrix":
+                    square = square.mean()
+                start = torch.zeros_like(square) if self.second is None else self.second
+                self.second = beta2 * start + (1 - beta2) * square
+                mean = self.first / (1 - beta**self.steps)
+                deviation = (self.second / (1 - beta2**self.steps)).sqrt()
+                return mean / (deviation + 1e-8) * size
+        sys.exit(f"error: there is no optimizer {self.settings.optimizer}")
+
+
+def rate(settings: Settings, step: int) -> float:
+    left = 1 - step / settings.steps
+    shapes = {
+        "constant": 1.0,
+        "linear": left,
+        "sqrt": math.sqrt(left),
+        "cosine": 0.5 - 0.5 * math.cos(math.pi * left),
+    }
+    return settings.learning_rate * shapes[settings.schedule]
+
+
+def sentences_of(settings: Settings, reader: Reader) -> tuple[Sentences, Sentences, Sentences]:
+    """Return the sentences for training, validation and the test."""
+
+    def read(split: str) -> list[dict[str, Any]]:
+        path = ASSETS / settings.data / f"{split}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    records = read("train")
+    random.Random(0).shuffle(records)
+    number = min(MOST_TRAINING, len(records) - 200)
+    held_out = records[number : number + NUM_VALIDATION]
+    splits = (records[:number], held_out, read("validation"))
+    training, validating, testing = (reader.sentences(split) for split in splits)
+    return training, validating, testing
+
+
+def order_of(settings: Settings, number: int) -> list[int]:
+    """Return the sentences of all steps: each is used once before any is used again."""
+    shuffler = random.Random(settings.seed)
+    order: list[int] = []
+    while len(order) < settings.batch_size * settings.steps:
+        epoch = list(range(number))
+        shuffler.shuffle(epoch)
+        order += epoch
+    return order
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    reader = Reader(settings.blocks)
+    train, validation, test = sentences_of(settings, reader)
+    weights = [matrix.weight for matrix in reader.matrices]
+    base = [weight.clone() for weight in weights]
+    num_rows = settings.batch_size * settings.directions
+    optimizers = [Optimizer(settings, num_rows) for _ in weights]
+    random_numbers = torch.Generator(device=DEVICE).manual_seed(1000 + settings.seed)
+    order = order_of(settings, len(train.hidden))
+    curve = {}
+    averages: list[Tensor] = []
+    num_averaged = 0
+    began = time.monotonic()
+    for step in range(settings.steps):
+        chosen = order[step * settings.batch_size : (step + 1) * settings.batch_size]
+        batch = batch_of(train, [row for row in chosen for _ in range(settings.directions)])
+        directions = draw(reader.matrices, num_rows, settings.rank, random_numbers)
+        if settings.guide and step >= 10:
+            moments = [optimizer.first for optimizer in optimizers]
+            directions = follow(directions, moments, settings.guide)
+        found = slopes(reader, batch, directions, settings)
+        for weight, of_base, optimizer, (outputs, inputs) in zip(
+            weights, base, optimizers, directions, strict=True
+        ):
+            scaled = (outputs * found[:, None, None]).flatten(0, 1)
+            gradient = scaled.T @ inputs.flatten(0, 1) / num_rows
+            weight -= rate(settings, step) * optimizer.update(gradient)
+            weight -= rate(settings, step) * settings.decay * (weight - of_base)
+        if step >= settings.steps * (1 - settings.average):
+            num_averaged += 1
+            averages = averages or [torch.zeros_like(weight) for weight in weights]
+            for average, weight in zip(averages, weights, strict=True):
+                average += (weight - average) / num_averaged
+        if (step + 1) % max(1, settings.steps // 3) == 0:
+            curve[step + 1] = reader.scores(validation)
+    result = {"settings": asdict(settings), "seconds": round(time.monotonic() - began, 1)}
+    result |= {"validation": curve, "test": reader.scores(test)}
+    if averages:
+        for weight, average in zip(weights, averages, strict=True):
+            weight.copy_(average)
+        result["average"] = {"validation": reader.scores(validation), "test": reader.scores(test)}
+    return result
+
+
+@torch.no_grad()
+def main() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    known = {field.name for field in fields(Settings)}
+    changes = {}
+    for word in sys.argv[1:]:
+        key, _, value = word.partition("=")
+        if key not in known:
+            sys.exit(f"error: {key} is none of {', '.join(sorted(known))}")
+        changes[key] = type(getattr(Settings(), key))(yaml.safe_load(value))
+    print(json.dumps(run(Settings(**changes))))
+
+
+if __name__ == "__main__":
+    main()
