@@ -513,9 +513,7 @@ def test_init_uses_fzoo_for_labels_if_the_model_has_experts(tmp_path, monkeypatc
     assert message.startswith("the recipe uses fzoo, because zo.noise_rank perturbs plain products")
     (tmp_path / "recipe.yaml").unlink()
     with pytest.raises(UserError, match="perturbs plain products only"):
-        init_tickets(
-            monkeypatch, tmp_path, ("bug", "billing"), "--method", "evolution-strategies"
-        )
+        init_tickets(monkeypatch, tmp_path, ("bug", "billing"), "--method", "evolution-strategies")
 
 
 def test_init_that_is_stopped_leaves_no_recipe(tmp_path, monkeypatch):
