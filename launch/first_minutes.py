@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,7 +34,8 @@ ASSETS = Path("runs/demo/assets")
 MODEL = ASSETS / "SmolLM2-135M-Instruct"
 PROMPT = "{} It was"
 VERDICTS = (" terrible", " great")  # a token each
-MOST_TRAINING, NUM_VALIDATION = 8000, 600
+MOST_TRAINING = 8000
+NUM_VALIDATION = 600
 ROWS = 64  # of an evaluation
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -265,7 +265,8 @@ class Optimizer:
 
     def update(self, gradient: Tensor) -> Tensor:
         self.steps += 1
-        beta, beta2 = self.settings.beta, self.settings.beta2
+        beta = self.settings.beta
+        beta2 = self.settings.beta2
         start = torch.zeros_like(gradient) if self.first is None else self.first
         self.first = beta * start + (1 - beta) * gradient
         # Elements of a mean over n directions are about n^-1/2, and so are these updates.
@@ -371,6 +372,13 @@ def run(settings: Settings) -> dict[str, Any]:
     return result
 
 
+def read_value(default: Any, text: str) -> Any:
+    """Return a value of the type of its default: text, a number, or true or false."""
+    if isinstance(default, bool):
+        return text == "true"
+    return type(default)(text)
+
+
 @torch.no_grad()
 def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -380,7 +388,7 @@ def main() -> None:
         key, _, value = word.partition("=")
         if key not in known:
             sys.exit(f"error: {key} is none of {', '.join(sorted(known))}")
-        changes[key] = type(getattr(Settings(), key))(yaml.safe_load(value))
+        changes[key] = read_value(getattr(Settings(), key), value)
     print(json.dumps(run(Settings(**changes))))
 
 
