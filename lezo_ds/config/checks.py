@@ -50,6 +50,11 @@ def checked(config: RunConfig) -> RunConfig:
     """
     check_reading(config.reading)
     if config.method not in TRAINED:
+        if config.peft.path is not None:
+            raise UserError(
+                f"peft.path is an adapter, and method={config.method} scores the model without one",
+                fix=f"run lezo-ds evaluate --model {config.peft.path}, or set peft.path=null",
+            )
         return config
     _refuse_broken(_rules_of_training(config))
     needed: dict[str, object] = {"train.steps": config.train.steps or config.train.epochs}
