@@ -156,14 +156,15 @@ def read_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]) -> list
     sequences = _sequences(data.reader.objective_batch(data.train, rows), rows)
     chosen = _shortest_to_longest([len(sequence.ids) for sequence in sequences])
     sequences = [sequences[place] for place in chosen]
-    training = _scores(engine.run_at_theta(batch), batch).cpu()
+    # Rank 0's, so that processors that round differently have one verdict.
+    training = distributed.broadcast_object(_scores(engine.run_at_theta(batch), batch).cpu())
     scores = _of_all_ranks(
         engine, [partial(_scores_alone, engine, sequence, batch) for sequence in sequences]
     )
     readings = []
     for sequence, alone in zip(sequences, scores, strict=True):
         readings.append(Reading(sequence.row, training[sequence.selected], alone))
-    return _of_rank_zero(readings)
+    return readings
 
 
 def _sequences(batch: MicroBatch, rows: Sequence[int]) -> list[ReadSequence]:
@@ -240,15 +241,16 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
     written = engine.run_at_theta(batch).tolist()  # without keys, the first choices
     prompts = [data.train.prompts[row] for row in rows]
     chosen = _shortest_to_longest([len(prompt) for prompt in prompts])
-    answers = [up_to_stop(written[place], settings) for place in chosen]
-    pairs = zip(chosen, distributed.broadcast_object(answers), strict=True)
+    written_here = [up_to_stop(written[place], settings) for place in chosen]
+    answers = distributed.broadcast_object(written_here)
+    pairs = zip(chosen, answers, strict=True)
     scores = _of_all_ranks(
         engine, [partial(_choices_alone, engine, prompts[place], answer) for place, answer in pairs]
     )
     readings = []
     for place, of_answer in zip(chosen, scores, strict=True):
         readings.append(Reading(rows[place], of_answer[:, :1], of_answer[:, 1:]))
-    return _of_rank_zero(readings)
+    return readings
 
 
 def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: Sequence[int]) -> Tensor:
@@ -283,9 +285,3 @@ def _of_all_ranks(engine: ModelEngine, scores: Sequence[Callable[[], Tensor]]) -
     for of_rank in distributed.gather_objects(own):
         found = of_rank | found
     return [found[place] for place in range(number)]
-
-
-def _of_rank_zero(readings: list[Reading]) -> list[Reading]:
-    """Return the readings of rank 0, so that processors that round differently have one verdict."""
-    found: list[Reading] = distributed.broadcast_object(readings)
-    return found

@@ -40,13 +40,13 @@ _BATCH_SIZE = 16
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of other steps
 _MAX_STEPS = 1000
 _MAX_STEPS_BY_EXAMPLE = 600
+_DIRECTIONS_BY_EXAMPLE = 6
 _DEFAULT_POSITIONS = 2048
 
 # Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
 # wider models are smaller by the root of the width, and FZOO's perturbations and steps with them.
 # LeZO's rates for OPT-1.3B to 30B follow the third power of that root.
 _WIDTH = 576
-_DIRECTIONS_BY_EXAMPLE = 6
 # A plan is accurate to 20 %, so it may use this part of a GPU's memory.
 _USABLE_PART = 0.8
 
@@ -133,9 +133,12 @@ class _StepSize(NamedTuple):
 
     def num_probes(self, method: str) -> int:
         """Return the number of probes of each example."""
-        return {"fzoo": self.directions + 1, "evolution-strategies": _DIRECTIONS_BY_EXAMPLE}.get(
-            method, 2
-        )
+        match method:
+            case "fzoo" | "population":
+                return self.directions + 1
+            case "evolution-strategies":
+                return _DIRECTIONS_BY_EXAMPLE
+        return 2
 
 
 # From the best to the fastest.
@@ -291,16 +294,16 @@ def main(arguments: Namespace) -> None:
     title = " ".join(title.split())
     heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
     has_lines = answers_have_lines(records, task)
-    method = arguments.method or _best_method(task)
+    method = _method(arguments, task)
     draft = _Draft(arguments, method, machine, directory, task, len(records), has_lines, heading)
     data = draft.with_short_labels(load_task_data(draft.config()))
     try:
         step_seconds, problem = draft.fit(data)
     except UserError as error:
-        if arguments.method is not None or method == "fzoo":
+        if arguments.method is not None or method != "evolution-strategies":
             raise
-        problem, _, _ = str(error).partition("; fix: ")
-        logger.warning("the recipe uses fzoo, because %s", problem)
+        reason, _, _ = str(error).partition("; fix: ")
+        logger.warning("the recipe uses fzoo, because %s", reason)
         draft.method = "fzoo"
         step_seconds, problem = draft.fit(data)
     num_gpus = None if machine.gpu_bytes is None else machine.num_ranks
@@ -313,8 +316,15 @@ def main(arguments: Namespace) -> None:
     print(f"\n{target} {ending}")
 
 
-def _best_method(task: Mapping[str, Any]) -> str:
-    """Return the method that learns most in a given time (docs/results.md)."""
+def _method(arguments: Namespace, task: Mapping[str, Any]) -> str:
+    """Return the method that was asked for, or that which learns most in a time (docs/results.md).
+
+    "population" is evolution-strategies for a reward, whose members write answers.
+    """
+    if arguments.reward is not None and arguments.method not in ("lezo", "mezo"):
+        return "population"
+    if arguments.method is not None:
+        return str(arguments.method)
     has_labels = not {"labels", "choices"}.isdisjoint(task)
     return "evolution-strategies" if has_labels else "fzoo"
 
@@ -443,10 +453,9 @@ def _recipe(draft: _Draft) -> str:
     micro_batch = size.examples // machine.num_ranks
     num_probes = size.num_probes(draft.method)
     match draft.method:
-        case "fzoo" | "evolution-strategies" if arguments.reward is not None:
+        case "population":
             steps = num_steps(draft.num_records, size.examples)
             micro_batch = size.examples  # the ranks share the probes
-            num_probes = size.num_probes("fzoo")
             zo = _MEMBERS.format(
                 directions=num_probes,
                 probes=num_probes // machine.num_ranks,

@@ -276,6 +276,10 @@ def test_epochs_are_steps_once_the_examples_are_counted():
             ["method=icl", "data.messages=turns", "data.train=t"],
             "shows no examples in a chat template",
         ),
+        (
+            ["method=zero_shot", "peft.kind=lora", "peft.path=runs/adapter"],
+            "zero_shot scores the model without one; fix: run lezo-ds evaluate --model",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(overrides, expected):

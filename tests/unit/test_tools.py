@@ -422,6 +422,16 @@ def init_tickets(monkeypatch, directory, classes, *words):
     return (directory / "recipe.yaml").read_text()
 
 
+def test_a_reward_has_a_population_whatever_name_it_is_asked_by(tmp_path, monkeypatch):
+    (tmp_path / "judge_of_init.py").write_text(REWARD)
+    reward = ["--reward", "judge_of_init:brevity", "--text", "text"]
+    by_default = init_tickets(monkeypatch, tmp_path, ("bug", "billing"), *reward)
+    assert load_config(tmp_path / "recipe.yaml").zo.examples_per_direction == 2
+    (tmp_path / "recipe.yaml").unlink()
+    asked = [*reward, "--method", "evolution-strategies"]
+    assert init_tickets(monkeypatch, tmp_path, ("bug", "billing"), *asked) == by_default
+
+
 def add_tokens(directory, *tokens):
     """Let a model whose tokens are bytes have these tokens as well, instead of rare bytes."""
     file = write_chat_model(directory) / "tokenizer.json"
