@@ -140,12 +140,10 @@ def not_written(tokenizer: PromptTokenizer, example: Example, read: Collection[s
             unread.add(SYSTEM)
     if find_tools(record) and template.ignores(record={}):
         unread.add(TOOLS)
+    written = str(tokenizer.backend.chat_template)
     for key in {key for turn in turns for key in turn.others} - {"tool_calls"}:
-        without_key = [
-            turn._replace(others={name: turn.others[name] for name in turn.others if name != key})
-            for turn in turns
-        ]
-        if template.ignores(messages=without_key):
+        without_key = [_without(turn, key) for turn in turns]
+        if key not in written or template.ignores(messages=without_key):
             unread.add(key)
     return unread
 
@@ -391,15 +389,17 @@ class _Template:
         turns = self.example.messages
         for number, turn in enumerate(turns):
             if "tool_calls" in turn.others:
-                changed = turn._replace(others={})
+                changed = _without(turn, "tool_calls")
+                fix = "remove its calls, or write them as text"
             elif turn.role not in (SYSTEM, USER, ASSISTANT):
                 changed = turn._replace(content=f"{turn.content}~")
+                fix = f"use another role than {turn.role}"
             else:
                 continue
             if self.ignores(messages=(*turns[:number], changed, *turns[number + 1 :])):
                 raise UserError(
                     f"the chat template does not write turn {number + 1} of {self.example.where}",
-                    fix=f"remove its calls, or use another role than {turn.role}",
+                    fix=fix,
                 )
 
     def ignores(self, **changed: Any) -> bool:
@@ -470,6 +470,11 @@ class _Template:
                 f"{self.example.where}: {reason}",
                 fix="correct or remove the record, or remove data.system_prompt",
             ) from error
+
+
+def _without(turn: Message, key: str) -> Message:
+    """Return a turn without one of its other keys."""
+    return turn._replace(others={name: turn.others[name] for name in turn.others if name != key})
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

@@ -20,19 +20,22 @@ USER = "user"
 ASSISTANT = "assistant"
 TOOL = "tool"
 
+_CALL = "function_call"
+"""ShareGPT's role of a turn whose text is a call, and OpenAI's earlier key of one."""
 _ROLES = {
-    "human": USER,
-    "gpt": ASSISTANT,
-    "function_call": ASSISTANT,
-    "observation": TOOL,
-    "function": TOOL,
+    **{role: role for role in (SYSTEM, USER, ASSISTANT, TOOL)},
+    **dict.fromkeys(("human", "prompter"), USER),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "ai", "model", _CALL), ASSISTANT),
+    **dict.fromkeys(("observation", "function"), TOOL),
 }
-"""Roles by their names in ShareGPT's files and in OpenAI's earlier ones."""
+"""Roles by their names, in lower case, in ShareGPT's files and in OpenAI's earlier ones."""
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a turn with what the assistant thought before it."""
-_OTHER_KEYS = ("name", "tool_call_id", *THOUGHT_KEYS)
-"""Keys of a turn that go to the chat template as they are."""
+_WEIGHT_KEYS = ("weight", "train", "training")
+"""Keys of a turn that say whether the model learns it."""
+_READ_KEYS = {"role", "from", "content", "value", "tool_calls", _CALL, *_WEIGHT_KEYS}
+"""Keys of a turn that are read here. Others go to the chat template as they are."""
 
 SYSTEM_FIELDS = ("system", "system_prompt")
 """Fields next to a conversation with the text of its system turn."""
@@ -69,8 +72,8 @@ def read_messages(record: Record, field: str) -> tuple[Message, ...]:
         raise UserError(
             f"field {field} is {shown(value)}, "
             'not a list such as [{"role": "user", "content": "Hello"}]',
-            fix="use a .jsonl, .json or .parquet file, "
-            "and name the field with the list in data.messages",
+            fix="write the list itself, not as text, in a .jsonl, .json or .parquet file, "
+            "and name its field in data.messages",
         )
     return tuple(
         _read_turn(f"turn {number} of field {field}", turn)
@@ -89,10 +92,15 @@ def read_system(record: Record) -> str | None:
 
 def find_tools(record: Record) -> list[Any] | None:
     """Return the definitions of tools in a record: a list of objects, or JSON of one."""
-    tools = _as_stored(record, record.get(TOOLS))
-    with suppress(TypeError, ValueError):
-        tools = json.loads(tools)  # Arrow cannot store objects of many kinds
+    tools = _from_json(_as_stored(record, record.get(TOOLS)))
     return list(tools) if are_objects(tools) else None
+
+
+def _from_json(value: Any) -> Any:
+    """Return what a text of JSON holds: Arrow cannot store objects of many kinds. Or the value."""
+    with suppress(TypeError, ValueError):
+        return json.loads(value)
+    return value
 
 
 def check_tools(record: Record) -> None:
@@ -121,17 +129,18 @@ def _without_nulls(value: Any) -> Any:
 def _read_turn(where: str, turn: object) -> Message:
     """Return a turn {role, content}, as in OpenAI's files, or {from, value}, as in ShareGPT's."""
     keys = turn if isinstance(turn, Mapping) else {}
-    role = keys.get("role") or keys.get("from")
-    calls = keys.get("tool_calls")
-    if not calls and isinstance(keys.get("function_call"), Mapping):  # OpenAI's earlier key
-        calls = [{"type": "function", "function": keys["function_call"]}]
-    if not isinstance(role, str):
+    name = keys.get("role") or keys.get("from")
+    if not isinstance(name, str):
         raise UserError(
             f"{where} is {shown(turn)}, without a role",
             fix="rename its keys to role and content, or to from and value",
         )
-    role = _ROLES.get(role, role)
+    role = _ROLES.get(name.lower(), name)
     content = _text(where, keys.get("content", keys.get("value")))
+    calls = _calls(keys.get("tool_calls") or keys.get(_CALL))
+    if name == _CALL and not calls:
+        calls = _calls(content)
+        content = "" if calls else content
     if content is None and (calls or role == TOOL):
         content = ""  # a call needs no text, and a tool may return nothing
     if not isinstance(content, str):
@@ -139,21 +148,33 @@ def _read_turn(where: str, turn: object) -> Message:
             f"the content of {where} is {shown(content)}, not text",
             fix="correct or remove the record",
         )
-    weight = keys.get("weight")
-    if weight not in (None, 0, 1):
+    weights = [keys[key] for key in _WEIGHT_KEYS if keys.get(key) is not None]
+    weight = (*weights, 1)[0]
+    if weight not in (0, 1):
         raise UserError(
             f"the weight of {where} is {shown(weight)}, not 0 or 1", fix="correct the record"
         )
-    others = {name: keys[name] for name in _OTHER_KEYS if keys.get(name)}
+    others = {key: keys[key] for key in keys if keys[key] and key not in _READ_KEYS}
     if calls:
         others["tool_calls"] = calls
-    message = Message(role, content, 0 if weight == 0 else 1, others)
+    message = Message(role, content, int(weight), others)
     if message.is_trained and not content.strip() and not calls:
         raise UserError(
             f"{where} is the assistant's and is empty",
             fix="fill it in, give it weight 0, or remove the record",
         )
     return message
+
+
+def _calls(value: object) -> list[Any]:
+    """Return calls of tools: a list of them, or one, or JSON of either; [] of anything else."""
+    calls = _from_json(value)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not are_objects(calls):
+        return []
+    return [
+        each if "function" in each else {"type": "function", "function": each} for each in calls
+    ]
 
 
 def _text(where: str, content: Any) -> Any:

@@ -354,6 +354,8 @@ class _WrittenAnswers(Generation):
         if not asked:
             asked = (Message(USER, self.prompt.fill_prompt(record)),)
         answered = self._turns(self.completion, record)
+        if answered[: len(asked)] == asked:  # a whole conversation, as in pairs of preference
+            answered = answered[len(asked) :]
         if not answered and self.completion is not None:
             texts = [text.strip() for text in self.completion.texts(record)]
             answered = tuple(Message(ASSISTANT, text) for text in texts[:1] if text)

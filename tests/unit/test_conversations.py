@@ -203,6 +203,77 @@ def test_openais_earlier_key_of_a_call_is_a_call():
     assert message.others["tool_calls"][0]["function"]["name"] == "sum"
 
 
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [
+        ("Assistant", "assistant"),
+        ("USER", "user"),
+        ("bing", "assistant"),
+        ("model", "assistant"),
+        ("human", "user"),
+        ("observation", "tool"),
+        ("developer", "developer"),
+        ("IPython", "IPython"),
+    ],
+)
+def test_roles_have_the_names_of_templates(role, expected):
+    (turn,) = read_messages({"turns": [{"from": role, "value": "Hi"}]}, "turns")
+    assert turn.role == expected
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training"])
+def test_a_turn_may_say_that_it_is_not_learned(key):
+    turns = [
+        {"role": "assistant", "content": "Hi", key: value} for value in (0, 1, False, True, None)
+    ]
+    are_trained = [turn.is_trained for turn in read_messages({"turns": turns}, "turns")]
+    assert are_trained == [False, True, False, True, True]
+
+
+FUNCTION = {"name": "sum", "arguments": {"a": "1"}}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"from": "function_call", "value": json.dumps(FUNCTION)},
+        {"role": "assistant", "content": None, "tool_calls": [FUNCTION]},
+        {"role": "assistant", "tool_calls": json.dumps([call("sum", a="1")])},
+        {"role": "assistant", "content": "", "function_call": FUNCTION},
+    ],
+)
+def test_a_call_in_any_layout_is_one(turn):
+    (message,) = read_messages({"turns": [turn]}, "turns")
+    calls = [{"type": "function", "function": FUNCTION}]
+    assert message == ("assistant", "", 1, {"tool_calls": calls})
+
+
+def test_a_call_that_is_no_json_stays_text():
+    (message,) = read_messages({"turns": [{"from": "function_call", "value": "sum(1)"}]}, "turns")
+    assert message == ("assistant", "sum(1)", 1, {})
+
+
+def test_a_key_of_a_turn_goes_to_the_template_or_is_named(tmp_path, caplog):
+    template = PLAIN.replace("turn['content'] +", "turn['content'] + (turn.mood or '') +")
+    model = write_chat_model(tmp_path / "model", template)
+    rows = [record(number) for number in range(10)]
+    for row in rows:
+        row["turns"] = [row["turns"][0], row["turns"][3] | {"mood": " Cheers", "thought": "So so"}]
+    data = load(model, tmp_path / "a.jsonl", rows, num_dev=1, num_test=1)
+    assert {learned[-7:] for _, learned in read_and_learned(data)} == {" Cheers"}
+    assert "the model does not read thought, which 8 of 8 records have" in caplog.messages
+    assert "does not read mood" not in caplog.text
+
+
+def test_an_answer_that_repeats_its_prompt_asks_it_once():
+    task = make_task(Description(prompt="{prompt}", completion="{chosen}", chat_template=True))
+    whole = [{"role": "user", "content": "Where?"}, *ANSWER]
+    for prompt in ("Where?", whole[:1]):
+        example = task.example({"prompt": prompt, "chosen": whole})
+        assert [turn.content for turn in example.messages] == ["Where?", "There"]
+        assert [turn.is_trained for turn in example.messages] == [False, True]
+
+
 PROMPT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi"},
