@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,8 @@ from lezo_ds.tasks.template import (
 
 CUSTOM = "custom"
 """The name of a task that a recipe describes."""
+_NAMES = "label"
+"""The usual key of the names of choices, beside that of their texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +113,10 @@ def _task_of(described: Description) -> Task:
             fix="add data.chat_template=true, or write the text into data.prompt",
         )
     assert described.prompt is not None
-    prompt = parse_template("data.prompt", described.prompt)
-    if not prompt.fields:
-        raise UserError(
-            f"data.prompt={described.prompt!r} names no field of the records",
-            fix="put the name of a field in braces, such as {text}",
-        )
+    prompt = _with_fields("data.prompt", described.prompt)
     if described.completion is not None:
         _refuse_others("completion", described, "label_field", "labels", "choices")
-        completion = parse_template("data.completion", described.completion)
+        completion = _with_fields("data.completion", described.completion)
         return _written_answers(described, prompt, completion)
     if not described.keys_set("labels", "choices"):
         return _written_answers(described, prompt, None)
@@ -131,6 +129,17 @@ def _task_of(described: Description) -> Task:
         return _choices(prompt, described.label_field, described.choices, described.labels)
     assert described.labels is not None
     return _labels(prompt, described.label_field, described.labels)
+
+
+def _with_fields(key: str, text: str) -> Template:
+    """Return the template in the value of a recipe key, which names a field of the records."""
+    template = parse_template(key, text)
+    if not template.fields:
+        raise UserError(
+            f"{key}={text!r} names no field of the records",
+            fix="put the name of a field in single braces, such as {text}",
+        )
+    return template
 
 
 def _refuse_others(name: str, described: Description, *others: str) -> None:
@@ -255,7 +264,7 @@ class _Choices(MultipleChoice):
                 f"data.choices gives {shown(choice.texts)}, not two or more texts", fix=fix
             )
         candidates = tuple(after(filled, text) for text in choice.texts)
-        if self.known is None:
+        if self.known is None or choice.label in choice.names:
             label = find_choice(self.label_field, choice, are_numbers=self.are_numbers)
         else:
             label = self.known.find(self.label_field, field_value(record, self.label_field))
@@ -302,7 +311,22 @@ def read_choice(templates: Sequence[Template], label_field: str, record: Record)
     """Return the texts that templates of data.choices give of a record, and its label."""
     texts = [text for template in templates for text in template.texts(record)]
     value = field_value(record, label_field)
-    return Choice(texts, label_text(label_field, value), type(value) is int)
+    label = label_text(label_field, value)
+    return Choice(texts, label, type(value) is int, _own_names(templates, record, len(texts)))
+
+
+def _own_names(templates: Sequence[Template], record: Record, size: int) -> Sequence[str]:
+    """Return the names in a list beside that of the texts: {"text": [red, blue], "label": [A, B]}.
+
+    There are none if the list beside it has not one name for each of the `size` texts.
+    """
+    section, _, _ = "".join(templates[0].fields).rpartition(".")
+    with suppress(KeyError, TypeError, UserError):
+        field = f"{section}.{_NAMES}"
+        names = [label_text(field, name) or "" for name in field_value(record, field)]
+        if len(set(names)) == size:
+            return names
+    return ()
 
 
 @dataclass(frozen=True, kw_only=True)

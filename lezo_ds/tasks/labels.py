@@ -6,6 +6,7 @@ of floats where a cell is empty, and a table has text only:
     0   0.0   "0"   [0]                 ->  "0"
     true                                ->  "true", which is the same label as "True"
     "cafe\u0301"   "caf\u00e9"            ->  "caf\u00e9"
+    "very\u00a0 good"   "very good\u200b"  ->  "very good"
     null   NaN   "NaN"   ""   []        ->  no label
 """
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]{0,17}))(?:\.0+)?")
 """A whole number, also with a point. 007 is no number, but a code."""
+_INVISIBLE = re.compile("[\u200b\u2060\ufeff]")
 _LETTER = re.compile(r"(\W*)([A-Za-z])(\W*)")
 """A letter that numbers a choice: A, b, (C) or D."""
 
@@ -38,7 +40,7 @@ def label_text(field: str, value: object) -> str | None:
         value: what the record holds in it.
 
     Returns:
-        The label without outer spaces; None if the record has none.
+        The label with single spaces within; None if the record has none.
 
     Raises:
         UserError: the value is neither a text nor a number, nor a list of one.
@@ -47,7 +49,8 @@ def label_text(field: str, value: object) -> str | None:
         value = value[0] if value else None
     if value is None or value != value:  # only NaN differs from itself
         return None
-    text = unicodedata.normalize("NFC", field_text(field, value)).strip()
+    text = unicodedata.normalize("NFC", _INVISIBLE.sub("", field_text(field, value)))
+    text = " ".join(text.split())
     if text.lower() == "nan":
         return None
     number = _WHOLE.fullmatch(text)
@@ -124,11 +127,27 @@ class Choice(NamedTuple):
         texts: the texts.
         label: the `label_text` that says which is right; None if there is none.
         is_integer: whether the record holds the label as an integer.
+        names: what the record itself calls each text; () if it does not say.
     """
 
     texts: Sequence[str]
     label: str | None
     is_integer: bool
+    names: Sequence[str] = ()
+
+    @property
+    def place(self) -> int | None:
+        """The index of the text that the label names or is, if only its case is another one."""
+        if self.label is None:
+            return None
+        if self.label in self.names:
+            return self.names.index(self.label)
+        label = label_key(self.label)
+        texts = list(map(label_key, self.texts))
+        if label not in texts:
+            label = label.casefold()
+            texts = list(map(str.casefold, texts))
+        return texts.index(label) if label in texts else None
 
 
 def find_choice(field: str, choice: Choice, *, are_numbers: bool | None = None) -> int | None:
@@ -149,16 +168,18 @@ def find_choice(field: str, choice: Choice, *, are_numbers: bool | None = None) 
     label = choice.label
     if label is None:
         return None
-    texts = list(map(label_key, choice.texts))
+    if label in choice.names:
+        return choice.place
     is_number = _WHOLE.fullmatch(label) is not None
     expected = "the number of a choice, from 0, as other records have"
     if are_numbers is None:
+        texts = map(label_key, choice.texts)
         are_numbers = is_number and (choice.is_integer or not any(map(_WHOLE.fullmatch, texts)))
     if are_numbers and is_number:
         return int(label)
     if not are_numbers:
-        if label_key(label) in texts:
-            return texts.index(label_key(label))
+        if choice.place is not None:
+            return choice.place
         expected = f"one of the choices {shown(choice.texts)}"
     raise UserError(
         f"field {field} is {shown(label)}, not {expected}",
@@ -239,9 +260,10 @@ def _readings(choice: Choice) -> dict[str, int]:
     """
     readings = {}
     label = choice.label or ""
-    texts = list(map(label_key, choice.texts))
-    if label and label_key(label) in texts:
-        readings[_TEXT] = texts.index(label_key(label))
+    if choice.place is not None:
+        readings[_TEXT] = choice.place
+    if label in choice.names:
+        return readings
     if _WHOLE.fullmatch(label):
         for first in (_FROM_0, _FROM_1):
             readings[first] = int(label) - int(first)
@@ -250,7 +272,7 @@ def _readings(choice: Choice) -> dict[str, int]:
         before, name, after = letter.groups()
         first = "A" if name.isupper() else "a"
         readings[f"{before}{first}{after}"] = ord(name) - ord(first)
-    return {way: index for way, index in readings.items() if 0 <= index < len(texts)}
+    return {way: index for way, index in readings.items() if 0 <= index < len(choice.texts)}
 
 
 def _names(first: str, choices: Sequence[Choice]) -> list[int] | list[str]:

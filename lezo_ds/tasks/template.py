@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date, time
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -132,15 +133,15 @@ def field_value(record: Record, field: str) -> Any:
 
 
 def field_text(field: str, value: object) -> str:
-    """Return a value as text: numbers as Python writes them, and true or false."""
+    """Return a value as text: numbers, dates and times as Python writes them, and true or false."""
     if isinstance(value, bool):
         return str(value).lower()
     is_nan = value != value  # the empty cell of pandas
-    if isinstance(value, str | int | float | Decimal) and not is_nan:
+    if isinstance(value, str | int | float | Decimal | date | time) and not is_nan:
         return str(value)
     raise UserError(
         f"field {field} is {shown(value)}, not text or a number",
-        fix="fill it in, or use another field",
+        fix='fill it in with a text ("" if there is none), or use another field',
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import date, datetime
 from decimal import Decimal
 
 import pytest
@@ -23,6 +24,7 @@ CHOICES = Description(prompt="{text}", label_field="right", choices=["{options}"
         ((True, "true", [True]), "true"),
         (("caf\u00e9", "cafe\u0301 "), "caf\u00e9"),
         (("007",), "007"),  # a code
+        (("very good", " very\u00a0good", "very  good", "very\tgood\u200b"), "very good"),
         ((2.5, "2.5"), "2.5"),
         ((None, math.nan, "NaN", "", "  ", []), None),
     ],
@@ -122,6 +124,40 @@ def test_labels_that_may_be_meant_in_two_ways_are_named(caplog):
     begin, either = caplog.messages
     assert "no record has the number 0" in begin and "set data.labels=[1, 2, 3]" in begin
     assert either.startswith("1 labels in field right may be the number") and "[0, 1]" in either
+
+
+def test_names_that_records_give_their_choices_come_first():
+    """As in ARC, of which some records have digits, and with names in another order."""
+    rows = [("ABCD", "B", 1), ("1234", "3", 2), ("CADB", "A", 1), ([1, 2, 3, 4], 4, 3)]
+    records = [
+        {"text": "x", "of": {"text": ["red", "1", "2", "3"], "label": list(names)}, "right": right}
+        for names, right, _ in rows
+    ]
+    for labels in (None, ["A", "B", "C", "D"]):
+        described = Description(
+            prompt="{text}", label_field="right", choices=["{of.text}"], labels=labels
+        )
+        task = make_task(described).survey(records)
+        assert [task.example(each).label for each in records] == [index for *_, index in rows]
+    records[0]["of"]["label"] = ["A", "A", "B"]  # no name for each
+    assert task.example(records[0]).label == 1
+
+
+def test_the_text_of_a_choice_may_have_another_case_unless_two_have_it():
+    assert labels_of([(COLORS, "RED"), (COLORS, "Green "), (COLORS, "blue")]) == [0, 2, 1]
+    assert labels_of([(["Us", "us"], "us"), (["Us", "us"], "Us")]) == [1, 0]
+
+
+def test_an_answer_without_a_field_is_refused():
+    with pytest.raises(UserError, match=r"data.completion='\{\{answer\}\}' names no field"):
+        make_task(Description(prompt="{text}", completion="{{answer}}"))
+
+
+def test_dates_and_times_are_texts():
+    task = make_task(Description(prompt="{on} {at}", label_field="topic", labels=["0", "1"]))
+    record = {"on": date(2024, 2, 29), "at": datetime(2024, 2, 29, 12, 30), "topic": 1}
+    assert task.example(record).prompt == "2024-02-29 2024-02-29 12:30:00"
+    assert label_text("topic", date(2024, 2, 29)) == "2024-02-29"
 
 
 def test_a_record_whose_prompt_has_no_text_is_refused():
