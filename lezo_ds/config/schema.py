@@ -87,7 +87,8 @@ class DataConfig:
     about". A dot selects a nested field. {{ and }} are literal braces."""
     label_field: str | None = None
     """Field with the correct answer, one of data.labels. With data.choices, it may also be the
-    index of the correct choice (from 0) or its text. Records without a label are skipped."""
+    index of the correct choice (from 0), its text, or its name in a list "label" beside the texts.
+    Records without a label are skipped."""
     labels: Strings | dict[str, str] | None = None
     """Classification: the model chooses one of these labels. A map gives each label the text that
     continues the prompt; labels with the same text are one class. With data.choices, a list gives
@@ -102,7 +103,7 @@ class DataConfig:
     messages: str | None = None
     """Chat: the model learns the assistant's turns of the conversation in this field, a list of
     {role, content} or {from, value}, rendered by the tokenizer's chat template. The loss is the
-    mean over tokens of these turns, except turns of weight 0."""
+    mean over tokens of these turns, except those with "weight": 0 or "train": false."""
     chat_template: bool = False
     """If true, the chat template renders data.prompt as a user turn and the answer as an assistant
     turn."""

@@ -382,7 +382,7 @@ def _joined_lines(path: Path, encoding: str, layout: Layout) -> tuple[bool, rang
                 of_row = list(islice(lines, rows.line_num - lines.line_num))
                 are_joined |= len(of_row) > 1
                 each_is_row &= all(len(line) in (0, width) for line in of_row)
-                num_rows = sum(len(line) == width and bool(line[0].strip()) for line in of_row)
+                num_rows = sum(len(line) == width > 0 and line[0].strip() != "" for line in of_row)
                 if num_rows > 1 and joined is None:
                     joined = range(first, first + len(of_row))
         except csv.Error:

@@ -261,7 +261,9 @@ def _write_output(
     rows: Rows = chain.from_iterable(json.loads(chunk.read_text()) for chunk in chunks)
     if labels:
         unsure = "" if set(map(type, labels.values())) == {str} else None
-        rows = ({**row, PREDICTED: labels.get(row[PREDICTED], unsure)} for row in rows)
+        rows = (
+            {**row, PREDICTED: labels.get(row[PREDICTED], row[PREDICTED] or unsure)} for row in rows
+        )
     output = folder / "output"
     with failures_named(out):
         if kind_of(source) == ".parquet":

@@ -270,6 +270,10 @@ class _Choices(MultipleChoice):
             label = self.known.find(self.label_field, field_value(record, self.label_field))
         return Example(filled, candidates, label)
 
+    def names(self, example: Example) -> Sequence[Any]:
+        own = _own_names(self.texts, example.record, len(example.candidates))
+        return own or super().names(example)
+
     def survey(self, records: Sequence[Record]) -> Task:
         if self.known is not None:
             return self

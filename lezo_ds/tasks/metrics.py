@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,14 @@ from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry, names_code
 from lezo_ds.tasks.base import Example, Task, TokenCounts
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_PUNCTUATION = str.maketrans(
+    "",
+    "",
+    string.punctuation
+    + "".join(
+        mark for mark in map(chr, range(0x80, 0x3000)) if unicodedata.category(mark)[0] == "P"
+    ),
+)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 # Han characters, kana, Thai, Lao, Burmese and Khmer, which have no spaces between words.
 _UNSPACED = re.compile(
@@ -167,15 +175,17 @@ def token_f1(answer: str, reference: str) -> float:
 
 def _words(text: str) -> list[str]:
     """Return the words of a normalized text, and each character of a script without spaces."""
-    spaced = _UNSPACED.sub(r" \1 ", normalize(text))
-    return _WIDE_PUNCTUATION.sub(" ", spaced).split()
+    return _UNSPACED.sub(r" \1 ", normalize(text)).split()
 
 
 def normalize(text: str) -> str:
-    """Lower-case, drop ASCII punctuation, then articles, and leave single spaces.
+    """Lower-case, drop punctuation, then articles, and leave single spaces.
 
-    These are the steps of SQuAD's evaluation script (Rajpurkar et al. 2016), in its order.
+    These are the steps of SQuAD's evaluation script (Rajpurkar et al. 2016), in its order. As in
+    MLQA's (Lewis et al. 2020), the punctuation of other scripts than ASCII counts, too. Composed
+    and decomposed accents are the same.
     """
-    without_punctuation = text.lower().translate(_PUNCTUATION)
+    lowered = unicodedata.normalize("NFC", text.lower())
+    without_punctuation = _WIDE_PUNCTUATION.sub(" ", lowered.translate(_PUNCTUATION))
     words = _ARTICLES.sub(" ", without_punctuation).split()
     return " ".join(words)

@@ -37,6 +37,8 @@ _MAX_LABEL_LENGTH = 60  # characters
 _RARE = 10
 _NEAR = 0.85
 _MOST = 0.8  # of the records must fit a reading of a column
+_EMPTY = {"na", "n/a", "#n/a", "<na>", "none", "null", "\\n", "-", "?"}
+"""What programs write into a cell without a value. NaN is no label anyway."""
 _QUESTIONS = {"completion": "prompt", "response": "prompt", "output": "instruction"}
 """The usual names of columns with questions, by those of the columns with their answers."""
 _CHOICES = "(option|choice|ending|candidate|alternative)s?"
@@ -144,7 +146,8 @@ def describe_task(
         question = target.replace("_", " ").replace("{", "{{").replace("}", "}}")
         prompt += f"\n{question.capitalize()}:"  # such as "{body}\nTopic:"
     if answer is not None:
-        task = {"prompt": prompt, "completion": _field(answer), **template}
+        completion = _field(_with_text(answer, columns[answer]))
+        task = {"prompt": prompt, "completion": completion, **template}
         return f"Generation of {answer} from {text}", task
     labels = _labels(target, columns[target], label_map or {})
     task = {"prompt": prompt, "label_field": label, "labels": labels, **template}
@@ -229,6 +232,17 @@ def _field(column: str) -> str:
     return f"{{{column}}}"
 
 
+def _with_text(column: str, values: Sequence[object]) -> str:
+    """Return a column, or what holds texts in its objects: answers.text in SQuAD's layout."""
+    first: Mapping[str, Any] = next(
+        (each for each in values if isinstance(each, Mapping) and any(each.values())), {}
+    )
+    for key, value in first.items():
+        if isinstance((*value, None)[0] if isinstance(value, list) else value, str):
+            return f"{column}.{key}"
+    return column
+
+
 def _can_name(column: str) -> bool:
     """Return whether a template can name a column."""
     try:
@@ -238,18 +252,26 @@ def _can_name(column: str) -> bool:
 
 
 def _usual_columns(
-    columns: Mapping[str, object], reward: str | None
+    columns: Mapping[str, Sequence[object]], reward: str | None
 ) -> tuple[str | None, str | None]:
     """Return the columns of questions and answers if they have the usual names, or None twice.
 
     Raises:
-        UserError: The columns hold pairs of preference.
+        UserError: The columns hold pairs of preference, or answers of which some are bad.
     """
     if reward is None and "rejected" in columns:
         raise UserError(
             "the column rejected holds one of two answers, and no objective learns from pairs",
             fix="give --text COLUMN --answer chosen, or without --answer remove this column",
         )
+    judged = {"completion", "messages", "conversations"} & columns.keys()
+    for name in ("label", "kto_tag"):
+        if reward is None and judged and set(map(type, columns.get(name, [1]))) <= {bool}:
+            raise UserError(
+                f"the column {name} says which answers are good, and no objective learns from bad "
+                "ones",
+                fix=f"keep the records of good answers, and remove the column {name}",
+            )
     for answer, question in _QUESTIONS.items():
         if answer in columns and question in columns:
             return question, answer
@@ -411,6 +433,13 @@ def _labels(
         problem = f"the column {name} has no two labels, only {list(classes)}"
         raise UserError(problem, fix="add records of another label, or name another column")
     for label, number in classes.items():
+        if label.lower() in _EMPTY:
+            logger.warning(
+                "%d records have the label %s, which counts as a label; if it means that there is "
+                "none, empty these cells",
+                number,
+                label,
+            )
         frequent = [other for other in classes if classes[other] >= _RARE * number]
         for near in get_close_matches(label, frequent, n=1, cutoff=_NEAR):
             logger.warning(

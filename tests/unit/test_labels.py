@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import date, datetime
 from decimal import Decimal
 
@@ -139,6 +140,8 @@ def test_names_that_records_give_their_choices_come_first():
         )
         task = make_task(described).survey(records)
         assert [task.example(each).label for each in records] == [index for *_, index in rows]
+        asked = replace(task.unanswered().example(records[2]), record=records[2])
+        assert task.unanswered().names(asked) == ["C", "A", "D", "B"]  # what predict writes
     records[0]["of"]["label"] = ["A", "A", "B"]  # no name for each
     assert task.example(records[0]).label == 1
 

@@ -57,6 +57,12 @@ def test_a_separator_that_is_not_that_of_the_suffix_is_found_and_said(
     assert caplog.messages == [f"{path.name}: the separator is {delimiter!r}"]
 
 
+def test_blank_lines_before_the_header_are_named(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("\n\ntext,label\na,b\n")
+    assert "line 1 lacks the names of columns" in refusal_of(path)
+
+
 def test_spaces_after_separators_belong_to_them(tmp_path, caplog):
     path = tmp_path / "t.csv"
     path.write_text('id, text, label\n1, "good, really", a\n2, so so, b\n')

@@ -65,6 +65,12 @@ F1_CASES = [
     ("\u6771\u4eac\u30bf\u30ef\u30fc", ("\u6771\u4eac",), 2 * 2 / (5 + 2)),  # Tokyo Tower
     ("\u0e01\u0e23\u0e38\u0e07", ("\u0e01\u0e23",), 2 * 2 / (4 + 2)),  # Thai
     ("GPU \u5361", ("gpu\u5361",), 1.0),
+    ("\u00abL\u2019E\u0301cole\u00bb \u2026", ("l'\u00e9cole",), 1.0),  # quotes, NFD, ellipsis
+    (
+        "\u0926\u093f\u0932\u094d\u0932\u0940\u0964",
+        ("\u0926\u093f\u0932\u094d\u0932\u0940",),
+        1.0,
+    ),  # danda
     ("\uc11c\uc6b8 \uc2dc", ("\uc11c\uc6b8",), 2 / 3),  # Korean has spaces
 ]
 
@@ -91,6 +97,7 @@ def test_scores_of_several_examples():
     answered = [Example("", (" x",), 0, 0, references=("The Tower", "Eiffel"))] * 2
     assert METRICS["exact_match"](["tower.", "Tower bridge"], answered) == 0.5
     assert mean_f1(["tower.", "Tower bridge"], answered) == pytest.approx((1 + 2 / 3) / 2)
+    assert METRICS["exact_match"](["\u201ctower\u201d", "The tower\u3002"], answered) == 1.0
     assert majority_score(accuracy, several) is None
     assert majority_score(accuracy, labeled) == 3 / 5
 

@@ -91,6 +91,22 @@ TURNS = [[{"role": "user", "content": "hi"}]] * 40
 ANSWERS = [[{"role": "assistant", "content": "yes"}]] * 40
 
 
+def test_init_finds_the_texts_in_objects_with_answers():
+    answers = [{"answer_start": [3], "text": [text]} for text in TEXTS]
+    answers[0] = {"answer_start": [], "text": []}  # of a question without an answer
+    rows = records(question=TEXTS, answers=answers)
+    _, task = describe_task(rows, text="question", answer="answers")
+    assert task["completion"] == "{answers.text}"
+
+
+def test_labels_that_may_mean_none_are_named(caplog):
+    values = ["good", "bad", "None", "good", "bad", "nan", "NA", "good"] * 5
+    _, task = describe_task(records(text=TEXTS, label=values))
+    assert task["labels"] == ["NA", "None", "bad", "good"]
+    counted = [message[:30] for message in caplog.messages]
+    assert sorted(counted) == ["5 records have the label NA, w", "5 records have the label None,"]
+
+
 def test_init_takes_turns_as_prompts_with_answers_or_a_reward():
     pairs = {"prompt": TURNS, "completion": ANSWERS}
     for columns in (pairs, pairs | {"completion": TEXTS}):
@@ -123,7 +139,7 @@ BY_LETTER = [dict(zip("ABCD", texts, strict=True)) for texts in SHIFTED]
         ({"choices": SHIFTED, "answer": NUMBERS}, ["{choices}"], None),
         ({"words": SHIFTED, "answer": list(map(str, NUMBERS))}, ["{words}"], None),
         ({"endings": SHIFTED, "gold": COLORS * 10}, ["{endings}"], None),
-        ({"choices": STRUCTS, "answerKey": ["ABCD"[n] for n in NUMBERS]}, ["{choices.text}"], "A"),
+        ({"choices": STRUCTS, "answerKey": ["ABCD"[n] for n in NUMBERS]}, ["{choices.text}"], None),
         ({"options": BY_LETTER, "cop": [n + 1 for n in NUMBERS]}, "options.", 1),
         (LETTERS | {"answer": ["ABCD"[n] for n in NUMBERS]}, "", "A"),
         (LETTERS | {"answer": ["abcd"[n] for n in NUMBERS[:36]] + ["1"] * 4}, "", "a"),
@@ -211,6 +227,11 @@ def test_answers_of_several_lines_are_found():
             "one of two answers, and no objective learns from pairs; fix: .* --answer chosen",
         ),
         ({"chosen": TURNS, "rejected": TURNS}, {}, "from pairs; fix: .* remove this column"),
+        (
+            {"prompt": TEXTS, "completion": TEXTS, "label": [True, False] * 20},
+            {},
+            "column label says which answers are good, .*; fix: keep the records of good answers",
+        ),
         (
             {"a": TEXTS, "b": TEXTS, "c": CLASSES},
             {},
@@ -305,7 +326,7 @@ def test_init_names_a_directory_and_an_empty_file(tmp_path):
 
 
 def test_init_writes_labels_with_characters_that_yaml_escapes(tmp_path, monkeypatch):
-    classes = ("a\x7f b", "c\x85d \u2028e 😀")
+    classes = ("a\x7f b", "c\x80d \u061c e 😀")
     init_tickets(monkeypatch, tmp_path, classes)
     config = load_config(tmp_path / "recipe.yaml")
     assert set(config.data.labels) == set(classes)
