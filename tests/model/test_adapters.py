@@ -198,6 +198,43 @@ def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
         make_adapter(peft)
 
 
+def _saved_by_peft(root, **changes):
+    """Return what `read_adapter` reads of an adapter of peft, and the adapter."""
+    lora = LoraConfig(**({"r": 3, "target_modules": ["q_proj", "up_proj"]} | changes))
+    theirs = get_peft_model(tiny_model("llama"), lora)
+    theirs.save_pretrained(root)
+    return read_adapter(root)["peft"], theirs
+
+
+def test_the_targets_of_a_pattern_are_the_modules_that_peft_adapted(tmp_path):
+    found, theirs = _saved_by_peft(tmp_path, target_modules=r".*\.(self_attn\.[qv]|mlp\.up)_proj")
+    adapted = {name.split(".")[-4] for name in theirs.state_dict() if ".lora_A." in name}
+    assert set(found["lora_targets"].split(",")) == adapted == {"q_proj", "v_proj", "up_proj"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\]"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
+        ({"target_parameters": ["mlp.down_proj.weight"]}, "target_parameters="),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.base_layer.weight"),
+    ],
+)
+def test_what_peft_would_not_read_as_plain_lora_is_refused(changes, named, tmp_path):
+    with pytest.raises(UserError, match=rf"{named}.* is no plain LoRA; fix: merge it"):
+        _saved_by_peft(tmp_path, **changes)
+
+
+def test_settings_of_peft_that_change_no_product_are_read(tmp_path):
+    plain, _ = _saved_by_peft(tmp_path / "plain")
+    for number, setting in enumerate(
+        ({"init_lora_weights": "gaussian"}, {"modules_to_save": []}, {"lora_dropout": 0.1})
+    ):
+        assert _saved_by_peft(tmp_path / str(number), **setting)[0] == plain
+
+
 def _merge(directory, peft, root):
     """Return the logits of a model with a trained adapter, and write both as a user does."""
     engine = start_engine(directory, peft, learning_rate=1.0)

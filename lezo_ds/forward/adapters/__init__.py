@@ -103,20 +103,20 @@ def read_adapter(directory: Path) -> dict[str, dict[str, Any]]:
         config = json.loads(file.read_text(encoding="utf-8"))
         assert_regular(directory / kind.weights_file)
         with safe_open(directory / kind.weights_file, "pt") as tensors:
-            # Of all tensors, the first one by its name is a lora_A or the keys of a prefix.
-            first = tensors.get_slice(min(tensors.keys()))
-            # What has to be allocated follows from the file, whatever its neighbor says.
-            shape = first.get_shape()
-            dtype = _DTYPES[first.get_dtype()]
+            names = sorted(tensors.keys())
+            # What has to be allocated follows from the file, whatever its neighbor says. Of all
+            # tensors, the first one by its name is a lora_A or the keys of a prefix.
+            shapes = {name: tensors.get_slice(name).get_shape() for name in names}
+            dtype = _DTYPES[tensors.get_slice(names[0]).get_dtype()]
         path = config["base_model_name_or_path"]
         if config.get("revision"):
             path += f"@{config['revision']}"
         model = {"path": path, "dtype": dtype}
-        return {"model": model, "peft": kind.keys(config, shape)}
+        return {"model": model, "peft": kind.keys(config, shapes)}
     except (*DAMAGE, SafetensorError) as error:
         raise UserError(
             f"{directory} does not hold an adapter: {type(error).__name__}: {error}",
-            fix="export the run again",
+            fix="export the run again; if it has adapter_model.bin, load and save it with peft",
         ) from error
 
 

@@ -21,8 +21,15 @@ from lezo_ds.zo.keys import adapter_key
 ALL_LINEAR = "all-linear"
 """Stands for the names of all linear modules but the head, as in peft."""
 
-_VARIANTS = ("alpha_pattern", "bias", "lora_bias", "modules_to_save", "use_dora", "use_rslora")
-"""Settings of peft with which an adapter computes something else."""
+_ANY_VALUE = {
+    *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules"),
+    *("fan_in_fan_out", "inference_mode", "lora_alpha", "lora_dropout", "peft_version", "r"),
+    *("revision", "target_modules", "task_type"),
+}
+"""Settings of peft that a plain LoRA may have. Others change the product or the base model."""
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+_SAME_BASE = ("gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights with which peft leaves the weights of the base model as they are."""
 
 
 class LoraAdapter:
@@ -171,8 +178,8 @@ class LoraAdapter:
         self._lora.save_pretrained(str(directory))
 
     @staticmethod
-    def keys(config: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
-        """Return the section `peft` of a run that wrote a config, with a lora_A of this shape.
+    def keys(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Return the section `peft` of a run that wrote a config, and tensors of these shapes.
 
         Raises:
             UserError: the adapter is a variant of LoRA.
@@ -180,16 +187,26 @@ class LoraAdapter:
         from peft import LoraConfig
 
         plain = LoraConfig().to_dict()
-        for key in _VARIANTS:
-            if config.get(key, plain[key]) != plain[key]:
-                raise UserError(
-                    f"an adapter with {key}={config[key]} is no plain LoRA", fix="use another one"
-                )
+        problems = [
+            f"{key}={value}"
+            for key, value in config.items()
+            if value and key not in _ANY_VALUE and value not in (plain.get(key), *_SAME_BASE)
+        ]
+        problems += [name for name in shapes if not name.endswith(_FACTORS)]
+        if problems:
+            raise UserError(
+                f"an adapter with {problems[0]} is no plain LoRA",
+                fix="merge it once with peft: AutoPeftModelForCausalLM.from_pretrained, "
+                "merge_and_unload, save_pretrained; then set model.path to that",
+            )
+        targets = config["target_modules"]
+        if isinstance(targets, str):  # a pattern, which matched the modules that have factors
+            targets = sorted({name.split(".")[-3] for name in shapes})
         return {
             "kind": "lora",
-            "lora_rank": shape[0],
+            "lora_rank": shapes[min(shapes)][0],
             "lora_alpha": config["lora_alpha"],
-            "lora_targets": ",".join(config["target_modules"]),
+            "lora_targets": ",".join(targets),
         }
 
 

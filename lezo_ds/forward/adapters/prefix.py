@@ -147,9 +147,9 @@ class PrefixAdapter:
         (directory / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
     @staticmethod
-    def keys(config: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
-        """Return the section `peft` of a run that wrote a config, with keys of this shape."""
-        return {"kind": "prefix", "prefix_length": shape[1]}
+    def keys(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Return the section `peft` of a run that wrote a config, and tensors of these shapes."""
+        return {"kind": "prefix", "prefix_length": shapes[min(shapes)][1]}
 
 
 def load_prefix(model: nn.Module, directory: Path) -> None:
