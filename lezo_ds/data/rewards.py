@@ -89,7 +89,7 @@ class Reward:
         if _is_of_trl(self.function):
             arguments = _trl_arguments(answers, examples, records)
             values = call_of_user(key, self.function, **arguments)
-            if isinstance(values, list):
+            if isinstance(values, list | tuple):
                 values = [math.nan if value is None else value for value in values]
         else:
             values = call_of_user(key, self.function, list(answers), records)

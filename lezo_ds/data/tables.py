@@ -21,6 +21,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -264,6 +265,15 @@ def _encoding_fix(path: Path) -> str:
     return f"set data.encoding={name} (init, predict: --encoding {name}), or save it in UTF-8"
 
 
+def _warn_of_utf_8(path: Path, encoding: str) -> None:
+    """Warn about a table that is read in another encoding and begins as if it were in UTF-8."""
+    with path.open("rb") as file:
+        sample = b"".join(file.readlines(_GUESSED_BYTES))
+    with suppress(ValueError):
+        if sample.decode("utf-8-sig") != sample.decode(codec_of(path, encoding)):
+            logger.warning("%s: it is read as %s, and looks like UTF-8", path.name, encoding)
+
+
 class Layout(NamedTuple):
     """How a table is written.
 
@@ -309,6 +319,7 @@ def _layout(path: Path, encoding: str, _: tuple[int, int]) -> Layout:
     and the first rows in as many values.
     """
     usual = "\t" if kind_of(path) == ".tsv" else ","
+    _warn_of_utf_8(path, encoding)
     with path.open(encoding=codec_of(path, encoding), newline="") as file:
         start = file.readline()
         named = _SEPARATOR_LINE.fullmatch(start)
@@ -395,6 +406,12 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
     """Refuse a table without names of columns, or in which one stands for several columns."""
     if not names:
         raise ValueError("line 1 lacks the names of columns")
+    if "\0" in "".join(names):
+        raise UserError(
+            f"{path} has null characters in line 1, as UTF-16 has",
+            fix="set data.encoding=utf-16-le (init, predict: --encoding utf-16-le), or save it in "
+            "UTF-8",
+        )
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise UserError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,9 @@ from lezo_ds.errors import LezoError, UserError, cut
 
 
 def call_of_user(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a function of the user's; an exception in it becomes a UserError with its file and line.
+    """Call a function of the user's, or run it if it is async.
+
+    An exception in it becomes a UserError with its file and line.
 
     Args:
         name: the recipe key and its value, such as train.objective=module:function.
@@ -19,7 +23,8 @@ def call_of_user(name: str, function: Callable[..., Any], *arguments: Any, **nam
         named: further ones by name.
     """
     try:
-        return function(*arguments, **named)
+        returned = function(*arguments, **named)
+        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     except LezoError:
         raise
     # sys.exit() in the function would end the run as if all its steps were done.

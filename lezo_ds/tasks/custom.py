@@ -149,11 +149,21 @@ def _refuse_others(name: str, described: Description, *others: str) -> None:
 
 
 def _fields(asked: Sequence[str], answers: Sequence[str]) -> dict[str, Any]:
-    """Return the attributes of a task with fields that are read, and fields with answers."""
+    """Return the attributes of a task with fields that are read, and fields with answers.
+
+    Raises:
+        UserError: a prompt shows the answer.
+    """
+    shown_answers = ", ".join(name for name in answers if name in asked)
+    if shown_answers:
+        raise UserError(
+            f"data.prompt or data.choices shows the answer: it has {shown_answers}, too",
+            fix=f"remove {{{shown_answers}}} from it",
+        )
     return {
         "name": CUSTOM,
         "fields": dict.fromkeys((*asked, *answers), object),
-        "answer_fields": tuple(name for name in answers if name not in asked),
+        "answer_fields": tuple(answers),
     }
 
 

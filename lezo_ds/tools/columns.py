@@ -73,7 +73,8 @@ def read_records(source: str, encoding: str) -> list[Record]:
             raise UserError(
                 f"the first row of {source} is taken for the names of its columns, but {column} "
                 "is also a value in its column",
-                fix="add a first row with names such as text,label, or rename this column",
+                fix="add a first row with names such as text,label, remove a later row that "
+                "repeats the names, or rename this column",
             )
     return records
 

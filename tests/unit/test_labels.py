@@ -156,6 +156,16 @@ def test_an_answer_without_a_field_is_refused():
         make_task(Description(prompt="{text}", completion="{{answer}}"))
 
 
+def test_a_prompt_that_shows_the_answer_is_refused():
+    for prompt, answer in (
+        ("{text} {topic}", {"label_field": "topic", "labels": ["a", "b"]}),
+        ("{text}", {"label_field": "text", "choices": ["{a}", "{b}"]}),
+        ("{text}", {"completion": "{text}"}),
+    ):
+        with pytest.raises(UserError, match=r"shows the answer: .*; fix: remove \{(topic|text)\}"):
+            make_task(Description(prompt=prompt, **answer))
+
+
 def test_dates_and_times_are_texts():
     task = make_task(Description(prompt="{on} {at}", label_field="topic", labels=["0", "1"]))
     record = {"on": date(2024, 2, 29), "at": datetime(2024, 2, 29, 12, 30), "topic": 1}

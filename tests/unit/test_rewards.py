@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import replace
 
@@ -48,6 +49,11 @@ def hard_ones_reward(prompts, completions, level, **kwargs):
     return [length if which > 1 else None for length, which in zip(lengths, level, strict=False)]
 
 
+async def easy_ones_reward(completions, level, **kwargs):
+    await asyncio.sleep(0)
+    return tuple(None if which > 1 else 3 for which in level)
+
+
 @reward
 def brevity(answers, records):
     return [-len(answer) for answer in answers]
@@ -65,6 +71,11 @@ def test_a_reward_function_of_trl_gets_prompts_completions_and_fields_by_name():
     objective = load_objective(named("accuracy_reward"), SQUAD)
     assert objective.is_reward and objective.reads_answers
     assert objective.loss(["4", "8"], TEXTS).tolist() == [-1.0, 0.0]
+
+
+def test_a_reward_may_be_async_and_return_a_tuple():
+    objective = load_objective(named("easy_ones_reward"), SQUAD)
+    assert objective.loss(["4", "8"], TEXTS).tolist() == [-3.0, 0.0]
 
 
 def test_turns_of_a_chat_are_lists_as_in_trl():

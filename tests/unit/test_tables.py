@@ -63,6 +63,25 @@ def test_blank_lines_before_the_header_are_named(tmp_path):
     assert "line 1 lacks the names of columns" in refusal_of(path)
 
 
+def test_a_table_in_another_encoding_than_it_is_read_in_is_named(tmp_path, caplog):
+    path = tmp_path / "t.csv"
+    for written, read, is_named in (
+        ("utf-8", "cp1252", True),
+        ("cp1252", "cp1252", False),
+        ("utf-8", "utf-8", False),
+        ("utf-8-sig", "utf-8", False),
+        ("utf-16", "utf-16", False),
+    ):
+        path.write_text("text,label\ncaf\u00e9,x\n", encoding=written)
+        caplog.clear()
+        rows = read_source("data.train", str(path), read)
+        assert rows[0][1]["text"] == ("caf\u00c3\u00a9" if is_named else "caf\u00e9")
+        message = f"t.csv: it is read as {read}, and looks like UTF-8"
+        assert caplog.messages == [message] * is_named
+    path.write_text("text,label\na,b\n", encoding="utf-16-le")
+    assert "fix: set data.encoding=utf-16-le" in refusal_of(path)
+
+
 def test_spaces_after_separators_belong_to_them(tmp_path, caplog):
     path = tmp_path / "t.csv"
     path.write_text('id, text, label\n1, "good, really", a\n2, so so, b\n')
