@@ -276,7 +276,8 @@ def _read_json(name: str) -> dict[str, Any]:
     if not path.is_file():
         path = shipped.get(name, Path(name))
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_written_keys)
+        text = path.read_text(encoding="utf-8-sig")  # Windows programs write a mark
+        values = json.loads(text, object_pairs_hook=_written_keys)
         if not isinstance(values, dict):
             raise ValueError("it is no object")
     except OSError as error:

@@ -44,9 +44,12 @@ Score = Callable[[Sequence[Any], Sequence[Example]], float]
 
 
 def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
-    """Return the fraction of examples whose predicted candidate is the label or a reference."""
+    """Return the fraction of examples whose predicted candidate is the label or a reference.
+
+    Candidates of the same text are the same.
+    """
     are_right = [
-        choice == example.label or example.candidates[choice] in example.references
+        example.candidates[choice] in (*example.gold_texts, *example.references)
         for choice, example in zip(predicted, examples, strict=True)
     ]
     return sum(are_right) / len(are_right)

@@ -16,7 +16,8 @@ DS_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 
 def write_json(tmp_path, **sections):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": STAGE_3} | sections))
+    text = json.dumps({"zero_optimization": STAGE_3} | sections)
+    path.write_text(text, encoding="utf-8-sig")  # as Windows programs write it
     return path
 
 

@@ -94,6 +94,8 @@ def test_scores_of_several_examples():
     assert macro_f1([0, 0, 1, 1, 2], labeled) == pytest.approx((0.8 + 2 / 3 + 1) / 3)
     several = [Example("", (" a", " b", " c"), 0, 0, references=(" a", " c"))] * 2
     assert accuracy([2, 1], several) == 0.5
+    repeated = [Example("", (" a", " a", " b"), 1, 0)] * 2
+    assert accuracy([0, 2], repeated) == 0.5
     answered = [Example("", (" x",), 0, 0, references=("The Tower", "Eiffel"))] * 2
     assert METRICS["exact_match"](["tower.", "Tower bridge"], answered) == 0.5
     assert mean_f1(["tower.", "Tower bridge"], answered) == pytest.approx((1 + 2 / 3) / 2)
