@@ -74,7 +74,7 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
     than the words that open the turn, such as an empty thought.
     """
     turns = with_system((Message(USER, example.prompt),), system_prompt)
-    before, _ = _Template(tokenizer, example).around_answer(turns)
+    before = _Template(tokenizer, example).before_answer(turns)
     candidates = tuple(_as_written(tokenizer, text.strip()) for text in example.candidates)
     return replace(example, prompt=before, candidates=candidates, is_written=True)
 
@@ -173,7 +173,7 @@ def find_thought(tokenizer: PromptTokenizer) -> Thought | None:
         lead = before.removeprefix(opened).strip()
         if lead and closing.endswith(lead):  # an answer without a thought begins so, too
             closing = lead
-        opening = head.removeprefix(opened).strip() or closing.replace("/", "", 1)
+        opening = head[num_alike(head, opened) :].strip() or closing.replace("/", "", 1)
     elif _END_OF_THOUGHT in str(tokenizer.backend.chat_template):
         closing = _END_OF_THOUGHT
         opening = closing.replace("/", "", 1)
@@ -277,18 +277,21 @@ class _Template:
     def conversation(self) -> str:
         """The text of all turns of the example.
 
-        A prompt that opens a thought is followed by that of the last turn, or an empty one, even if
-        the template omits thoughts: this is what the model writes when it answers.
+        The last answer follows what the model reads when it is asked for it, even if the template
+        writes other words before an answer that is there. A prompt that opens a thought is followed
+        by that of the last turn, or an empty one: this is what the model writes when it answers.
         """
         *asked, last = self.example.messages
         written = self.write(self.example.messages)
-        thought = find_thought(self.tokenizer)
-        if thought is None or not thought.is_open or last.role != ASSISTANT or not asked:
+        if last.role != ASSISTANT or not asked:
             return written
         opened = self.write(asked, opened=True)
         before, _ = self.around_answer(asked)
         if written.startswith(opened) or not written.startswith(before):
             return written
+        thought = find_thought(self.tokenizer)
+        if thought is None or not thought.is_open:
+            return self.before_answer(asked) + written[len(before) :]
         thoughts, _, _ = last.content.rpartition(thought.closing)
         for key in THOUGHT_KEYS:
             thoughts = last.others.get(key) or thoughts
@@ -315,6 +318,23 @@ class _Template:
                 fix="correct the template, or use a model that was trained for conversations",
             )
         return before, after
+
+    def before_answer(self, turns: Sequence[Message]) -> str:
+        """Return what the model reads before an answer to `turns` that opens no thought.
+
+        It may be more than the words that ask for an answer, such as an empty thought, or other
+        words than those before an answer that is there: Mistral's templates write the system prompt
+        only where none is, and Gemma 4's an empty thought.
+        """
+        opened = self.write(turns, opened=True)
+        before, _ = self.around_answer(turns)
+        thought = find_thought(self.tokenizer)
+        if before.startswith(opened) or (thought is not None and thought.is_open):
+            return before
+        opened_alone = self.write((_QUESTION,), opened=True)
+        before_alone, _ = self.around_answer((_QUESTION,))
+        lead = before_alone[len(opened_alone) :] if before_alone.startswith(opened_alone) else ""
+        return opened + lead
 
     def marked_turns(self) -> tuple[list[int], list[Span]]:
         """Return the token ids, and the spans (in tokens) of the trained turns that are marked."""
@@ -345,7 +365,7 @@ class _Template:
         for number, turn in enumerate(self.example.messages):
             if not turn.is_trained:
                 continue
-            start = self._answer_start(conversation, number)
+            start = self._prefix_length(conversation, number, opened=True)
             stop = self._prefix_length(conversation, number + 1)
             written = conversation[start:stop]
             # The model does not learn the white space before the next turn, unless nothing else
@@ -409,23 +429,6 @@ class _Template:
             return other.conversation == self.conversation
         return False
 
-    def _answer_start(self, conversation: str, num_turns: int) -> int:
-        """Return where the words that open the turn after the first ones end in `conversation`."""
-        turns = self.example.messages[:num_turns]
-        if turns:
-            opened = self.write(turns, opened=True)
-            before, _ = self.around_answer(turns)
-            if not conversation.startswith(opened) and conversation.startswith(before):
-                if find_thought(self.tokenizer):
-                    raise TurnsChangedError(
-                        f"the chat template omits earlier thoughts in {self.example.where}",
-                        fix="correct the template",
-                    )
-                # The words that open a turn to be written may also open a thought, and those of a
-                # turn that is there need not. What both have is not learned.
-                return num_alike(opened, before)
-        return self._prefix_length(conversation, num_turns, opened=True)
-
     def _prefix_length(self, conversation: str, num_turns: int, *, opened: bool = False) -> int:
         """Return the length of the first turns as they are written, which begin `conversation`."""
         where = self.example.where
@@ -455,6 +458,9 @@ class _Template:
                 "or add its template as chat_template.jinja",
             )
         messages = [_as_dict(turn) for turn in turns]
+        if _takes_parts_only(self.tokenizer):
+            for turn in messages:
+                turn["content"] = _as_parts(turn["content"])
         tools = find_tools(self.example.record)
         try:
             template = _compile_jinja_template(backend.get_chat_template(tools=tools))
@@ -475,6 +481,26 @@ class _Template:
 def _without(turn: Message, key: str) -> Message:
     """Return a turn without one of its other keys."""
     return turn._replace(others={name: turn.others[name] for name in turn.others if name != key})
+
+
+@cache
+def _takes_parts_only(tokenizer: PromptTokenizer) -> bool:
+    """Return whether the chat template omits contents that are no lists of parts.
+
+    Those of models for images do.
+    """
+    for content in (_ANSWER, _as_parts(_ANSWER)):
+        with suppress(Exception):  # a template raises errors of its own and of Jinja
+            turns = [{"role": USER, "content": content}]
+            options = dict(tokenizer.template_options)
+            written = tokenizer.backend.apply_chat_template(turns, tokenize=False, **options)
+            if _ANSWER in written:
+                return content is not _ANSWER
+    return False
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -28,6 +30,16 @@ from lezo_ds.forward.batch import GenerationSettings, Thought
 from lezo_ds.tasks.base import Example, Message
 
 OPENING = PLAIN.replace("<s>assistant\n'", "<s>assistant\n<think>\n'")
+# The system prompt is part of the last turn, and left out if that is an answer.
+MISTRAL = (
+    "{% set system = messages[0].content if messages[0].role == 'system' %}"
+    "{% for turn in messages if turn.role != 'system' %}{{ '<s>' + turn.role + '\n' }}"
+    "{% if system and loop.last and turn.role == 'user' %}{{ system + '\n\n' }}{% endif %}"
+    "{{ turn.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+# A prompt ends with an empty thought, which no answer has that is there.
+GEMMA = PLAIN.replace("assistant\n' }}{% endif %}", "assistant\n[thought][end]' }}{% endif %}")
 
 TURNS = (
     Message("system", "Be brief."),
@@ -166,6 +178,12 @@ def test_a_turn_of_weight_0_is_context_and_calls_and_other_roles_are_written(nam
     assert "'city': 'Oslo'" in call and answer == WRITTEN[0]
 
 
+def with_template(tokenizer, template):
+    backend = copy.deepcopy(tokenizer.backend)
+    backend.chat_template = template
+    return replace(tokenizer, backend=backend)
+
+
 def test_candidates_follow_a_question_in_the_template(tokenizers):
     asked = Example("Où?", (" là", " ici"), 0, 0)
     written = ask_in_chat(tokenizers["plain"], asked, "Be brief.")
@@ -173,7 +191,9 @@ def test_candidates_follow_a_question_in_the_template(tokenizers):
     assert written.candidates == ("là", "ici")
 
 
-@pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"none", "strict", "omitting"}))
+@pytest.mark.parametrize(
+    "name", sorted({*TEMPLATES} - {"none", "strict", "omitting", "opening a thought"})
+)
 def test_the_tokens_of_a_label_are_those_that_the_template_writes(name, tokenizers):
     tokenizer = tokenizers[name]
     labels = (" là", "ici ")
@@ -257,11 +277,38 @@ def test_an_answer_follows_its_thought_where_prompts_open_one(answer, learned, t
 
 def test_turns_are_learned_apart_where_prompts_open_a_thought(tokenizers):
     tokenizer = tokenizers["deepseek"]
-    with pytest.raises(TurnsChangedError, match="omits earlier thoughts in record 3"):
+    with pytest.raises(TurnsChangedError, match="changes the first turns of record 3"):
         encode(tokenizer)
     parts = [encode_conversation(tokenizer, part, 256) for part in turns_apart(example_of(*TURNS))]
     texts = [text for part in parts for text in texts_of(tokenizer, part)]
     assert texts == [f"\n</think>\n\n{text}" for text in WRITTEN]
+
+
+@pytest.mark.parametrize("template", [MISTRAL, GEMMA, OPENING], ids=["mistral", "gemma", "open"])
+def test_an_answer_follows_what_the_model_reads_when_it_is_asked(template, tokenizers):
+    tokenizer = with_template(tokenizers["plain"], template)
+    with pytest.raises(TurnsChangedError):
+        encode(tokenizer)
+    for part, learned in zip(turns_apart(example_of(*TURNS)), WRITTEN, strict=True):
+        encoded = encode_conversation(tokenizer, part, 256)
+        assert texts_of(tokenizer, encoded) == [learned]
+        ((start, _),) = encoded.spans
+        assert encoded.sequences[0][:start] == encode_question(tokenizer, part)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Où?"}]
+    prompt = tokenizer.backend.apply_chat_template(
+        asked, tokenize=False, add_generation_prompt=True
+    )
+    labels = ask_in_chat(tokenizer, Example("Où?", ("là", "ici"), 0, 0), "Be brief.")
+    assert (labels.prompt, labels.candidates) == (prompt, ("là", "ici"))
+
+
+def test_contents_are_lists_of_parts_where_a_template_reads_no_others(tokenizers):
+    content = "{% for part in turn['content'] if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    of_parts = PLAIN.replace("{{ turn['content'] + '", content + "{{ '")
+    tokenizer = with_template(tokenizers["plain"], of_parts)
+    for part in (example_of(*TURNS), example_of(*TURNS[:3])):
+        expected = encode_conversation(tokenizers["plain"], part, 256)
+        assert encode_conversation(tokenizer, part, 256) == expected
 
 
 def test_a_template_writes_the_day_of_the_run(models, tokenizers):
