@@ -104,7 +104,7 @@ def _refuse_misread(path: Path, rows: Sequence[Row]) -> None:
     ]
     if rows and len(problems) == len(rows):
         (place, problem), *_ = problems
-        fix = "write one object a line, or one list of objects"
+        fix = "write one object a line, or one list of objects, in UTF-8"
         if kind_of(path) in TABLES:
             fix = "let line 1 name the columns, and remove what is before it"
         raise UserError(f"{path} has no record: the first row{place} {problem}", fix=fix)
@@ -520,8 +520,9 @@ def _read_json(path: Path, _: str) -> _Records:
             record = json.loads(text.encode(), object_pairs_hook=_object)
         except RepeatedKeyError as error:
             record = error
-        except (ValueError, RecursionError):
-            record = ValueError(f"is not JSON: {text[:80]!r}")
+        except (ValueError, RecursionError) as error:
+            kind = "UTF-8" if isinstance(error, UnicodeEncodeError) else "JSON"
+            record = ValueError(f"is not {kind}: {text[:80]!r}")
         yield unit, number, record
 
 

@@ -136,7 +136,8 @@ def _read_turn(where: str, turn: object) -> Message:
             fix="rename its keys to role and content, or to from and value",
         )
     role = _ROLES.get(name.lower(), name)
-    content = _text(where, keys.get("content", keys.get("value")))
+    texts = [keys[key] for key in ("content", "value") if keys.get(key) is not None]
+    content = _text(where, (*texts, None)[0])
     calls = _calls(keys.get("tool_calls") or keys.get(_CALL))
     if name == _CALL and not calls:
         calls = _calls(content)
@@ -146,7 +147,7 @@ def _read_turn(where: str, turn: object) -> Message:
     if not isinstance(content, str):
         raise UserError(
             f"the content of {where} is {shown(content)}, not text",
-            fix="correct or remove the record",
+            fix="write a text under its key content, or remove the record",
         )
     weights = [keys[key] for key in _WEIGHT_KEYS if keys.get(key) is not None]
     weight = (*weights, 1)[0]

@@ -203,9 +203,11 @@ def _columns(
 
 def _refuse_no_answers(name: str, records: Sequence[Record]) -> None:
     """Refuse a column of conversations of which none has a turn of the assistant."""
-    for turns in readable(partial(read_messages, field=name), records):
-        if any(turn.role == ASSISTANT for turn in turns):
-            return
+    conversations = list(readable(partial(read_messages, field=name), records))
+    if any(turn.role == ASSISTANT for turns in conversations for turn in turns):
+        return
+    if not conversations:
+        read_messages(records[0], name)  # which says what is wrong
     raise UserError(
         f"no conversation in {name} has a turn of the assistant to learn",
         fix="add turns of the assistant, give --answer COLUMN with the answers, or give --reward "

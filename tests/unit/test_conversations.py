@@ -193,6 +193,12 @@ def test_a_content_may_be_a_list_of_parts_with_text(key):
         read_messages({"turns": turns}, "turns")
 
 
+def test_a_text_may_be_under_either_key():
+    for turn in ({"content": None, "value": "Hi"}, {"content": "Hi", "value": None}):
+        (message,) = read_messages({"turns": [{"role": "user", **turn}]}, "turns")
+        assert message.content == "Hi"
+
+
 def test_openais_earlier_key_of_a_call_is_a_call():
     turn = {
         "role": "assistant",

@@ -117,6 +117,7 @@ def test_a_table_of_another_encoding_is_read_with_it_and_refused_with_its_name(e
         ("a.csv", b'text,topic\n"x,bug', "unexpected end of data; fix: close the quoted value"),
         ("a.csv", b"text,topic,text\n", "several columns with the name 'text'; fix: rename one"),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "line 2. is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', "line 2. is not UTF-8"),
         ("a.jsonl", b"[" * 100_000, "cannot be read"),
         ("a.parquet", b"x", "cannot be read"),
     ],

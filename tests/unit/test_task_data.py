@@ -285,10 +285,8 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
         load_task_data(config_from_dict(values, "test"))
     message = str(error.value)
     assert "content of turn 1 of field turns is null, not text" in message
-    assert (
-        "and 1 more; fix: correct or remove the record, or leave out such records: data.skip"
-        in message
-    )
+    assert "and 1 more; fix: write a text under its key content, or remove the record, " in message
+    assert "or leave out such records: data.skip" in message
     data = load_task_data(
         config_from_dict(values, "test", ["data.skip_unusable=true", "data.splits=random"])
     )

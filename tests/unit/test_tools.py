@@ -228,6 +228,11 @@ def test_answers_of_several_lines_are_found():
         ),
         ({"chosen": TURNS, "rejected": TURNS}, {}, "from pairs; fix: .* remove this column"),
         (
+            {"turns": [[{"role": "user", "text": "Hi"}]] * 40},
+            {},
+            "content of turn 1 of field turns is null, not text; fix: write a text under its key",
+        ),
+        (
             {"prompt": TEXTS, "completion": TEXTS, "label": [True, False] * 20},
             {},
             "column label says which answers are good, .*; fix: keep the records of good answers",
