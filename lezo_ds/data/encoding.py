@@ -34,6 +34,8 @@ from lezo_ds.tasks.base import EncodedExample, Example, TokenIds
 logger = logging.getLogger(__name__)
 
 NEWLINE = "\n"
+_TRUTHS = {"true", "false", "yes", "no", "on", "off"}
+"""Words for true and false, which are texts in YAML or in quotes."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,16 @@ def load_tokenizer(
             fix = "pip install sentencepiece protobuf"  # transformers asks for another package
         raise UserError(f"cannot load the tokenizer of {path}: {reason}", fix=fix) from error
     options = template_options or {}
-    for name in options:
-        if not re.search(rf"\b{re.escape(name)}\b", str(backend.chat_template), re.ASCII):
+    template = str(backend.chat_template)
+    for name, value in options.items():
+        is_truth = isinstance(value, str) and value.lower() in _TRUTHS
+        if is_truth and not re.search(rf"""(["']){value}\1""", template):
+            raise UserError(
+                f"data.chat_template_kwargs.{name}={value} is a text, which the template takes for "
+                "true",
+                fix="write true or false, without quotes",
+            )
+        if not re.search(rf"\b{re.escape(name)}\b", template, re.ASCII):
             raise UserError(
                 f"the chat template of {path} does not read {name}",
                 fix=f"correct the name, or remove data.chat_template_kwargs.{name}",

@@ -329,10 +329,10 @@ def _find_choices(
         return found[_only("label", "the right choice", list(found))]
     if unused:
         logger.warning(
-            "%s may hold choices, and %s does not say by their numbers, letters or texts which is "
-            "right: they are not used",
+            "%s may hold choices, and %s by their numbers, letters or texts which is right: they "
+            "are not used",
             ", ".join(unused),
-            f"column {label}" if label else "no column",
+            f"column {label} does not say" if label else "no column says",
         )
     return None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from own_data import SWITCHED, write_chat_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoTokenizer,
@@ -199,3 +200,15 @@ def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_
     assert encode_example(tokenizer, Example("a joy It was", (" great",), 0, 0), 3).sequences == (
         (4, 5, 7),
     )
+
+
+def test_a_word_for_false_that_a_template_would_take_for_true_is_refused(tmp_path):
+    template = SWITCHED + "{% if mode == 'off' %}{% endif %}"
+    model = str(write_chat_model(tmp_path / "model", template))
+    for value in ("no", "Off", "false"):
+        with pytest.raises(UserError, match=f"enable_thinking={value} is a text, .* true or false"):
+            load_tokenizer(model, template_options={"enable_thinking": value})
+    options = {"enable_thinking": False, "mode": "off"}  # a text that the template has
+    assert dict(load_tokenizer(model, template_options=options).template_options) == options
+    with pytest.raises(UserError, match="does not read thinking; fix: correct the name"):
+        load_tokenizer(model, template_options={"thinking": True})
