@@ -68,7 +68,9 @@ def resolve_model(model: str) -> Path:
         raise _no_model(model, directory)
     if not directory.is_dir():
         directory = _download(model)
-    if not (directory / "config.json").is_file():
+    # With an adapter beside them, transformers would read other weights: those of its base model.
+    is_adapter = (directory / "adapter_config.json").is_file()
+    if is_adapter or not (directory / "config.json").is_file():
         raise _no_model(model, directory)
     if not has_weights(directory):
         raise UserError(
@@ -101,7 +103,7 @@ def _assert_own_file(file: Path, directory: Path) -> None:
 
 
 def _no_model(model: str, path: Path) -> UserError:
-    """Return what a file or a directory without config.json is, and what to name instead of it."""
+    """Return what a path that is no model is, and what to name instead of it."""
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         return UserError(
             f"model.path {model} has weights as GGUF, which are for inference",
@@ -109,9 +111,10 @@ def _no_model(model: str, path: Path) -> UserError:
         )
     if (path / "adapter_config.json").is_file():
         return UserError(
-            f"model.path {model} is an adapter without its base model",
+            f"model.path {model} has an adapter, which is not its base model",
             fix="merge it once with peft: AutoPeftModelForCausalLM.from_pretrained, "
-            "merge_and_unload, save_pretrained; or set model.path to the base model",
+            "merge_and_unload, save_pretrained; or set model.path to the base model; or, if it is "
+            "merged already, remove adapter_config.json",
         )
     return UserError(
         f"model.path {model} has no config.json",
@@ -237,9 +240,12 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
             own_config = copy.deepcopy(config)  # the model keeps it and changes it
             model = auto_class(config).from_config(own_config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of many types, for a config.json that is damaged
+        fix = _USE_A_DECODER
+        if isinstance(error, ImportError):  # of FlashAttention, which a config may ask for
+            fix = "install that package, or remove attn_implementation from config.json"
         raise UserError(
             f"{type(config).__name__} is not that of a causal language model: {first_line(error)}",
-            fix=_USE_A_DECODER,
+            fix=fix,
         ) from error
     is_decoder = getattr(model.config, "is_decoder", False)
     has_encoder = getattr(model.config, "is_encoder_decoder", False)

@@ -24,6 +24,7 @@ from transformers import (
     CpmAntConfig,
     DeepseekV3Config,
     Gemma4Config,
+    LlamaConfig,
 )
 
 from lezo_ds.checkpoints.checkpoint import (
@@ -361,10 +362,14 @@ def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeyp
     for name in ("gguf/model.gguf", "lora/adapter_config.json", "models/smollm2/config.json"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
+    for name in ("config.json", "model.safetensors", "adapter_config.json"):
+        (tmp_path / "both").mkdir(exist_ok=True)
+        (tmp_path / "both" / name).touch()
     for name, message in (
+        ("both", "has an adapter.*; or, if it is merged already, remove adapter_config.json"),
         ("gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
         ("gguf/model.gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
-        ("lora", "is an adapter without its base model; fix: merge it once"),
+        ("lora", "has an adapter, which is not its base model; fix: merge it once"),
         ("models", "models has no config.json"),
         ("models/smolm2", r"fix: did you mean smollm2\?"),
         ("models/other", "fix: check the name"),
@@ -375,6 +380,11 @@ def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeyp
         assert error.type is UserError  # a dry run does not go on
     with pytest.raises(HubError):
         resolve_model("facebook/opt-1.3b")
+
+
+def test_attention_of_a_package_that_is_not_installed_is_refused_with_its_key():
+    with pytest.raises(UserError, match=r"FlashAttention.*; fix: .* remove attn_implementation"):
+        build_on_meta(LlamaConfig(attn_implementation="flash_attention_2"), torch.float32)
 
 
 def test_all_that_transformers_reads_is_downloaded_and_no_second_copy_of_the_weights():
