@@ -79,6 +79,19 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
     return replace(example, prompt=before, candidates=candidates, is_written=True)
 
 
+def lead_of_answers(tokenizer: PromptTokenizer, system_prompt: str | None) -> str | None:
+    """Return what is between the words that ask for an answer and an answer in `ask_in_chat`.
+
+    It is None if an answer follows what the template writes before one that is there.
+    """
+    turns = with_system((_QUESTION,), system_prompt)
+    template = _Template(tokenizer, Example("", (), None, 0))
+    before = template.before_answer(turns)
+    if before == template.around_answer(turns)[0]:
+        return None
+    return before.removeprefix(template.write(turns, opened=True))
+
+
 @lru_cache(maxsize=10_000)  # a template writes a label alike after all questions
 def _as_written(tokenizer: PromptTokenizer, answer: str) -> str:
     """Return an answer as the chat template writes it.

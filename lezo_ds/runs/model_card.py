@@ -16,6 +16,7 @@ from huggingface_hub import ModelCardData
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig, load_yaml
 from lezo_ds.config.paths import DATA_KEYS, public_name, split_revision
+from lezo_ds.data.chat import lead_of_answers
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.files import DAMAGE
 from lezo_ds.runs.records import RecordedRun, evaluations_of, is_worse_than_base
@@ -91,12 +92,16 @@ system_prompt = None  # data.system_prompt in lezo_manifest.json
 turns = [{"role": "user", "content": prompt}]
 if system_prompt is not None:
     turns.insert(0, {"role": "system", "content": system_prompt})
-answer = "31415926535897932"  # found again in what the template writes
-turns.append({"role": "assistant", "content": answer})
-prompt = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[0]
+{prompt}
 first = []  # the template writes all tokens
 labels = [label.strip() for label in labels]
 """
+_WRITTEN = """\
+answer = "31415926535897932"  # found again in what the template writes
+turns.append({"role": "assistant", "content": answer})
+prompt = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[0]"""
+_ASKED = """\
+prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)"""
 _TALK = """
 To talk to it: `lezo-ds chat --model DIR`. With transformers (of an adapter, its base model is
 loaded, too):
@@ -179,15 +184,19 @@ def model_card(
     )
     has_candidates = config.data.labels is not None or config.data.choices is not None
     if kind == "none" and has_candidates:
-        tokenizer = load_tokenizer(str(resolve_model(config.model.path)))
+        options = config.data.chat_template_kwargs
+        tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
         before_labels = _PLAIN.format(bos=list(tokenizer.begin_ids))
         if config.data.chat_template:
-            before_labels = _CHAT
+            lead = lead_of_answers(tokenizer, config.data.system_prompt)
+            prompt = _WRITTEN if lead is None else f"{_ASKED} + {lead!r}"
+            before_labels = _CHAT.replace("{prompt}", prompt)
         card += _EXAMPLE.format(before_labels=before_labels)
     elif config.data.messages or config.data.chat_template:
         card += _TALK
-    options = config.data.chat_template_kwargs.items()
-    arguments = "".join(f"{name}={value!r}, " for name, value in options)
+    arguments = "".join(
+        f"{name}={value!r}, " for name, value in config.data.chat_template_kwargs.items()
+    )
     return card.replace(_AUTO_CLASS, opened_by).replace("turns, ", f"turns, {arguments}")
 
 

@@ -19,6 +19,7 @@ from lezo_ds.data.chat import (
     encode_question,
     end_of_turn,
     find_thought,
+    lead_of_answers,
     turns_apart,
 )
 from lezo_ds.data.encoding import cut_prompts, encode_example, load_tokenizer
@@ -300,6 +301,8 @@ def test_an_answer_follows_what_the_model_reads_when_it_is_asked(template, token
     )
     labels = ask_in_chat(tokenizer, Example("Où?", ("là", "ici"), 0, 0), "Be brief.")
     assert (labels.prompt, labels.candidates) == (prompt, ("là", "ici"))
+    assert lead_of_answers(tokenizer, "Be brief.") == ""
+    assert lead_of_answers(tokenizers["plain"], "Be brief.") is None
 
 
 def test_contents_are_lists_of_parts_where_a_template_reads_no_others(tokenizers):
