@@ -18,6 +18,8 @@ label 0. With chat_template, the prompt is instead the turn of a user in the tok
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -55,8 +57,11 @@ from lezo_ds.tasks.template import (
     shown,
 )
 
+logger = logging.getLogger(__name__)
+
 CUSTOM = "custom"
 """The name of a task that a recipe describes."""
+_POINTED = re.compile(r"-?[0-9]+\.0+")
 _NAMES = "label"
 """The usual key of the names of choices, beside that of their texts."""
 
@@ -373,6 +378,19 @@ class _WrittenAnswers(Generation):
         turns = (Message(USER, filled), *(Message(ASSISTANT, text) for text in gold))
         messages = with_system(turns, self.system_prompt)
         return Example(filled, gold, label, references=answers, messages=messages)
+
+    def survey(self, records: Sequence[Record]) -> Task:
+        if self.completion is not None:
+            found = readable(self.completion.texts, records)
+            answers = [text for texts in found for text in texts if text]
+            if answers and all(map(_POINTED.fullmatch, answers)):
+                logger.warning(
+                    "all %d answers are whole numbers with a point, such as %s, and so the model "
+                    "writes it: a column with an empty cell may have got it",
+                    len(answers),
+                    answers[0],
+                )
+        return self
 
     def _turns(self, template: Template | None, record: Record) -> tuple[Message, ...]:
         """Return the turns in the only field of a template, or nothing if it gives text."""

@@ -166,6 +166,19 @@ def test_a_prompt_that_shows_the_answer_is_refused():
             make_task(Description(prompt=prompt, **answer))
 
 
+def test_answers_to_which_a_gap_has_given_a_point_are_named(caplog):
+    task = make_task(Description(prompt="{text}", completion="{answer}"))
+    for answers, is_named in (
+        ([21.0, None, 7.0], True),
+        (["21.0", "", "7.0"], True),
+        ([2, 7.0], False),
+    ):
+        caplog.clear()
+        task.survey([{"answer": answer} for answer in answers])
+        assert len(caplog.messages) == is_named
+        assert not is_named or caplog.messages[0].startswith("all 2 answers are whole numbers")
+
+
 def test_dates_and_times_are_texts():
     task = make_task(Description(prompt="{on} {at}", label_field="topic", labels=["0", "1"]))
     record = {"on": date(2024, 2, 29), "at": datetime(2024, 2, 29, 12, 30), "topic": 1}
