@@ -542,7 +542,22 @@ def _arrow_records(table: pa.RecordBatch | pa.Table) -> list[Record]:
         [_as_python(value, field.type) for value in column.to_pylist()]
         for field, column in zip(table.schema, table.columns, strict=True)
     ]
-    return [ArrowRecord(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    records = [ArrowRecord(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    class_names = _class_names(table.schema)
+    for record in records:
+        record.class_names = class_names
+    return list[Record](records)
+
+
+def _class_names(schema: pa.Schema) -> dict[str, list[str]]:
+    """Return the names of the classes of each column that `datasets` calls a ClassLabel."""
+    names = {}
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
+        stored = json.loads(schema.metadata[b"huggingface"])
+        for column, feature in stored["info"]["features"].items():
+            if feature["_type"] == "ClassLabel":
+                names[column] = list(map(str, feature["names"]))
+    return names
 
 
 def _as_python(value: Any, kind: pa.DataType) -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 from typing import Protocol as Interface
 
@@ -27,7 +28,14 @@ Record = Mapping[str, Any]
 
 
 class ArrowRecord(dict[str, Any]):
-    """A row of Arrow. Its structs have the keys of all rows, with null where this row has none."""
+    """A row of Arrow. Its structs have the keys of all rows, with null where this row has none.
+
+    Attributes:
+        class_names: by column, the names of the classes whose numbers it holds, as `datasets` has
+            stored them.
+    """
+
+    class_names: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 def with_fields(record: Record, fields: Record) -> Record:

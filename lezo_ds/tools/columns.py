@@ -150,7 +150,8 @@ def describe_task(
         completion = _field(_with_text(answer, columns[answer]))
         task = {"prompt": prompt, "completion": completion, **template}
         return f"Generation of {answer} from {text}", task
-    labels = _labels(target, columns[target], label_map or {})
+    stored = getattr(records[0], "class_names", {}).get(target, ())
+    labels = _labels(target, columns[target], label_map or {}, stored)
     task = {"prompt": prompt, "label_field": label, "labels": labels, **template}
     return f"Classification of {text} by {label}", task
 
@@ -403,13 +404,14 @@ def _with_right(choices: _Choices, name: str, records: Sequence[Record]) -> _Cho
 
 
 def _labels(
-    name: str, values: Sequence[object], label_map: Mapping[str, str]
+    name: str, values: Sequence[object], label_map: Mapping[str, str], stored: Sequence[str]
 ) -> list[str] | dict[str, str]:
     """Return the labels in a column, sorted, or a map if some count as others.
 
     Labels that differ in case only are one: the most frequent of them. Cells without one are left
-    out.
+    out. `stored` are the names of the labels 0, 1, ..., if the data set has them.
     """
+    names = {str(place): label for place, label in enumerate(stored)}
     labels = (label_text(name, value) for value in values)
     counts = Counter(label for label in labels if label is not None)
     for label in label_map:
@@ -420,10 +422,10 @@ def _labels(
     spellings: dict[str, str] = {}
     classes: Counter[str] = Counter()
     for label, number in counts.most_common():
-        text = label_map.get(label, label)
+        text = label_map.get(label, names.get(label, label))
         texts[label] = spellings.setdefault(text.casefold(), text)
         classes[texts[label]] += number
-        if texts[label] != label:
+        if texts[label] != names.get(label, label):
             logger.warning("%d records with the label %s count as %s", number, label, texts[label])
     if not counts:
         problem = f"all {len(values)} records lack a label: the column {name} is empty"

@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from benchmark import answer_speeds
+from datasets import ClassLabel, Dataset, Features, Value
 from own_data import write_chat_model, write_tickets
 from tiny_models import FAMILIES
 from tiny_runs import write_model
@@ -97,6 +100,22 @@ def test_init_finds_the_texts_in_objects_with_answers():
     rows = records(question=TEXTS, answers=answers)
     _, task = describe_task(rows, text="question", answer="answers")
     assert task["completion"] == "{answers.text}"
+
+
+def test_init_takes_the_names_of_classes_that_a_data_set_stores(tmp_path, caplog):
+    names = ["bad", "good", "unused"]
+    features = Features({"text": Value("string"), "label": ClassLabel(names=names)})
+    stored = Dataset.from_dict({"text": TEXTS, "label": [0, 1] * 20}, features=features)
+    stored.to_parquet(tmp_path / "d.parquet")
+    _, task = describe_task(read_records(str(tmp_path / "d.parquet"), "utf-8"))
+    assert task["labels"] == {"0": "bad", "1": "good"}
+    for broken in (b"[", b"[]", b'{"info": {"features": {"label": 1}}}', None):
+        table = pa.table({"text": TEXTS, "label": [0, 1] * 20})
+        table = table.replace_schema_metadata({b"huggingface": broken} if broken else None)
+        pq.write_table(table, tmp_path / "e.parquet")
+        _, task = describe_task(read_records(str(tmp_path / "e.parquet"), "utf-8"))
+        assert task["labels"] == ["0", "1"]
+    assert not caplog.messages
 
 
 def test_labels_that_may_mean_none_are_named(caplog):
