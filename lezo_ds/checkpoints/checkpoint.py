@@ -240,7 +240,7 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
             own_config = copy.deepcopy(config)  # the model keeps it and changes it
             model = auto_class(config).from_config(own_config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of many types, for a config.json that is damaged
-        fix = _USE_A_DECODER
+        fix = f"correct config.json, or {_USE_A_DECODER}"
         if isinstance(error, ImportError):  # of FlashAttention, which a config may ask for
             fix = "install that package, or remove attn_implementation from config.json"
         raise UserError(

@@ -26,8 +26,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import takewhile
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -161,15 +162,26 @@ def not_written(tokenizer: PromptTokenizer, example: Example, read: Collection[s
     return unread
 
 
-def end_of_turn(tokenizer: PromptTokenizer) -> TokenIds:
-    """Return the special token that the chat template writes after an answer, if it writes one.
+class TurnEnd(NamedTuple):
+    """What the chat template writes after an answer: a special token, or a text, or neither."""
 
-    It may be another one than the EOS of the tokenizer, as in models of the Llama 3 family.
+    ids: TokenIds = ()
+    stops: tuple[str, ...] = ()
+
+
+def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
+    """Return what the chat template writes after an answer, up to the first special token.
+
+    It may be another token than the EOS of the tokenizer, as in models of the Llama 3 family, or
+    a text such as <|im_end|> where the tokenizer has no such token.
     """
     _, after = _Template(tokenizer, Example("", (), None, 0)).around_answer((_QUESTION,))
-    ids = tokenizer.backend.encode(after.lstrip(), add_special_tokens=False)[:1]
+    ids = tokenizer.backend.encode(after.strip(), add_special_tokens=False)
     known = tokenizer.backend.added_tokens_decoder
-    return tuple(token for token in ids if token in known and known[token].special)
+    text = list(takewhile(lambda token: token not in known or not known[token].special, ids))
+    if not text:
+        return TurnEnd(ids=tuple(ids[:1]))
+    return TurnEnd(stops=(tokenizer.decode(text).strip(),))
 
 
 @cache

@@ -15,6 +15,7 @@ token that a tokenizer appends to a text (EOS, SEP) is not: the answer continues
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, is_sentencepiece_available
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+    is_sentencepiece_available,
+)
 
 from lezo_ds.data.control_tokens import has_marks
 from lezo_ds.errors import UserError
@@ -130,6 +135,9 @@ def load_tokenizer(
         vocabulary = range(config.get_text_config().vocab_size)
         written = backend("a", return_special_tokens_mask=True)
         ends = _generation_config(Path(path), config).eos_token_id
+        of_processor = Path(path) / LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
+        if backend.chat_template is None and of_processor.is_file():  # older models for images
+            backend.chat_template = json.loads(of_processor.read_text())["chat_template"]
     except Exception as error:  # transformers raises many unrelated types here
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "correct model.path, or save config.json and the tokenizer's files there"

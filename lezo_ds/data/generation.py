@@ -54,13 +54,16 @@ _HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def generation_settings(
-    tokenizer: PromptTokenizer, config: GenerationConfig, end_ids: Sequence[int] = ()
+    tokenizer: PromptTokenizer,
+    config: GenerationConfig,
+    end_ids: Sequence[int] = (),
+    end_texts: Sequence[str] = (),
 ) -> GenerationSettings:
     """Return how answers are written that end at EOS or at one of the texts that a recipe names.
 
-    `end_ids` are further tokens that end an answer.
+    `end_ids` are further tokens, and `end_texts` further texts, that end an answer.
     """
-    stops = (NEWLINE,) if config.stop is None else tuple(config.stop)
+    stops = (NEWLINE,) if config.stop is None else (*config.stop, *end_texts)
     # A stop has at most one token for each of its bytes. One more token is decoded before them,
     # because some decoders strip a space at the start.
     num_last = 1 + max((len(stop.encode()) for stop in stops), default=0)

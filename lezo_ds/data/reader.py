@@ -23,6 +23,7 @@ from torch import Tensor
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config.schema import DataConfig, GenerationConfig
 from lezo_ds.data.chat import (
+    TurnEnd,
     TurnsChangedError,
     ask_in_chat,
     encode_conversation,
@@ -388,8 +389,8 @@ def load_reader(
     if task.writes_answers or objective.reads_answers:
         # A run of 0.4 in a chat, whose answers ended at a newline, goes on as it was.
         ends_turn = data.in_chat and generation.stop is not None
-        ends = end_of_turn(tokenizer) if ends_turn else ()
-        settings = replace(generation_settings(tokenizer, generation, ends), thought=thought)
+        end = end_of_turn(tokenizer) if ends_turn else TurnEnd()
+        settings = replace(generation_settings(tokenizer, generation, *end), thought=thought)
     return Reader(
         task, objective, tokenizer, load_model_config(directory), data, generation, settings
     )

@@ -60,7 +60,7 @@ def chat(opened: Opened) -> None:
     tokenizer = load_tokenizer(
         str(resolve_model(reading.model)), data.date, data.chat_template_kwargs
     )
-    settings = generation_settings(tokenizer, reading.generation, end_of_turn(tokenizer))
+    settings = generation_settings(tokenizer, reading.generation, *end_of_turn(tokenizer))
     settings = replace(settings, thought=find_thought(tokenizer))
     prompt_room(reading.data.max_length, settings.max_new_tokens)  # before weights are loaded
     if distributed.rank() == 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from dataclasses import replace
 from datetime import datetime
 
@@ -11,8 +13,10 @@ import torch
 from own_data import MARKED, PLAIN, SWITCHED, THINKING, WITHOUT_SYSTEM, write_chat_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.batches import teacher_forcing_batch
 from lezo_ds.data.chat import (
+    TurnEnd,
     TurnsChangedError,
     ask_in_chat,
     encode_conversation,
@@ -23,7 +27,7 @@ from lezo_ds.data.chat import (
     turns_apart,
 )
 from lezo_ds.data.encoding import cut_prompts, encode_example, load_tokenizer
-from lezo_ds.data.generation import read_answers
+from lezo_ds.data.generation import generation_settings, read_answers
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
 from lezo_ds.errors import UserError
@@ -368,14 +372,32 @@ def test_the_end_of_a_turn_is_the_token_that_the_template_writes_after_an_answer
     backend.save_pretrained(directory)
     tokenizer = load_tokenizer(str(directory))
     end = tokenizer.backend.convert_tokens_to_ids("<end_of_turn>")
-    assert end_of_turn(tokenizer) == (end,)
+    assert end_of_turn(tokenizer) == TurnEnd(ids=(end,))
     assert end not in tokenizer.end_ids
 
 
 @pytest.mark.parametrize(("name", "ends"), [("plain", True), ("marked", True), ("endless", False)])
 def test_a_template_may_end_a_turn_with_the_eos_or_with_no_token(name, ends, tokenizers):
     expected = tokenizers[name].end_ids if ends else ()
-    assert end_of_turn(tokenizers[name]) == expected
+    assert end_of_turn(tokenizers[name]) == TurnEnd(ids=expected)
+
+
+@pytest.mark.parametrize("is_token", [False, True])
+def test_an_answer_ends_at_the_text_that_the_template_writes_after_it(is_token, tokenizers):
+    tokenizer = with_template(tokenizers["plain"], PLAIN.replace("</s>", "<|im_end|>"))
+    if is_token:
+        tokenizer.backend.add_tokens(["<|im_end|>"])
+    end = end_of_turn(tokenizer)
+    assert end == TurnEnd(stops=("<|im_end|>",))
+    settings = generation_settings(tokenizer, GenerationConfig(stop=[]), *end)
+    (ids,) = tokenizer.encode_written(["Là<|im_end|>\nuser"])
+    assert read_answers(torch.tensor([ids]), settings, tokenizer) == ["Là"]
+
+
+def test_the_template_of_a_processor_is_that_of_its_tokenizer(models, tmp_path):
+    directory = shutil.copytree(models["none"], tmp_path / "model")
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
+    assert load_tokenizer(str(directory)).backend.chat_template == PLAIN
 
 
 @pytest.mark.parametrize("packed", [False, True])
