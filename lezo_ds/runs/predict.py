@@ -330,6 +330,9 @@ def _write_table(source: Path, encoding: str, target: Path, rows: Rows) -> None:
     The table has the encoding and the separator of `source`, and its byte order mark if it has one.
     """
     layout = layout_of(source, encoding)
+    is_quoted = layout.quoting != csv.QUOTE_NONE
+    if not is_quoted:  # an answer has neither separators nor line breaks then
+        rows = ({**row, PREDICTED: " ".join(str(row[PREDICTED]).split())} for row in rows)
     pairs = zip(read_file(source, encoding), rows, strict=True)
     labelled = ({**record, **row} for (_, record), row in pairs)
     codec = codec_of(source, encoding)
@@ -338,7 +341,13 @@ def _write_table(source: Path, encoding: str, target: Path, rows: Rows) -> None:
             file.write(f"sep={layout.delimiter}\n")
         first = next(labelled)
         # The writer quotes a value with a carriage return only if lines end with one.
-        writer = csv.DictWriter(_ShortLineEnds(file), list(first), delimiter=layout.delimiter)
+        writer = csv.DictWriter(
+            _ShortLineEnds(file),
+            list(first),
+            delimiter=layout.delimiter,
+            quoting=layout.quoting,
+            quotechar='"' if is_quoted else None,
+        )
         writer.writeheader()
         writer.writerow(first)
         writer.writerows(labelled)

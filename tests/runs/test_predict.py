@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lezo_ds.data.tables import read_file
 from lezo_ds.runs.model_card import model_card
+from lezo_ds.runs.predict import _write_table
 from lezo_ds.runs.records import read_run
 from lezo_ds.tasks.template import parse_template
 
@@ -332,6 +333,16 @@ def test_each_label_has_its_probability_and_an_unsure_one_stays_empty(root, tmp_
     refused = predict(*command, "--probabilities", runner=run_forked)
     assert_one_error(refused, 2, "has a field probability_of_rain already")
     predict(*command)
+
+
+def test_quotation_marks_of_a_table_stay_as_they_are(tmp_path):
+    lines = ["id\ttext", '1\t"The box" is "red', '2\t"Two', "3\tBox"]
+    (tmp_path / "in.tsv").write_text("\n".join(lines))
+    rows = iter([{"predicted": text} for text in ("a", 'b "c"\n\td', "")])
+    _write_table(tmp_path / "in.tsv", "utf-8", tmp_path / "out.tsv", rows)
+    added = ["predicted", "a", 'b "c" d', ""]
+    written = (tmp_path / "out.tsv").read_text().splitlines()
+    assert written == [f"{line}\t{text}" for line, text in zip(lines, added, strict=True)]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252"])
