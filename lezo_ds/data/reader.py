@@ -157,6 +157,14 @@ class Reader:
             return EncodedSplit((), ())
         if not self.data.in_chat and any(example.messages for example in examples):
             self._refuse_turns()
+        system_prompt = self.data.system_prompt or ""
+        fields = [f"{{{name}}}" for name in examples[0].record if f"{{{name}}}" in system_prompt]
+        if fields:
+            raise UserError(
+                f"data.system_prompt is no template, and has {', '.join(fields)}",
+                fix="put fields into data.prompt, or a text of its own into the field system of "
+                "each conversation",
+            )
 
         found = usable(self._texts(examples), self._encoded, skip=self.data.skip_unusable)
         pairs = [pair for _, parts in found for pair in parts]

@@ -274,8 +274,8 @@ def _usual_columns(
             raise UserError(
                 f"the column {name} says which answers are good, and no objective learns from bad "
                 "ones",
-                fix=f"keep the records of good answers, and remove the column {name}; or, to predict "
-                f"it, give --text COLUMN --label {name}",
+                fix=f"keep the records of good answers, and remove the column {name}; or, to "
+                f"predict it, give --text COLUMN --label {name}",
             )
     for answer, question in _QUESTIONS.items():
         if answer in columns and question in columns:

@@ -143,6 +143,15 @@ def test_a_system_field_is_the_system_turn_unless_the_conversation_has_one(model
     assert task.example(row).messages[0].content == "Be right."
 
 
+def test_a_field_in_the_system_prompt_is_refused(models, tmp_path):
+    rows = [record(number, tone="kind") for number in range(10)]
+    load(models["tools"], tmp_path / "a.jsonl", rows, system_prompt='Write {"tone": 1}.')
+    with pytest.raises(
+        UserError, match=r"system_prompt is no template, and has \{tone\}; fix: put"
+    ):
+        load(models["tools"], tmp_path / "a.jsonl", rows, system_prompt="Be {tone}.")
+
+
 def test_what_the_template_does_not_write_is_named_with_its_number(models, tmp_path, caplog):
     rows = [record(number) for number in range(10)]
     for row in rows:
