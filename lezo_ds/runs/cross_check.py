@@ -32,6 +32,7 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import LezoError, UserError, cut
 from lezo_ds.forward.batch import MicroBatch, to_device
+from lezo_ds.sharding.tensor_parallel import USE_ZERO3
 from lezo_ds.tasks.base import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ def cross_check(engine: ModelEngine, data: TaskData, config: RunConfig) -> None:
         raise UserError(
             f"{type(engine.module).__name__} does not run in a training pass: "
             f"{type(error).__name__}: {problem}",
-            fix=_REPORT,
+            fix=_REPORT if engine.tensor_parallel == 1 else USE_ZERO3,
         ) from error
     worst = max(readings, key=lambda reading: reading.difference)
     allowed = TOLERANCE[config.model.dtype]

@@ -47,7 +47,7 @@ EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding)
 LOOKUP_FORWARDS = (nn.Embedding.forward, VocabParallelEmbedding.forward)
 """Forward passes that read rows of a table and do nothing else."""
 
-_FIX = "remove tensor_parallel, which shards the weights by ZeRO-3 instead"
+USE_ZERO3 = "remove tensor_parallel, which shards the weights by ZeRO-3 instead"
 
 # What torch 2.13 says of a view or a product whose sizes do not fit.
 _SHAPE_ERROR = re.compile(
@@ -105,7 +105,7 @@ def shard_model(
     except (AssertionError, ValueError, NotImplementedError) as error:  # how AutoTP refuses a model
         reason = cut(" ".join(str(error).split()), 200)
         raise UserError(
-            f"AutoTP does not support {type(model).__name__}: {reason}", fix=_FIX
+            f"AutoTP does not support {type(model).__name__}: {reason}", fix=USE_ZERO3
         ) from error
     finally:
         del model.to
@@ -134,7 +134,8 @@ def check_that_it_runs(model: nn.Module) -> None:
             raise
         reason = cut(str(error), 100)
         raise UserError(
-            f"{type(model).__name__} does not run after AutoTP has split it: {reason}", fix=_FIX
+            f"{type(model).__name__} does not run after AutoTP has split it: {reason}",
+            fix=USE_ZERO3,
         ) from error
 
 
@@ -145,7 +146,7 @@ def _refuse_uneven_heads(config: Any, size: int) -> None:
         raise UserError(
             f"tensor_parallel={size} does not divide {num_heads} heads and {num_shared} of keys "
             "and values",
-            fix=f"use a divisor of {math.gcd(num_heads, num_shared)}, or {_FIX}",
+            fix=f"use a divisor of {math.gcd(num_heads, num_shared)}, or {USE_ZERO3}",
         )
 
 
@@ -186,7 +187,7 @@ def _split_of(name: str, parameter: nn.Parameter, group: Any) -> Split:
     if description is None or description["conversion"].get("replicated"):
         quantization = quantization_of(parameter)
         return Split(quantization.shape if quantization else tuple(parameter.shape), [], group)
-    problem = UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=_FIX)
+    problem = UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=USE_ZERO3)
     stored_map = description["conversion"].get("affine_map")
     if not stored_map:
         raise problem

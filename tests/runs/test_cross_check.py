@@ -141,6 +141,10 @@ def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
         UserError, match="LlamaForCausalLM does not run in a training pass: Runtime"
     ):
         cross_check(engine, data, config)
+    engine.sharded.ds_config["tensor_parallel"] = {"autotp_size": 2}
+    with pytest.raises(UserError, match="; fix: remove tensor_parallel"):
+        cross_check(engine, data, config)
+    del engine.sharded.ds_config["tensor_parallel"]
     layer.forward = wrapped
     cross_check(engine, data, config)
 
