@@ -322,7 +322,8 @@ def _load_adapter(engine: ModelEngine, directory: Path, base: str | None) -> Non
     if base != engine.base.fingerprint:
         raise UserError(
             f"{directory} is not an adapter of {engine.base.name} that lezo_ds exported",
-            fix="add model.path=... with the directory of its base model, or export it again",
+            fix="add model.path=... with the directory of its base model, or export it again; or, "
+            "if peft has written it, merge it with peft and name the merged model",
         )
     load_weights(engine.sharded, directory)
 
