@@ -254,6 +254,14 @@ def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
         return
     num_stopped = 0
     num_long = 0
+    num_calls = sum(example.references == ("",) for example in split.examples)
+    if num_calls:
+        logger.warning(
+            "%d of %d right answers to score are calls of tools without a text: no answer can "
+            "equal them; with data.messages, the tokens of calls are scored",
+            num_calls,
+            len(split.examples),
+        )
     for example, encoded in zip(split.examples, split.encoded, strict=True):
         if not example.references:
             continue

@@ -319,6 +319,16 @@ def test_trls_prompt_and_completion_are_a_conversation_whose_answer_is_learned(
     assert data.train.examples[0].references == ("There",)
 
 
+def test_answers_that_are_calls_cannot_be_scored_and_are_counted(models, tmp_path, caplog):
+    calling = [{"role": "assistant", "content": "", "tool_calls": [CALLS[0]]}]
+    for completion, is_named in ((calling, True), (ANSWER, False)):
+        caplog.clear()
+        rows = [{"prompt": PROMPT, "completion": completion}] * 10
+        path = tmp_path / "a.jsonl"
+        load(models["tools"], path, rows, prompt="{prompt}", completion="{completion}")
+        assert ("2 of 2 right answers to score are calls of tools" in caplog.text) is is_named
+
+
 def test_a_prompt_of_turns_is_asked_without_an_answer():
     task = make_task(Description(prompt="{prompt}", chat_template=True))
     example = task.example({"prompt": PROMPT})
