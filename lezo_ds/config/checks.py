@@ -242,6 +242,11 @@ def _rules_of_optimizer(
         "set zo.noise_rank=1, or zo.examples_per_direction=null",
     )
     yield (
+        zo.perturbed_tokens == "answers" and peft_kind == "prefix",
+        "zo.perturbed_tokens=answers reads contexts without the prefix that is trained",
+        "set zo.perturbed_tokens=all, or peft.kind=lora",
+    )
+    yield (
         num_steps is not None and zo.warmup_steps >= num_steps,
         f"zo.warmup_steps={zo.warmup_steps} is not below train.steps={num_steps}",
         "set zo.warmup_steps=0",

@@ -240,7 +240,16 @@ def load_task_data(config: RunConfig) -> TaskData:
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.
     takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
     packed = takes_packed and can_pack(reader.model_config, config.data.max_length)
+    if packed and config.zo.perturbed_tokens == "answers":
+        # The candidates of an example have one context, which takes less than rows for each.
+        packed = len(reader.objective_batch(train, [0]).inputs["input_ids"]) == 1
     warn_of_unreachable(reader, test)
+    if objective.reads_answers and config.zo.perturbed_tokens == "answers":
+        raise UserError(
+            f"zo.perturbed_tokens=answers needs a loss that reads logits, and "
+            f"train.objective={config.train.objective} reads answers",
+            fix="set zo.perturbed_tokens=all",
+        )
     if objective != training_objective(reader.task) and not objective.reads_answers:
         batch = reader.objective_batch(train, [0])
         try_loss(objective, batch, reader.model_config.get_text_config().vocab_size)

@@ -298,5 +298,6 @@ def load_parts(
         blocks,
         directions=directions,
         shares_start=trained_part(zo) != "all",
+        reads_contexts=zo.perturbed_tokens == "answers",
     )
     return engine, perturbed, sharded

@@ -24,8 +24,13 @@ weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a
                  Directions of low rank copy no weights, and have their vectors instead
     activations  of the block that runs:
                      b x c x tokens x activation width
+                 With zo.perturbed_tokens=answers, the larger of those of all tokens once, and of
+                 answers with the keys and values of their contexts:
+                     b x c x sequences x (tokens of an answer x activation width
+                                          + tokens x cached width)
     answers      while they are written, keys and values of all blocks:
                      b x c x (tokens + new tokens) x blocks x cached width
+                 With zo.perturbed_tokens=answers, those of one copy of all tokens
     logits       of the tokens of answers, at most 2 copies at a time, and what their
                  log-probabilities take, 128 tokens at a time:
                      (b x min(c, 2) x tokens of answers + 8 x 128) x vocabulary
@@ -236,21 +241,31 @@ class Plan:
         num_copies = copies_per_pass(self.config)
         scored_rows = self.config.train.eval_batch_size
         rows: float = scored_rows
+        perturbed_rows = 0.0  # of answers alone
         head = self._logits(scored_rows * inputs.targets, 1)
         if self.config.method in TRAINED:
             num_examples = self.config.train.micro_batch_size
             if inputs.trains_on_answers:  # that are drawn for prompts
                 num_examples *= self.config.generation.num_samples
-            rows = max(rows, num_copies * num_examples * inputs.rows)
+            if self._reads_contexts:
+                perturbed_rows = num_copies * num_examples * inputs.sequences
+                rows = max(rows, num_examples * inputs.rows)
+            else:
+                rows = max(rows, num_copies * num_examples * inputs.rows)
             head = max(head, self._logits(num_examples * inputs.targets, num_copies))
         inner_width = model.inner_width / self.split
         width = _HIDDEN_STATES * model.hidden_width + inner_width
-        activations = rows * inputs.length * width * model.itemsize
+        cached_width = model.cached_width / self.split
+        of_answers = inputs.answer_length * width + inputs.length * cached_width
+        numbers = max(rows * inputs.length * width, perturbed_rows * of_answers)
+        activations = numbers * model.itemsize
         answers = 0.0
-        if inputs.new_tokens:
-            written_rows = rows if inputs.trains_on_answers else scored_rows
-            cached = model.num_blocks * model.cached_width / self.split
-            answers = written_rows * (inputs.length + inputs.new_tokens) * cached * model.itemsize
+        if inputs.new_tokens or perturbed_rows:
+            written_rows: float = scored_rows if inputs.new_tokens else 0
+            if inputs.trains_on_answers or perturbed_rows:
+                written_rows = rows
+            tokens = inputs.length + inputs.new_tokens
+            answers = written_rows * tokens * model.num_blocks * cached_width * model.itemsize
         weight_bytes = model.itemsize * self._part_of_split
         copies = self._copies() * weight_bytes
         if self.config.method in ZEROTH_ORDER and inputs.targets:
@@ -268,6 +283,12 @@ class Plan:
             "answers": answers,
             "logits": max(0, head - copies - activations),
         }
+
+    @property
+    def _reads_contexts(self) -> bool:
+        """Whether probes run the tokens of answers alone."""
+        zo = self.config.zo
+        return self.config.method in ZEROTH_ORDER and zo.perturbed_tokens == "answers"
 
     def _copies(self) -> float:
         """Return the perturbed weights of blocks, or while answers are written, of all.
@@ -301,8 +322,9 @@ class Plan:
 
     @property
     def _passes_of_rank(self) -> float:
-        # A rank has one at least.
-        return max(1, num_passes(self.config) * self.split / self.num_ranks)
+        # A rank has one at least. Contexts are read by a pass of their own.
+        num_passes_of_all = num_passes(self.config) * (2 if self._reads_contexts else 1)
+        return max(1, num_passes_of_all * self.split / self.num_ranks)
 
     def received(self) -> float:
         """Return the bytes that a rank receives in a step.
@@ -323,7 +345,8 @@ class Plan:
             gathered = sum(model.stored) * (1 - 1 / self._num_shards)
             return self._passes_of_rank * gathered * model.itemsize
         num_rows = self.config.train.micro_batch_size * self.inputs.rows
-        num_tokens = copies_per_pass(self.config) * num_rows * self.inputs.mean_length
+        num_copies = 1 if self._reads_contexts else copies_per_pass(self.config)
+        num_tokens = num_copies * num_rows * self.inputs.mean_length
         summed = (2 * model.num_blocks + 1) * num_tokens * model.hidden_width
         return self._passes_of_rank * summed * model.itemsize * 2 * (1 - 1 / self.split)
 

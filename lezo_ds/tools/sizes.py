@@ -21,6 +21,7 @@ from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, make_layer_policy, 
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
+from lezo_ds.forward.answer_tokens import answers_of
 from lezo_ds.forward.blocks import (
     find_blocks,
     freeze_all_but,
@@ -135,6 +136,8 @@ class InputSizes:
         mean_length: Tokens of a training example on average.
         rows: Rows of this length for a training example: about one for each candidate, and fewer
             if examples share rows.
+        sequences: Number of sequences of a training example, one for each candidate.
+        answer_length: Tokens of the longest answer whose logits training reads.
         targets: Rows of logits for an example: one for each token of its answers. 0 if training
             compares a few entries of the vocabulary, which take next to nothing.
         reads_logits: Whether a function reads logits, and not log-probabilities of tokens.
@@ -145,6 +148,8 @@ class InputSizes:
     length: int
     mean_length: float
     rows: float = 1
+    sequences: float = 1
+    answer_length: int = 1
     targets: float = 0
     reads_logits: bool = False
     new_tokens: int = 0
@@ -178,7 +183,11 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     selection = batch.selection
     targets = 1.0
     reads_logits = True
+    sequences = 1.0
+    answer_length = 1
     if selection is not None:
+        answer_length, num_sequences = answers_of(batch)
+        sequences = num_sequences / len(longest)
         targets = len(selection.rows) / len(longest) if selection.vocabulary is None else 0.0
         # An evaluation of a chat counts the tokens that are the model's first choice.
         reads_logits = selection.targets is None or data.task.reads_first_choices
@@ -186,6 +195,8 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
         length=length,
         mean_length=mean(example.num_tokens for example in training),
         rows=batch.inputs["input_ids"].numel() / len(longest) / length,
+        sequences=sequences,
+        answer_length=answer_length,
         targets=targets,
         reads_logits=reads_logits,
         new_tokens=0 if data.generation is None else data.generation.max_new_tokens,

@@ -39,6 +39,10 @@ ANSWERS = {
     "generation__temperature": 1.0,
 }
 RUNS = {
+    "answers alone": ("sst2", {**LOW_RANK, "zo__perturbed_tokens": "answers"}),
+    "answers alone, choices": ("copa", {**LOW_RANK, "zo__perturbed_tokens": "answers"}),
+    "answers alone, texts": ("squad", {"zo__perturbed_tokens": "answers"}),
+    "answers alone, three": ("cb", {"zo__perturbed_tokens": "answers"}),
     "labels": ("sst2", {}),
     "labels of several tokens, three": ("cb", {}),
     "choices": ("copa", {"zo__sparsity": 0}),
