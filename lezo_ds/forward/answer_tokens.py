@@ -49,11 +49,18 @@ class ContextLayer(DynamicLayer):  # type: ignore[misc]  # without types
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Return the states of contexts with those of answers after them, for each row."""
-        num_copies = len(key_states) // len(self.keys)
-        return tuple(  # type: ignore[return-value]
-            torch.cat([old.repeat(num_copies, 1, 1, 1), new], dim=2)
-            for old, new in ((self.keys, key_states), (self.values, value_states))
-        )
+        return _joined(self.keys, key_states), _joined(self.values, value_states)
+
+
+def _joined(of_contexts: Tensor, of_answers: Tensor) -> Tensor:
+    """Return the states of contexts, [S, heads, C, width], and of k * S answers, in one tensor."""
+    num_rows, num_heads, num_new, width = of_answers.shape
+    num_old = of_contexts.shape[2]
+    joined = of_answers.new_empty(num_rows, num_heads, num_old + num_new, width)
+    by_copy = joined.view(-1, len(of_contexts), *joined.shape[1:])
+    by_copy[..., :num_old, :] = of_contexts
+    joined[..., num_old:, :] = of_answers
+    return joined
 
 
 class _Layout(NamedTuple):

@@ -87,6 +87,11 @@ MORE = {
     "blocks": BLOCKS,
     "falling": ("zo.lr_schedule=linear", "zo.warmup_steps=2"),
     "single": ("zo.noise_rank=1", "zo.examples_per_direction=1"),
+    "answers": (
+        "zo.noise_rank=1",
+        "zo.examples_per_direction=1",
+        "zo.perturbed_tokens=answers",
+    ),
     "pairs": ("zo.noise_rank=2", "zo.examples_per_direction=2"),
     "whole": ("zo.noise_rank=3", "zo.examples_per_direction=null"),
 }
@@ -120,6 +125,7 @@ LOW_RANK = cases("""
 none    bf16  fp32_master  spsa       uniform   normal      replicas  -       2  llama  whole
 lora    fp32  fp32_master  fzoo       fixed     rademacher  shared    -       5  opt    pairs
 none    bf16  stochastic   es         weighted  normal      shared    decays  4  llama  single
+none    fp32  stochastic   es         weighted  normal      shared    decays  4  llama  answers
 """)
 COLUMNS = [field.name for field in fields(Case)[:8]]
 
@@ -165,7 +171,7 @@ def recipe(case, models, data, run_dir):
     ]
 
 
-IN_EVERY_RUN = (CASES[3], LOW_RANK[2])
+IN_EVERY_RUN = (CASES[3], LOW_RANK[3])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +267,13 @@ def trained_by_reference(case, config, model, records):
     """Compare the records of all steps with the reference's own; return its trained weights."""
     zo = config.zo
     reference = Reference(
-        model, DTYPES[case.dtype], case.precision, case.distribution, own_name, zo.noise_rank
+        model,
+        DTYPES[case.dtype],
+        case.precision,
+        case.distribution,
+        own_name,
+        zo.noise_rank,
+        answers_only=zo.perturbed_tokens == "answers",
     )
     task = load_task_data(config)
     for step, record in enumerate(records):
