@@ -2,12 +2,14 @@
 
     python launch/first_minutes.py blocks=15 learning_rate=6e-2
     python launch/first_minutes.py optimizer=muon learning_rate=1e-2 steps=600 data=tweets
+    python launch/first_minutes.py steps=4 cosine=true
 
 It is a model of `make demo`'s step in plain PyTorch, on one device, for docs/results.md (The first
 minutes). Each example has `directions` random directions of rank 1, and the loss at each is
-compared with their mean. lezo_ds keeps no gradient: it draws the directions again to update its
-shards. Here, the update of a matrix is a tensor, so any rule can be tried. Blocks before the
-trained ones run once for each sentence. The last line is JSON.
+compared with their mean. With tokens=answers, directions meet the last token of a sentence alone,
+after the keys and values of those before it. lezo_ds keeps no gradient: it draws the directions
+again to update its shards. Here, the update of a matrix is a tensor, so any rule can be tried.
+Blocks before the trained ones run once for each sentence. The last line is JSON.
 
 `make demo` fetches the model and the sentences.
 """
@@ -29,6 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from lezo_ds.forward.answer_tokens import ContextLayer
 
 ASSETS = Path("runs/demo/assets")
 MODEL = ASSETS / "SmolLM2-135M-Instruct"
@@ -50,6 +55,7 @@ class Settings:
         steps, batch_size: of the run.
         blocks: number of the last blocks that are trained.
         directions, rank: of each example.
+        tokens: that meet the directions: all, or answers (the last one of each sentence).
         scale: mu of the perturbations.
         two_sided: whether each direction is measured on both sides. Differences are then not
             compared with their mean.
@@ -59,6 +65,8 @@ class Settings:
         guide: share of a direction's output side that follows the first moment (power iteration).
         decay: of the distance from the base weights.
         average: last share of the steps whose weights are averaged.
+        cosine: train nothing. Print the cosine of the gradient, and of its part that reaches the
+            weights through the last token, for the batch of each step.
     """
 
     data: str = "reviews"
@@ -68,6 +76,7 @@ class Settings:
     blocks: int = 10
     directions: int = 6
     rank: int = 1
+    tokens: str = "answers"
     scale: float = 3e-3
     two_sided: bool = False
     learning_rate: float = 6e-2
@@ -78,6 +87,7 @@ class Settings:
     guide: float = 0.0
     decay: float = 0.0
     average: float = 0.0
+    cosine: bool = False
 
 
 class Sentences(NamedTuple):
@@ -150,31 +160,78 @@ class Reader:
         labels = torch.tensor([record["label"] for record in records], device=DEVICE)
         return Sentences([hidden[row] for row in range(len(ids))], labels)
 
-    def run_blocks(self, blocks: Sequence[nn.Module], states: Tensor) -> Tensor:
-        """Run blocks on right-padded rows, whose tokens see none after them."""
+    def run_blocks(
+        self, blocks: Sequence[nn.Module], states: Tensor, cache: Cache | None = None
+    ) -> Tensor:
+        """Run blocks on right-padded rows, whose tokens see none after them. Fill a cache."""
         positions = torch.arange(states.shape[1], device=DEVICE)[None]
         rotations = self.model.model.rotary_emb(states, positions)
         for block in blocks:
-            states = block(states, position_embeddings=rotations)
+            states = block(states, position_embeddings=rotations, past_key_values=cache)
         return states
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy of each row, and whether its verdict is right."""
         states = self.run_blocks(self.trained, batch.hidden)
         rows = torch.arange(len(states), device=DEVICE)
-        logits = F.linear(self.model.model.norm(states[rows, batch.last]), self.verdicts)
-        losses = F.cross_entropy(logits, batch.labels, reduction="none")
-        return losses, logits.argmax(dim=1) == batch.labels
+        return self.losses_of(states[rows, batch.last], batch.labels)
+
+    def losses_of(self, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same, of the last hidden state of each row."""
+        logits = F.linear(self.model.model.norm(states), self.verdicts)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return losses, logits.argmax(dim=1) == labels
+
+    def read(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values of a batch in each trained block."""
+        # The blocks know their own numbers, which count all blocks.
+        cache = DynamicCache()
+        cache.layers = [DynamicLayer() for _ in self.model.model.layers]
+        self.run_blocks(self.trained, batch.hidden, cache)
+        return [(layer.keys, layer.values) for layer in cache.layers[len(self.frozen) :]]
+
+    def answer_losses(
+        self, batch: Batch, contexts: Sequence[tuple[Tensor, Tensor]], copies: int = 1
+    ) -> Tensor:
+        """Return the losses of copies of a batch, whose last tokens alone run here.
+
+        Args:
+            batch: of one copy.
+            contexts: the keys and values of its tokens. A last token sees those before it.
+            copies: number of neighboring rows that stand for a row of the batch.
+        """
+        rows = torch.arange(len(batch.last), device=DEVICE).repeat_interleave(copies)
+        last = batch.last[rows]
+        states = batch.hidden[rows, last][:, None]
+        rotations = self.model.model.rotary_emb(states, last[:, None])
+        columns = torch.arange(batch.hidden.shape[1] + 1, device=DEVICE)
+        is_own = columns == batch.hidden.shape[1]  # the token itself comes after all others
+        seen = ((columns < last[:, None]) | is_own)[:, None, None]
+        cache = DynamicCache()
+        cache.layers = [DynamicLayer() for _ in self.frozen]
+        for keys, values in contexts:
+            cache.layers.append(ContextLayer(keys[rows], values[rows]))
+        for block in self.trained:
+            states = block(
+                states, seen, position_embeddings=rotations, past_key_values=cache, use_cache=True
+            )
+        losses, _ = self.losses_of(states[:, 0], batch.labels[rows])
+        return losses
 
     def perturbed_losses(
-        self, batch: Batch, directions: Sequence[Direction], scale: float
+        self, batch: Batch, directions: Sequence[Direction], scale: float, settings: Settings
     ) -> Tensor:
-        """Return the loss of each row at its own weights: W + scale * outputs^T inputs."""
+        """Return the loss of each direction of each row: at W + scale * outputs^T inputs."""
+        contexts = self.read(batch) if settings.tokens == "answers" else None
+        copies = settings.directions
         hooks = []
         for matrix, (outputs, inputs) in zip(self.matrices, directions, strict=True):
             add = partial(add_direction, Direction(scale * outputs, inputs))
             hooks.append(matrix.register_forward_hook(add))
-        losses, _ = self.losses(batch)
+        if contexts is not None:
+            losses = self.answer_losses(batch, contexts, copies)
+        else:
+            losses, _ = self.losses(Batch(*(each.repeat_interleave(copies, 0) for each in batch)))
         for hook in hooks:
             hook.remove()
         return losses
@@ -233,13 +290,25 @@ def follow(directions: list[Direction], moments: Sequence[Tensor], share: float)
 
 def slopes(reader: Reader, batch: Batch, directions: list[Direction], settings: Settings) -> Tensor:
     """Return the slope of each row in units of their deviation, float32 [rows]."""
-    losses = reader.perturbed_losses(batch, directions, settings.scale)
+    losses = reader.perturbed_losses(batch, directions, settings.scale, settings)
     if settings.two_sided:
-        found = losses - reader.perturbed_losses(batch, directions, -settings.scale)
+        found = losses - reader.perturbed_losses(batch, directions, -settings.scale, settings)
         return found / (found.std() + 1e-12)
     by_example = losses.view(-1, settings.directions)
     centered = by_example - by_example.mean(dim=1, keepdim=True)
     return (centered / (centered.square().mean().sqrt() + 1e-12)).flatten()
+
+
+def gradient_cosine(reader: Reader, batch: Batch) -> float:
+    """Return the cosine of the gradient, and of its part that is due to the last tokens alone."""
+    weights = [matrix.weight for matrix in reader.matrices]
+    contexts = reader.read(batch)
+    with torch.enable_grad():
+        losses, _ = reader.losses(batch)
+        whole = torch.autograd.grad(losses.mean(), weights)
+        part = torch.autograd.grad(reader.answer_losses(batch, contexts).mean(), weights)
+    gradients = [torch.cat([each.flatten() for each in of_all]) for of_all in (whole, part)]
+    return float(F.cosine_similarity(*gradients, dim=0))
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -343,7 +412,10 @@ def run(settings: Settings) -> dict[str, Any]:
     began = time.monotonic()
     for step in range(settings.steps):
         chosen = order[step * settings.batch_size : (step + 1) * settings.batch_size]
-        batch = batch_of(train, [row for row in chosen for _ in range(settings.directions)])
+        batch = batch_of(train, chosen)
+        if settings.cosine:
+            print(f"step {step}: cosine {gradient_cosine(reader, batch):.3f}", flush=True)
+            continue
         directions = draw(reader.matrices, num_rows, settings.rank, random_numbers)
         if settings.guide and step >= 10:
             moments = [optimizer.first for optimizer in optimizers]

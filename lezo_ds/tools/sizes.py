@@ -21,7 +21,7 @@ from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, make_layer_policy, 
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
-from lezo_ds.forward.answer_tokens import answers_of
+from lezo_ds.forward.answer_tokens import answers_of, check_contexts
 from lezo_ds.forward.blocks import (
     find_blocks,
     freeze_all_but,
@@ -85,6 +85,8 @@ class ModelSizes:
             model = build_on_meta(opt_config(source), dtype)
         else:
             model = build_model(source, dtype)
+        if config.method in ZEROTH_ORDER and config.zo.perturbed_tokens == "answers":
+            check_contexts(model)
         layout = find_blocks(model)
         blocks: Any = model.get_submodule(layout.path)
         self.class_name = type(model).__name__
