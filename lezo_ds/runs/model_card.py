@@ -138,6 +138,11 @@ _SERVE = {
     "`vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned=DIR`\n",
     "prefix": "",
 }
+_FEW_BITS = (
+    "They were trained and scored on a base in {bits} bits. On the base in 16 bits, scores differ: "
+    "in one measurement, an adapter trained on 4 bits had an accuracy of 65.6 % there, and of "
+    "68.4 % on the unquantized base."
+)
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes as the largest rank of an adapter."""
 
@@ -253,7 +258,7 @@ def _trained(config: RunConfig, *, merged: bool) -> str:
 def _remarks(run: RecordedRun) -> str:
     remarks = ""
     if run.config.model.bits:
-        remarks += f" They were trained on a base in {run.config.model.bits} bits."
+        remarks += f" {_FEW_BITS.format(bits=run.config.model.bits)}"
     if is_worse_than_base(evaluations_of(run.records)):
         remarks += f" {WORSE}."
     return remarks
