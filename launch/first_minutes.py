@@ -47,7 +47,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one run. The defaults are close to those of `make demo`.
+    """Of one run.
 
     Attributes:
         data: reviews, tweets or products.
@@ -76,7 +76,7 @@ class Settings:
     blocks: int = 10
     directions: int = 6
     rank: int = 1
-    tokens: str = "answers"
+    tokens: str = "all"
     scale: float = 3e-3
     two_sided: bool = False
     learning_rate: float = 6e-2

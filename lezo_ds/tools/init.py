@@ -40,8 +40,7 @@ _BATCH_SIZE = 16
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of other steps
 _MAX_STEPS = 1000
 _MAX_STEPS_BY_EXAMPLE = 600
-# Of each example, by whether probes run the tokens of its answer alone, or all.
-_DIRECTIONS_BY_EXAMPLE = {"answers": 24, "all": 6}
+_DIRECTIONS_BY_EXAMPLE = 6
 _DEFAULT_POSITIONS = 2048
 
 # Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
@@ -100,7 +99,6 @@ _BY_EXAMPLE = """\
   estimator: evolution-strategies
   noise_rank: 1  # all probes share one copy of the weights
   examples_per_direction: 1  # each example has directions of its own
-  perturbed_tokens: {tokens}{note}
   directions: {directions}
   probes_per_pass: {directions}  # perturbed copies in a forward pass: fewer need less memory
   layer_policy: fixed  # the last half of the blocks is trained, and nothing else
@@ -109,7 +107,6 @@ _BY_EXAMPLE = """\
   learning_rate: {rate:.2g}  # near demo's, at this width; if the loss grows, divide it by 3
   lr_schedule: linear  # falls to 0 at the last step
 """
-_ANSWERS_NOTE = "  # probes share what the model reads before a label"
 _MEMBERS = """\
   estimator: evolution-strategies
   noise_rank: 1  # all probes write their answers in one batch, on one copy of the weights
@@ -139,8 +136,8 @@ class _StepSize(NamedTuple):
         match method:
             case "fzoo" | "population":
                 return self.directions + 1
-            case "answers" | "all":
-                return _DIRECTIONS_BY_EXAMPLE[method]
+            case "evolution-strategies":
+                return _DIRECTIONS_BY_EXAMPLE
         return 2
 
 
@@ -297,23 +294,18 @@ def main(arguments: Namespace) -> None:
     title = " ".join(title.split())
     heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
     has_lines = answers_have_lines(records, task)
-    methods = _methods(arguments, task)
-    draft = _Draft(
-        arguments, methods[0], machine, directory, task, len(records), has_lines, heading
-    )
+    method = _method(arguments, task)
+    draft = _Draft(arguments, method, machine, directory, task, len(records), has_lines, heading)
     data = draft.with_short_labels(load_task_data(draft.config()))
-    reason = ""
-    for method in methods:
-        draft.method = method
-        try:
-            step_seconds, problem = draft.fit(data)
-            break
-        except UserError as error:
-            if method == methods[-1]:
-                raise
-            reason, _, _ = str(error).partition("; fix: ")
-    if reason:
-        logger.warning("the recipe %s, because %s", _INSTEAD[method], reason)
+    try:
+        step_seconds, problem = draft.fit(data)
+    except UserError as error:
+        if arguments.method is not None or method != "evolution-strategies":
+            raise
+        reason, _, _ = str(error).partition("; fix: ")
+        logger.warning("the recipe uses fzoo, because %s", reason)
+        draft.method = "fzoo"
+        step_seconds, problem = draft.fit(data)
     num_gpus = None if machine.gpu_bytes is None else machine.num_ranks
     ending = f"is written. {problem}." if problem else f"is written; next: {command}"
     for line in dry_run(draft.config(), num_gpus, step_seconds=step_seconds):
@@ -324,25 +316,17 @@ def main(arguments: Namespace) -> None:
     print(f"\n{target} {ending}")
 
 
-_INSTEAD = {"all": "perturbs all tokens", "fzoo": "uses fzoo"}
+def _method(arguments: Namespace, task: Mapping[str, Any]) -> str:
+    """Return the method that was asked for, or that which learns most in a time (docs/results.md).
 
-
-def _methods(arguments: Namespace, task: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the method that was asked for, or those that learn most in a time (docs/results.md).
-
-    The first that the model takes is used. "answers" and "all" are evolution-strategies by example,
-    by the tokens that meet the directions. "population" is that of a reward, whose members write
-    answers.
+    "population" is evolution-strategies for a reward, whose members write answers.
     """
-    method = arguments.method
-    if arguments.reward is not None and method not in ("lezo", "mezo"):
-        return ("population",)
-    if method == "evolution-strategies":
-        return ("answers", "all")
-    if method is not None:
-        return (str(method),)
+    if arguments.reward is not None and arguments.method not in ("lezo", "mezo"):
+        return "population"
+    if arguments.method is not None:
+        return str(arguments.method)
     has_labels = not {"labels", "choices"}.isdisjoint(task)
-    return ("answers", "all", "fzoo") if has_labels else ("fzoo",)
+    return "evolution-strategies" if has_labels else "fzoo"
 
 
 def best_plan(plan: Plan, gpu_bytes: float) -> tuple[Plan, str]:
@@ -478,15 +462,10 @@ def _recipe(draft: _Draft) -> str:
                 scale=1e-2 * shrinking,
                 rate=2e-2 * shrinking,
             )
-        case "answers" | "all":
+        case "evolution-strategies":
             steps = min(_MAX_STEPS_BY_EXAMPLE, num_steps(draft.num_records, size.examples))
-            has_contexts = draft.method == "answers"
             zo = _BY_EXAMPLE.format(
-                tokens=draft.method,
-                note=_ANSWERS_NOTE if has_contexts else "",
-                directions=num_probes,
-                scale=3e-3 * shrinking,
-                rate=(1e-1 if has_contexts else 4e-2) * shrinking,
+                directions=num_probes, scale=3e-3 * shrinking, rate=4e-2 * shrinking
             )
         case "fzoo":
             steps = num_steps(draft.num_records, size.examples)

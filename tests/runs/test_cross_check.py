@@ -162,3 +162,9 @@ def test_the_modules_are_wrapped_again_after_the_comparison(assets):
     first, second = (engine.train_batch(data.step_batch(config, 0), data.loss) for _ in range(2))
     assert first.projected_grads != second.projected_grads
     assert torch.isfinite(torch.tensor(first.projected_grads)).all()
+
+
+def test_directions_of_answers_need_a_loss_that_reads_logits(assets):
+    changes = {"train__objective": "f1", "zo__perturbed_tokens": "answers"}
+    with pytest.raises(UserError, match="train.objective=f1 reads answers; fix: set zo.perturbed"):
+        load_task_data(task_config(assets / "writer", assets / "data", "squad", **changes))

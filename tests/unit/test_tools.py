@@ -19,7 +19,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from own_data import write_chat_model, write_tickets
 from tiny_models import FAMILIES
 from tiny_runs import write_model
-from transformers import AutoTokenizer, BloomConfig
+from transformers import AutoTokenizer
 
 from lezo_ds.cli import _Once, run_command
 from lezo_ds.config import find_task, load_config
@@ -397,7 +397,7 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
         run_command("init")
 
     for method, kept in (
-        ("evolution-strategies", ("evolution-strategies", "fixed", False, 24)),
+        ("evolution-strategies", ("evolution-strategies", "fixed", False, 6)),
         ("fzoo", ("fzoo", "fixed", True, 15)),
         ("mezo", ("spsa", "uniform", False, 1)),
     ):
@@ -413,7 +413,6 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
     config = load_config(tmp_path / "new/folder/r.yaml")
     assert config.data.label_field == "topic"
     assert (config.zo.estimator, config.zo.examples_per_direction) == ("evolution-strategies", 1)
-    assert config.zo.perturbed_tokens == "answers"
     again, swapped = "model tickets.csv --out mezo.yaml", "tickets.csv model"
     for words, message in ((again, "exists"), (swapped, "init model tic")):
         with pytest.raises(UserError, match=message):
@@ -539,7 +538,7 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
     monkeypatch.setattr("lezo_ds.tools.dry_run.LONG_STEP", 1e-9)
     text = init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
     config = load_config(tmp_path / "recipe.yaml")
-    assert (config.train.batch_size, config.zo.directions, config.zo.probes_per_pass) == (4, 24, 24)
+    assert (config.train.batch_size, config.zo.directions, config.zo.probes_per_pass) == (4, 6, 6)
     ways = "labels of one token each (a map in data.labels), fewer examples"
     assert "# A step takes about 0 s here; with 16 examples" in text
     captured = capsys.readouterr()
@@ -556,17 +555,6 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
         (4, 7, 10, 80),
         (4, 7, 100, 800),
     ]
-
-
-def test_init_perturbs_all_tokens_of_a_model_without_positions(tmp_path, monkeypatch, caplog):
-    tokenizer = AutoTokenizer.from_pretrained(write_chat_model(tmp_path / "bytes"))
-    config = BloomConfig(vocab_size=len(tokenizer), hidden_size=16, n_layer=2, n_head=2)
-    tokenizer.save_pretrained(write_model(config, tmp_path / "model"))
-    init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
-    zo = load_config(tmp_path / "recipe.yaml").zo
-    assert (zo.estimator, zo.perturbed_tokens, zo.directions) == ("evolution-strategies", "all", 6)
-    (message,) = [text for text in caplog.messages if text.startswith("the recipe perturbs all")]
-    assert "and BloomForCausalLM does not" in message
 
 
 def test_init_uses_fzoo_for_labels_if_the_model_has_experts(tmp_path, monkeypatch, caplog):
