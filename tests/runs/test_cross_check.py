@@ -166,5 +166,5 @@ def test_the_modules_are_wrapped_again_after_the_comparison(assets):
 
 def test_directions_of_answers_need_a_loss_that_reads_logits(assets):
     changes = {"train__objective": "f1", "zo__perturbed_tokens": "answers"}
-    with pytest.raises(UserError, match="train.objective=f1 reads answers; fix: set zo.perturbed"):
+    with pytest.raises(UserError, match="objective=f1 reads answers; fix: set zo"):
         load_task_data(task_config(assets / "writer", assets / "data", "squad", **changes))
