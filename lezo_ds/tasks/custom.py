@@ -153,8 +153,12 @@ def _refuse_others(name: str, described: Description, *others: str) -> None:
         raise UserError(f"data.{name} and {both} cannot be set together", fix=f"remove {both}")
 
 
-def _fields(asked: Sequence[str], answers: Sequence[str]) -> dict[str, Any]:
-    """Return the attributes of a task with fields that are read, and fields with answers.
+def _fields(
+    asked: Sequence[str], answers: Sequence[str], choices: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the attributes of a task with the fields of its prompt, its answers and its choices.
+
+    One of the choices may be the answer's own field, as in SciQ.
 
     Raises:
         UserError: a prompt shows the answer.
@@ -162,13 +166,13 @@ def _fields(asked: Sequence[str], answers: Sequence[str]) -> dict[str, Any]:
     shown_answers = ", ".join(name for name in answers if name in asked)
     if shown_answers:
         raise UserError(
-            f"data.prompt or data.choices shows the answer: it has {shown_answers}, too",
+            f"data.prompt shows the answer: it has {shown_answers}, too",
             fix=f"remove {{{shown_answers}}} from it",
         )
     return {
         "name": CUSTOM,
-        "fields": dict.fromkeys((*asked, *answers), object),
-        "answer_fields": tuple(answers),
+        "fields": dict.fromkeys((*asked, *choices, *answers), object),
+        "answer_fields": tuple(name for name in answers if name not in choices),
     }
 
 
@@ -315,9 +319,9 @@ def _choices(
             "such as [A, B, C, D]",
         )
     texts = [parse_template("data.choices", choice) for choice in choices]
-    asked = [field for template in (prompt, *texts) for field in template.fields]
+    fields_of_texts = [field for template in texts for field in template.fields]
     return _Choices(
-        **_fields(asked, [label_field]),
+        **_fields(prompt.fields, [label_field], fields_of_texts),
         labels=labels or (),
         prompt=prompt,
         label_field=label_field,

@@ -166,6 +166,23 @@ def test_a_prompt_that_shows_the_answer_is_refused():
             make_task(Description(prompt=prompt, **answer))
 
 
+def test_one_of_the_choices_may_be_the_field_with_the_answer():
+    choices = ["{distractor1}", "{correct_answer}", "{distractor2}"]
+    task = make_task(
+        Description(prompt="{question}", choices=choices, label_field="correct_answer")
+    )
+    record = {
+        "question": "Which gas do plants take in?",
+        "correct_answer": "carbon dioxide",
+        "distractor1": "oxygen",
+        "distractor2": "helium",
+    }
+    example = task.survey([record]).example(record)
+    assert example.candidates == (" oxygen", " carbon dioxide", " helium")
+    assert example.label == 1
+    assert task.question(record).candidates == example.candidates
+
+
 def test_answers_to_which_a_gap_has_given_a_point_are_named(caplog):
     task = make_task(Description(prompt="{text}", completion="{answer}"))
     for answers, is_named in (
