@@ -241,6 +241,7 @@ class Plan:
         num_copies = copies_per_pass(self.config)
         scored_rows = self.config.train.eval_batch_size
         rows: float = scored_rows
+        rows_of_contexts = 0.0
         perturbed_rows = 0.0  # of answers alone
         head = self._logits(scored_rows * inputs.targets, 1)
         if self.config.method in TRAINED:
@@ -249,7 +250,8 @@ class Plan:
                 num_examples *= self.config.generation.num_samples
             if self._reads_contexts:
                 perturbed_rows = num_copies * num_examples * inputs.sequences
-                rows = max(rows, num_examples * inputs.rows)
+                rows_of_contexts = num_examples * inputs.rows
+                rows = max(rows, rows_of_contexts)
             else:
                 rows = max(rows, num_copies * num_examples * inputs.rows)
             head = max(head, self._logits(num_examples * inputs.targets, num_copies))
@@ -259,13 +261,11 @@ class Plan:
         of_answers = inputs.answer_length * width + inputs.length * cached_width
         numbers = max(rows * inputs.length * width, perturbed_rows * of_answers)
         activations = numbers * model.itemsize
-        answers = 0.0
-        if inputs.new_tokens or perturbed_rows:
-            written_rows: float = scored_rows if inputs.new_tokens else 0
-            if inputs.trains_on_answers or perturbed_rows:
-                written_rows = rows
-            tokens = inputs.length + inputs.new_tokens
-            answers = written_rows * tokens * model.num_blocks * cached_width * model.itemsize
+        cached_rows = rows_of_contexts
+        if inputs.new_tokens:
+            cached_rows = max(cached_rows, rows if inputs.trains_on_answers else scored_rows)
+        tokens = inputs.length + inputs.new_tokens
+        answers = cached_rows * tokens * model.num_blocks * cached_width * model.itemsize
         weight_bytes = model.itemsize * self._part_of_split
         copies = self._copies() * weight_bytes
         if self.config.method in ZEROTH_ORDER and inputs.targets:
