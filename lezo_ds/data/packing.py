@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from lezo_ds.forward.answer_cache import DummyLayer, kinds_of_layers
+from lezo_ds.forward.answer_cache import DummyLayer, begins_after_padding, kinds_of_layers
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.rope import rope_limit
 
@@ -65,8 +64,7 @@ def can_pack(config: Any, max_length: int) -> bool:
     model = model or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return False
-    # The positions of some of these begin after that of padding.
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+    if begins_after_padding(config):
         return False
     # Of a model for images and text, the config of the text model has these keys.
     decoder = config.get_text_config(decoder=True)

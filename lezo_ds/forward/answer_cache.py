@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 # transformers before 5.23 makes a layer with keys where none are kept.
 DummyLayer = getattr(cache_utils, "DummyLayer", DynamicLayer)
@@ -112,6 +113,11 @@ def takes_padding(model: Any) -> bool:
     if "position_ids" not in _inputs(model) or keeps_states_apart(model):
         return False
     return kinds_of_layers(model.config) <= _KEYS_AND_VALUES | _STATES
+
+
+def begins_after_padding(config: Any) -> bool:
+    """Return whether positions may not begin at 0: in RoBERTa and its like, after the padding's."""
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def keeps_states_apart(model: Any) -> bool:

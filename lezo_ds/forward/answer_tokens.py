@@ -24,7 +24,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.answer_cache import cache_name, kinds_of_layers, takes_padding
+from lezo_ds.forward.answer_cache import (
+    begins_after_padding,
+    cache_name,
+    kinds_of_layers,
+    takes_padding,
+)
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.rope import rope_limit
 from lezo_ds.zo.passes import group_of
@@ -84,13 +89,14 @@ def check_contexts(model: Any) -> None:
     """Refuse a model whose contexts cannot be read apart from answers.
 
     Raises:
-        UserError: it has states besides keys and values, does not locate tokens by position ids, or
-            has rotary frequencies that depend on the length of a text.
+        UserError: it has states besides keys and values, does not locate tokens by position ids
+            from 0 on, or has rotary frequencies that depend on the length of a text.
     """
-    keeps_all = takes_padding(model) and kinds_of_layers(model.config) <= _KEYS_AND_VALUES
-    if not keeps_all or rope_limit(model.config) is not None:
+    config = model.config
+    keeps_all = takes_padding(model) and kinds_of_layers(config) <= _KEYS_AND_VALUES
+    if not keeps_all or begins_after_padding(config) or rope_limit(config) is not None:
         raise UserError(
-            f"zo.perturbed_tokens=answers needs a model that locates tokens by position ids and "
+            "zo.perturbed_tokens=answers needs a model that locates tokens by position ids and "
             f"keeps nothing of them but keys and values, and {type(model).__name__} does not",
             fix="set zo.perturbed_tokens=all",
         )

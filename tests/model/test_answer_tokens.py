@@ -7,7 +7,7 @@ import torch
 from reference import Reference
 from tiny_models import FAMILIES, random_model
 from tiny_runs import start_engine, write_model
-from transformers import AutoModelForCausalLM, Lfm2Config, Phi3Config
+from transformers import AutoModelForCausalLM, CamembertConfig, Lfm2Config, Phi3Config
 
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
@@ -190,6 +190,18 @@ def test_a_context_is_read_once_and_a_probe_runs_the_tokens_of_its_answer(models
             ),
             None,
             "Phi3ForCausalLM does not",
+        ),
+        (
+            CamembertConfig(
+                vocab_size=32,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                is_decoder=True,
+            ),
+            None,
+            "CamembertForCausalLM does not",
         ),
         (FAMILIES["llama"][0], PeftConfig(kind="prefix"), "without the prefix that is trained"),
     ],
