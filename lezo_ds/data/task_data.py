@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.config import ReadingConfig, RunConfig, find_task
+from lezo_ds.config import ReadingConfig, RunConfig, find_task, reads_contexts
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.metrics import try_metric
@@ -240,13 +240,13 @@ def load_task_data(config: RunConfig) -> TaskData:
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.
     takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
     packed = takes_packed and can_pack(reader.model_config, config.data.max_length)
-    if packed and config.zo.perturbed_tokens == "answers":
+    if packed and reads_contexts(config):
         # The candidates of an example have one context, which takes less than rows for each.
         packed = len(reader.objective_batch(train, [0]).inputs["input_ids"]) == 1
     warn_of_unreachable(reader, test)
-    if objective.reads_answers and config.zo.perturbed_tokens == "answers":
+    if objective.reads_answers and reads_contexts(config):
         raise UserError(
-            f"zo.perturbed_tokens=answers needs a loss that reads logits, and "
+            "zo.perturbed_tokens=answers needs a loss that reads logits, and "
             f"train.objective={config.train.objective} reads answers",
             fix="set zo.perturbed_tokens=all",
         )

@@ -65,6 +65,7 @@ from lezo_ds.config import (
     copies_per_pass,
     num_directions,
     num_passes,
+    reads_contexts,
 )
 from lezo_ds.config.deepspeed import (
     ds_config_of,
@@ -248,7 +249,7 @@ class Plan:
             num_examples = self.config.train.micro_batch_size
             if inputs.trains_on_answers:  # that are drawn for prompts
                 num_examples *= self.config.generation.num_samples
-            if self._reads_contexts:
+            if reads_contexts(self.config):
                 perturbed_rows = num_copies * num_examples * inputs.sequences
                 rows_of_contexts = num_examples * inputs.rows
                 rows = max(rows, rows_of_contexts)
@@ -284,12 +285,6 @@ class Plan:
             "logits": max(0, head - copies - activations),
         }
 
-    @property
-    def _reads_contexts(self) -> bool:
-        """Whether probes run the tokens of answers alone."""
-        zo = self.config.zo
-        return self.config.method in ZEROTH_ORDER and zo.perturbed_tokens == "answers"
-
     def _copies(self) -> float:
         """Return the perturbed weights of blocks, or while answers are written, of all.
 
@@ -323,7 +318,7 @@ class Plan:
     @property
     def _passes_of_rank(self) -> float:
         # A rank has one at least. Contexts are read by a pass of their own.
-        num_passes_of_all = num_passes(self.config) * (2 if self._reads_contexts else 1)
+        num_passes_of_all = num_passes(self.config) * (2 if reads_contexts(self.config) else 1)
         return max(1, num_passes_of_all * self.split / self.num_ranks)
 
     def received(self) -> float:
@@ -345,7 +340,7 @@ class Plan:
             gathered = sum(model.stored) * (1 - 1 / self._num_shards)
             return self._passes_of_rank * gathered * model.itemsize
         num_rows = self.config.train.micro_batch_size * self.inputs.rows
-        num_copies = 1 if self._reads_contexts else copies_per_pass(self.config)
+        num_copies = 1 if reads_contexts(self.config) else copies_per_pass(self.config)
         num_tokens = num_copies * num_rows * self.inputs.mean_length
         summed = (2 * model.num_blocks + 1) * num_tokens * model.hidden_width
         return self._passes_of_rank * summed * model.itemsize * 2 * (1 - 1 / self.split)

@@ -17,7 +17,14 @@ from torch import nn
 from transformers import OPTConfig
 
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_model, build_on_meta
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, make_layer_policy, trained_part
+from lezo_ds.config import (
+    TRAINED,
+    ZEROTH_ORDER,
+    RunConfig,
+    make_layer_policy,
+    reads_contexts,
+    trained_part,
+)
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
@@ -85,7 +92,7 @@ class ModelSizes:
             model = build_on_meta(opt_config(source), dtype)
         else:
             model = build_model(source, dtype)
-        if config.method in ZEROTH_ORDER and config.zo.perturbed_tokens == "answers":
+        if reads_contexts(config):
             check_contexts(model)
         layout = find_blocks(model)
         blocks: Any = model.get_submodule(layout.path)
