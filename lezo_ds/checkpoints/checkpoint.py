@@ -68,7 +68,7 @@ def resolve_model(model: str) -> Path:
         raise _no_model(model, directory)
     if not directory.is_dir():
         directory = _download(model)
-    # With an adapter beside them, transformers would read other weights: those of its base model.
+    # If there is an adapter too, transformers loads the weights of the adapter's base model.
     is_adapter = (directory / "adapter_config.json").is_file()
     if is_adapter or not (directory / "config.json").is_file():
         raise _no_model(model, directory)

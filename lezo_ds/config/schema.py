@@ -87,8 +87,8 @@ class DataConfig:
     about". A dot selects a nested field. {{ and }} are literal braces."""
     label_field: str | None = None
     """Field with the correct answer, one of data.labels. With data.choices, it may also be the
-    index of the correct choice (from 0), its text, or its name in a list "label" beside the texts.
-    Records without a label are skipped."""
+    index of the correct choice (from 0), its text, or, as in ARC, its name in the field "label"
+    next to the texts. Records without a label are skipped."""
     labels: Strings | dict[str, str] | None = None
     """Classification: the model chooses one of these labels. A map gives each label the text that
     continues the prompt; labels with the same text are one class. With data.choices, a list gives

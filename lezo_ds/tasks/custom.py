@@ -63,7 +63,7 @@ CUSTOM = "custom"
 """The name of a task that a recipe describes."""
 _POINTED = re.compile(r"-?[0-9]+\.0+")
 _NAMES = "label"
-"""The usual key of the names of choices, beside that of their texts."""
+"""The field with the names of the choices, next to the field with their texts (ARC)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,9 +339,9 @@ def read_choice(templates: Sequence[Template], label_field: str, record: Record)
 
 
 def _own_names(templates: Sequence[Template], record: Record, size: int) -> Sequence[str]:
-    """Return the names in a list beside that of the texts: {"text": [red, blue], "label": [A, B]}.
+    """Return a record's own names for its choices: {"text": [red, blue], "label": [A, B]}.
 
-    There are none if the list beside it has not one name for each of the `size` texts.
+    The result is empty unless there are as many distinct names as choices, `size`.
     """
     section, _, _ = "".join(templates[0].fields).rpartition(".")
     with suppress(KeyError, TypeError, UserError):

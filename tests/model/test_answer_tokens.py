@@ -31,6 +31,23 @@ def example(context, *answers, spans=()):
     return EncodedExample(sequences, tuple(map(len, answers)), 0, False, spans)
 
 
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+LONGROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "long_factor": [2.0] * 4,
+        "short_factor": [1.0] * 4,
+        "original_max_position_embeddings": 64,
+    },
+}
 ONE_TOKEN = [example(context, (15,), (16,)) for context in CONTEXTS]
 SEVERAL = [example(context, (15, 17, 18), (16, 19), (17,)) for context in CONTEXTS]
 # The model learns two turns of a conversation. The first begins at its third token.
@@ -159,50 +176,12 @@ def test_a_context_is_read_once_and_a_probe_runs_the_tokens_of_its_answer(models
     ("config", "peft", "text"),
     [
         (
-            Lfm2Config(
-                vocab_size=32,
-                hidden_size=16,
-                intermediate_size=16,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                num_hidden_layers=2,
-                layer_types=["conv", "full_attention"],
-            ),
+            Lfm2Config(**TINY, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
             None,
             "keeps nothing of them but keys and values, and Lfm2ForCausalLM does not",
         ),
-        (
-            Phi3Config(
-                vocab_size=32,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                pad_token_id=1,
-                original_max_position_embeddings=64,
-                rope_parameters={
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "long_factor": [2.0] * 4,
-                    "short_factor": [1.0] * 4,
-                    "original_max_position_embeddings": 64,
-                },
-            ),
-            None,
-            "Phi3ForCausalLM does not",
-        ),
-        (
-            CamembertConfig(
-                vocab_size=32,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                is_decoder=True,
-            ),
-            None,
-            "CamembertForCausalLM does not",
-        ),
+        (Phi3Config(**TINY, **LONGROPE, pad_token_id=1), None, "Phi3ForCausalLM does not"),
+        (CamembertConfig(**TINY, is_decoder=True), None, "CamembertForCausalLM does not"),
         (FAMILIES["llama"][0], PeftConfig(kind="prefix"), "without the prefix that is trained"),
     ],
 )
