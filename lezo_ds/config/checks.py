@@ -21,6 +21,7 @@ from lezo_ds.config.components import (
     num_passes,
 )
 from lezo_ds.config.schema import (
+    MOST_ITEMS,
     TRAINED,
     ZEROTH_ORDER,
     PeftConfig,
@@ -82,11 +83,17 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
     """Return the configuration of a run on some examples, with train.steps for train.epochs.
 
     Raises:
-        UserError: Another key does not fit the number of steps.
+        UserError: The steps are too many, or another key does not fit their number.
     """
     if config.train.epochs is None:
         return config
     num_steps = max(1, round(config.train.epochs * num_examples / config.train.batch_size))
+    if num_steps > MOST_ITEMS:
+        raise UserError(
+            f"train.epochs={config.train.epochs:g} is {num_steps:.3g} steps on {num_examples} "
+            f"examples, not at most {MOST_ITEMS}",
+            fix="lower train.epochs",
+        )
     return checked(replace(config, train=replace(config.train, steps=num_steps, epochs=None)))
 
 

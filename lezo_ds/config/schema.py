@@ -32,8 +32,9 @@ TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
 Monitors = Annotated[list[Literal["comet", "csv", "tensorboard", "wandb"]], BeforeValidator(split)]
 
 # Every integer has an upper limit, so that a recipe from someone else cannot request endless work.
-Count = Annotated[int, Field(ge=1, le=10**9)]  # items processed one after another
-CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+MOST_ITEMS = 10**9
+Count = Annotated[int, Field(ge=1, le=MOST_ITEMS)]  # items processed one after another
+CountOrZero = Annotated[int, Field(ge=0, le=MOST_ITEMS)]
 Size = Annotated[int, Field(ge=1, le=2**16)]  # items in memory at once
 Options = dict[str, str | bool | Annotated[int, Field(ge=-(10**9), le=10**9)] | float]
 
