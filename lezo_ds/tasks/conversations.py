@@ -21,18 +21,22 @@ ASSISTANT = "assistant"
 TOOL = "tool"
 
 _CALL = "function_call"
-"""ShareGPT's role of a turn whose text is a call, and OpenAI's earlier key of one."""
+"""OpenAI's earlier key of a call."""
+_CALL_ROLES = (_CALL, "tool_call")
+"""Roles of a turn whose text is a call, in ShareGPT's files and in those of ms-swift."""
 _ROLES = {
     **{role: role for role in (SYSTEM, USER, ASSISTANT, TOOL)},
     **dict.fromkeys(("human", "prompter"), USER),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "ai", "model", _CALL), ASSISTANT),
-    **dict.fromkeys(("observation", "function"), TOOL),
+    **dict.fromkeys(
+        ("gpt", "chatgpt", "bing", "bard", "bot", "ai", "model", *_CALL_ROLES), ASSISTANT
+    ),
+    **dict.fromkeys(("observation", "function", "tool_response"), TOOL),
 }
 """Roles by their names, in lower case, in ShareGPT's files and in OpenAI's earlier ones."""
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a turn with what the assistant thought before it."""
-_WEIGHT_KEYS = ("weight", "train", "training")
+_WEIGHT_KEYS = ("weight", "train", "training", "loss")
 """Keys of a turn that say whether the model learns it."""
 _READ_KEYS = {"role", "from", "content", "value", "tool_calls", _CALL, *_WEIGHT_KEYS}
 """Keys of a turn that are read here. Others go to the chat template as they are."""
@@ -139,7 +143,7 @@ def _read_turn(where: str, turn: object) -> Message:
     texts = [keys[key] for key in ("content", "value") if keys.get(key) is not None]
     content = _text(where, (*texts, None)[0])
     calls = _calls(keys.get("tool_calls") or keys.get(_CALL))
-    if name == _CALL and not calls:
+    if name in _CALL_ROLES and not calls:
         calls = _calls(content)
         content = "" if calls else content
     if content is None and (calls or role == TOOL):

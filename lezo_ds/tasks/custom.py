@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lezo_ds.errors import UserError, cut
-from lezo_ds.tasks.base import Example, Message, Record, Task
+from lezo_ds.tasks.base import Example, Message, Record, Task, with_fields
 from lezo_ds.tasks.conversations import (
     ASSISTANT,
     USER,
@@ -331,8 +331,16 @@ def _choices(
 
 
 def read_choice(templates: Sequence[Template], label_field: str, record: Record) -> Choice:
-    """Return the texts that templates of data.choices give of a record, and its label."""
-    texts = [text for template in templates for text in template.texts(record)]
+    """Return the texts that templates of data.choices give of a record, and its label.
+
+    A record may have fewer than others: the last ones are empty.
+    """
+    fields = [field for template in templates for field in template.fields]
+    empty = {field: "" for field in fields if field_value(record, field) is None}
+    filled = with_fields(record, empty)
+    texts = [text for template in templates for text in template.texts(filled)]
+    while texts and not texts[-1].strip():
+        texts.pop()
     value = field_value(record, label_field)
     label = label_text(label_field, value)
     return Choice(texts, label, type(value) is int, _own_names(templates, record, len(texts)))

@@ -239,11 +239,12 @@ def labels_are_numbers(field: str, choices: Sequence[Choice]) -> bool:
     if unlike and is_tie:
         logger.warning(
             "%d labels in field %s may be the number of a choice or the text of another; they are "
-            "taken for %s; to take them for numbers, set data.labels=%s",
+            "taken for %s",
             unlike,
             field,
-            "numbers" if are_numbers else "texts",
-            _names(_FROM_0, choices),
+            "numbers; to take them for texts, write them as strings"
+            if are_numbers
+            else f"texts; to take them for numbers, set data.labels={_names(_FROM_0, choices)}",
         )
     return are_numbers
 

@@ -27,6 +27,8 @@ _PUNCTUATION = str.maketrans(
         mark for mark in map(chr, range(0x80, 0x3000)) if unicodedata.category(mark)[0] == "P"
     ),
 )
+_OF_NUMBERS = re.compile(r"(?<!\w)-(?=\.?\d)|(?<=\d)\.(?=\d)")
+_KEPT = {"-": "\u2212", ".": "\u2396"}  # which are no punctuation to Unicode
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 # Han characters, kana, Thai, Lao, Burmese and Khmer, which have no spaces between words.
 _UNSPACED = re.compile(
@@ -186,9 +188,12 @@ def normalize(text: str) -> str:
 
     These are the steps of SQuAD's evaluation script (Rajpurkar et al. 2016), in its order. As in
     MLQA's (Lewis et al. 2020), the punctuation of other scripts than ASCII counts, too. Composed
-    and decomposed accents are the same.
+    and decomposed accents are the same. The sign and the point of a number are part of it: neither
+    -5 and 5 nor 3.5 and 35 are the same. A text of articles or punctuation alone keeps them.
     """
     lowered = unicodedata.normalize("NFC", text.lower())
+    lowered = _OF_NUMBERS.sub(lambda mark: _KEPT[mark[0]], lowered)
     without_punctuation = _WIDE_PUNCTUATION.sub(" ", lowered.translate(_PUNCTUATION))
     words = _ARTICLES.sub(" ", without_punctuation).split()
-    return " ".join(words)
+    # An answer may be the letter A of a choice, or a sign.
+    return " ".join(words or without_punctuation.split() or lowered.split())

@@ -227,6 +227,7 @@ def test_openais_earlier_key_of_a_call_is_a_call():
         ("model", "assistant"),
         ("human", "user"),
         ("observation", "tool"),
+        ("tool_response", "tool"),
         ("developer", "developer"),
         ("IPython", "IPython"),
     ],
@@ -236,7 +237,7 @@ def test_roles_have_the_names_of_templates(role, expected):
     assert turn.role == expected
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "training"])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
 def test_a_turn_may_say_that_it_is_not_learned(key):
     turns = [
         {"role": "assistant", "content": "Hi", key: value} for value in (0, 1, False, True, None)
@@ -252,6 +253,7 @@ FUNCTION = {"name": "sum", "arguments": {"a": "1"}}
     "turn",
     [
         {"from": "function_call", "value": json.dumps(FUNCTION)},
+        {"role": "tool_call", "content": json.dumps(FUNCTION)},
         {"role": "assistant", "content": None, "tool_calls": [FUNCTION]},
         {"role": "assistant", "tool_calls": json.dumps([call("sum", a="1")])},
         {"role": "assistant", "content": "", "function_call": FUNCTION},

@@ -122,9 +122,21 @@ def test_a_list_of_choices_that_is_stored_as_text_is_no_choice_of_one_text():
 def test_labels_that_may_be_meant_in_two_ways_are_named(caplog):
     assert labels_of([(COLORS, 1), (COLORS, 2)]) == [1, 2]
     assert labels_of([(["1", "0"], "1"), (["0", "1"], "1")]) == [0, 1]
-    begin, either = caplog.messages
+    assert labels_of([([1, 0], 1), ([0, 1], 0)]) == [1, 0]
+    begin, either, integers = caplog.messages
     assert "no record has the number 0" in begin and "set data.labels=[1, 2, 3]" in begin
     assert either.startswith("1 labels in field right may be the number") and "[0, 1]" in either
+    assert integers.endswith("taken for numbers; to take them for texts, write them as strings")
+
+
+@pytest.mark.parametrize("none", [None, ""])
+def test_a_record_may_have_fewer_choices_than_others(none):
+    keys = {"prompt": "{q}", "label_field": "right", "choices": ["{a}", "{b}", "{c}"]}
+    task = make_task(Description(**keys, labels=["A", "B", "C"]))
+    example = task.example({"q": "Which?", "a": "red", "b": "blue", "c": none, "right": "B"})
+    assert (example.candidates, example.label) == ((" red", " blue"), 1)
+    with pytest.raises(UserError, match="not two or more texts"):
+        task.example({"q": "Which?", "a": "red", "b": none, "c": "blue", "right": "A"})
 
 
 def test_names_that_records_give_their_choices_come_first():
