@@ -185,6 +185,23 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
 
 
 @cache
+def _next_turn_end(tokenizer: PromptTokenizer) -> str:
+    """Return the token that ends answers and begins the next turn, if nothing else ends them.
+
+    GLM's templates write nothing after an answer. Its models write <|user|> themselves, which
+    their generation_config.json has among the tokens that end answers.
+    """
+    template = _Template(tokenizer, Example("", (), None, 0))
+    _, after = template.around_answer((_QUESTION,))
+    followed = template.write((_QUESTION, Message(ASSISTANT, _ANSWER), _QUESTION))
+    _, _, next_turn = followed.rpartition(_ANSWER)
+    first = tokenizer.backend.encode(next_turn, add_special_tokens=False)[:1]
+    if after.strip() or not set(first) & set(tokenizer.end_ids):
+        return ""
+    return str(tokenizer.backend.convert_ids_to_tokens(first[0]))
+
+
+@cache
 def find_thought(tokenizer: PromptTokenizer) -> Thought | None:
     """Return the marks of what a model thinks before it answers, as the chat template has them."""
     template = _Template(tokenizer, Example("", (), None, 0))
@@ -384,7 +401,8 @@ class _Template:
 
     def measured_turns(self) -> tuple[list[int], list[Span]]:
         """Return the token ids, and the spans of the trained turns by their prefixes, in tokens."""
-        conversation = self.conversation
+        ending = _next_turn_end(self.tokenizer)
+        conversation = self.conversation + ending
         ids, bounds = self._tokens(conversation)
         spans: list[Span] = []
         for number, turn in enumerate(self.example.messages):
@@ -392,6 +410,8 @@ class _Template:
                 continue
             start = self._prefix_length(conversation, number, opened=True)
             stop = self._prefix_length(conversation, number + 1)
+            if conversation.startswith(ending, stop):
+                stop += len(ending)
             written = conversation[start:stop]
             # The model does not learn the white space before the next turn, unless nothing else
             # ends its turn: then the content is the last that stands before it.

@@ -382,6 +382,29 @@ def test_a_template_may_end_a_turn_with_the_eos_or_with_no_token(name, ends, tok
     assert end_of_turn(tokenizers[name]) == TurnEnd(ids=expected)
 
 
+def test_the_token_that_begins_the_next_turn_is_learned_if_it_alone_ends_answers(tmp_path):
+    template = (
+        "{% for turn in messages %}{{ '<|' + turn.role + '|>\n' + turn.content }}{% endfor %}"
+    )
+    opening = "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    directory = write_chat_model(tmp_path / "glm", template + opening)
+    backend = AutoTokenizer.from_pretrained(directory)
+    backend.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
+    backend.save_pretrained(directory)
+    user = backend.convert_tokens_to_ids("<|user|>")
+    config = json.loads((directory / "config.json").read_text())
+    vocabulary = {"vocab_size": len(backend)}
+    (directory / "config.json").write_text(json.dumps(config | vocabulary))
+    learned = []
+    for ends in ([backend.eos_token_id, user], backend.eos_token_id):
+        settings = json.dumps({"eos_token_id": ends})
+        (directory / "generation_config.json").write_text(settings)
+        tokenizer = load_tokenizer(str(directory))
+        learned.append(texts_of(tokenizer, encode(tokenizer, TURNS[1:])))
+    assert learned[0] == ["Là-bas, señor.<|user|>", " Yes \n<|user|>"]
+    assert learned[1] == ["Là-bas, señor.", " Yes \n"]
+
+
 @pytest.mark.parametrize("is_token", [False, True])
 def test_an_answer_ends_at_the_text_that_the_template_writes_after_it(is_token, tokenizers):
     tokenizer = with_template(tokenizers["plain"], PLAIN.replace("</s>", "<|im_end|>"))
