@@ -80,7 +80,7 @@ def check_reading(reading: ReadingConfig) -> None:
 
 
 def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
-    """Return the configuration of a run on some examples, with train.steps for train.epochs.
+    """Return the configuration of a run on some examples, with the train.steps of train.epochs.
 
     Raises:
         UserError: The steps are too many, or another key does not fit their number.
@@ -94,7 +94,8 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
             f"examples, not at most {MOST_ITEMS}",
             fix="lower train.epochs",
         )
-    return checked(replace(config, train=replace(config.train, steps=num_steps, epochs=None)))
+    steps = checked(replace(config, train=replace(config.train, steps=num_steps, epochs=None)))
+    return replace(steps, train=replace(steps.train, epochs=config.train.epochs))
 
 
 def checked_optimizer(

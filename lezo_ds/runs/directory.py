@@ -31,6 +31,7 @@ import platform
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,9 @@ class RunDirectory:
         logger.warning("%s: an earlier run left %s; moved to %s", self.path, names, target)
 
     def write_config(self, config: RunConfig) -> None:
-        """Write config.yaml."""
+        """Write config.yaml, which is a recipe: it has either train.steps or train.epochs."""
+        if config.train.epochs is not None:
+            config = replace(config, train=replace(config.train, steps=None))
         self.write(self._config, dump_yaml(config_to_dict(config)))
 
     def cut_logs(self, step: int, evaluated: Collection[tuple[str, int]]) -> float:

@@ -22,7 +22,7 @@ import signal
 import subprocess
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,12 @@ class SweepRun:
         if results is None or not results.finished:
             return False
         try:
-            return recorded_config(self.directory) == self.config
+            recorded = recorded_config(self.directory)
         except DAMAGE:  # the run repairs it
             return False
+        # A run in a chat records the day on which it started.
+        data = replace(self.config.data, date=self.config.data.date or recorded.data.date)
+        return recorded == replace(self.config, data=data)
 
 
 def main(arguments: Namespace) -> None:

@@ -54,8 +54,8 @@ _RESULTS = [
 # The same, and the standard error of `test`.
 MEASURED = [*_RESULTS, "standard_error"]
 # These may change when a run resumes, and yet decide its score.
-_OF_SCORES = {"train.steps", "train.eval_every", "train.patience"}
-_OF_SCORES |= {key for key in READER.may_differ if key.startswith("data.")}
+_OF_SCORES = {"train.steps", "train.epochs", "train.eval_every", "train.patience"}
+_OF_SCORES |= {key for key in READER.may_differ - {"data.date"} if key.startswith("data.")}
 # Runs that differ in these settings only belong to the same experiment.
 _NO_DIFFERENCE = {*SEEDS, "train.micro_batch_size", *(READER.may_differ - _OF_SCORES)}
 

@@ -253,7 +253,7 @@ def test_a_wrong_override_is_refused(override, expected):
 def test_epochs_are_steps_once_the_examples_are_counted():
     config = config_with("train.steps=null", "train.epochs=2.5", "train.batch_size=16")
     train = with_steps(config, num_examples=100).train
-    assert (train.steps, train.epochs) == (16, None)  # 250 examples in batches of 16
+    assert (train.steps, train.epochs) == (16, 2.5)  # 250 examples in batches of 16
     assert with_steps(config_with(), num_examples=100) == config_with()
     falling = config_with("train.steps=null", "train.epochs=2", "zo.lr_schedule=linear")
     assert with_steps(falling, num_examples=100).train.steps == 12

@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from lezo_ds.config import config_to_dict
+from lezo_ds.config import config_to_dict, with_steps
 from lezo_ds.errors import DivergenceError, LezoError, UserError
+from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
 from lezo_ds.tasks.metrics import label_scores
 from lezo_ds.tools import report, sweep
@@ -138,6 +139,20 @@ def test_a_run_is_done_when_it_is_finished_with_its_own_settings(plan):
     assert not run.is_done()
 
 
+def test_a_run_in_a_chat_or_of_epochs_is_done_though_its_start_decides_its_day_and_steps(plan):
+    """A start records the day, and counts the steps of train.epochs."""
+    (run,) = plan("seed=0", overrides=["train.steps=null", "train.epochs=2"])
+    finish(run)
+    counted = with_steps(run.config, num_examples=100)
+    started = replace(counted, data=replace(counted.data, date="2026-01-31"))
+    RunDirectory(str(run.directory)).write_config(started)
+    assert run.is_done()
+    other_day = replace(run.config, data=replace(run.config.data, date="2026-02-01"))
+    longer = replace(run.config, train=replace(run.config.train, epochs=3))
+    for config in (other_day, longer):
+        assert not replace(run, config=config).is_done()
+
+
 def test_the_best_setting_has_the_lowest_mean_validation_loss_of_those_that_are_done(
     plan, tmp_path
 ):
@@ -242,6 +257,14 @@ BOTH_SEEDS = "seed,data.seed=0,1"
         ("train.patience=1,2", (), ("ab", "ab"), {}, [", patience=1", ", patience=2"]),
         ("seed=0,1", (), ("ab", "ab"), {"model_fingerprint": "g"}, ["", ", another base model"]),
         ("train.eval_batch_size=1,2", (), ("ab", "ab"), {}, SAME),
+        ("data.date=2026-01-31,2026-02-01", (), ("ab", "ab"), {}, SAME),
+        (
+            "train.epochs=1,2",
+            ("train.steps=null",),
+            ("ab", "ab"),
+            {},
+            [", epochs=1", ", epochs=2"],
+        ),
     ],
 )
 def test_only_runs_that_differ_in_their_seeds_are_averaged(
