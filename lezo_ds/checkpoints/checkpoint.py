@@ -255,6 +255,9 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
             fix=_USE_A_DECODER,
         )
     model.tie_weights()
+    for module in model.modules():
+        for name in module._buffers.keys() & set(model._keep_in_fp32_modules_strict or ()):
+            module._buffers[name] = module._buffers[name].float()
     freeze_other_inputs(model)
     rotate_each_row(model)
     for section in (model.config, model.config.get_text_config(decoder=True)):
@@ -333,26 +336,21 @@ def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
 
 
 def check_files(model: nn.Module, directory: Path) -> None:
-    """Check that a directory holds all weights of a model, and no values that would be lost.
+    """Check that a directory holds all weights of a model, and read its buffers.
 
-    A model may have buffers besides its parameters. They are not loaded, and an export has
-    those that the model computes, so stored values must equal them.
+    A model may have buffers besides its parameters, such as what corrects the scores of a router.
+    They are small, so each rank has all of them. They are not trained, and an export has them.
     """
     names = parameter_names(model)
     state = model.state_dict()
     files = open_weights(model, directory)
     files.find(names, {name: tuple(state[name].shape) for name in names})
     parameters = {alias for aliases in names.values() for alias in aliases}
-    for name in state.keys() - parameters:
-        if name not in files.tensors:
-            continue
-        stored = files.read([name], Region.run(0, state[name].numel())).to(state[name])
-        if not torch.equal(stored, state[name].flatten()):
-            raise UserError(
-                f"{directory} holds values of {name}, which are neither loaded nor saved: it is no "
-                "parameter",
-                fix="use a model whose parameters are all that it learned",
-            )
+    others = [name for name in state.keys() - parameters if files.stored_as(name) is not None]
+    shapes = {name: tuple(state[name].shape) for name in others}
+    for name, tensors in files.find({name: (name,) for name in others}, shapes).items():
+        stored = files.read(tensors, Region.run(0, state[name].numel()))
+        state[name].copy_(stored.view_as(state[name]))
 
 
 def open_weights(model: nn.Module, directory: Path) -> WeightFiles:

@@ -23,6 +23,7 @@ from transformers import (
     BertGenerationConfig,
     CpmAntConfig,
     DeepseekV3Config,
+    ExaoneMoeConfig,
     Gemma4Config,
     LlamaConfig,
 )
@@ -337,24 +338,35 @@ def test_a_part_that_a_multimodal_model_does_not_have_is_none(tmp_path):
     assert load_model_config(tmp_path).audio_config is None
 
 
-def test_a_model_that_learned_more_than_its_parameters_is_refused(tmp_path):
-    """The router of DeepSeek-V3 corrects its scores by a buffer, which is neither loaded nor
-    saved."""
-    sizes = dict.fromkeys(["hidden_size", "intermediate_size", "moe_intermediate_size"], 16)
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        (DeepseekV3Config, {"n_routed_experts": 4, "n_group": 2, "topk_group": 1}),
+        (ExaoneMoeConfig, {"num_experts": 4, "n_group": 2, "topk_group": 1}),
+    ],
+)
+def test_buffers_are_those_of_transformers(tmp_path, kind, sizes):
+    """Routers correct their scores by a buffer that stays in single precision.
+
+    EXAONE stores it by another name.
+    """
+    sizes |= dict.fromkeys(["hidden_size", "intermediate_size", "moe_intermediate_size"], 16)
     sizes |= dict.fromkeys(["kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim"], 4)
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 4}
-    sizes |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 1}
-    config = DeepseekV3Config(vocab_size=40, num_hidden_layers=2, first_k_dense_replace=1, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    build_checked(tmp_path, "fp32")
+    sizes |= {"num_experts_per_tok": 1, "first_k_dense_replace": 1}
+    model = AutoModelForCausalLM.from_config(kind(vocab_size=40, num_hidden_layers=2, **sizes))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors[name] += 0.5
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(
-        UserError, match=f"holds values of {name}, which are neither loaded nor saved"
-    ):
-        build_checked(tmp_path, "fp32")
+    expected = torch.tensor([4.01, 4.02, 4.03, 4.04])  # in bf16, all but one would be 4.03125
+    model.get_buffer(name).copy_(expected)
+    model.save_pretrained(tmp_path / "model")
+    engine = start_engine(tmp_path / "model", "bf16")
+    assert torch.equal(engine.module.get_buffer(name), expected)
+    engine.write_model(tmp_path / "exported")
+    exported, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert torch.equal(exported.get_buffer(name), expected)
 
 
 def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeypatch):
