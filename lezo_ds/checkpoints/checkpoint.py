@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForMultimodalLM,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import CHAT_TEMPLATE_DIR
 
@@ -235,6 +236,7 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     Raises:
         UserError: the config is damaged, or that of an encoder.
     """
+    unset_hf_deepspeed_config()  # that of a Trainer before: transformers would shard the model
     try:
         with accelerate.init_empty_weights(include_buffers=False):
             own_config = copy.deepcopy(config)  # the model keeps it and changes it

@@ -166,10 +166,9 @@ class LezoEngine(ReplayEngine):
             index = forward_pass.micro_batch
             outputs = self.run(inputs[index], self.perturbation(step, forward_pass))
             for probe, output in zip(forward_pass.probes, outputs, strict=True):
-                of_examples = loss_function(output, inputs[index]).double()
-                if self.config.examples_per_direction is not None:
-                    check_losses(len(of_examples), inputs[index])
-                of_groups = of_examples.chunk(step.groups.per_micro_batch)
+                of_examples = loss_function(output, inputs[index])
+                check_losses(of_examples, inputs[index])
+                of_groups = of_examples.double().chunk(step.groups.per_micro_batch)
                 for group, of_group in enumerate(of_groups):
                     if forward_pass.counts:
                         losses[step.place(index, group, probe)] = of_group.sum()
@@ -220,13 +219,17 @@ class LezoEngine(ReplayEngine):
         self._settings_agreed = True
 
 
-def check_losses(num_losses: int, micro_batch: MicroBatch) -> None:
-    """Refuse losses of which nobody can say to which group of examples each belongs."""
-    if num_losses != micro_batch.num_examples:
+def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
+    """Refuse what is no tensor of a loss for each example, such as their mean.
+
+    Its sum would be another number than that which the weight of the micro-batch divides.
+    """
+    number = micro_batch.num_examples
+    shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if not isinstance(losses, Tensor) or losses.shape[:1] != (number,):
         raise UserError(
-            f"zo.examples_per_direction needs a loss for each of {micro_batch.num_examples} "
-            f"examples of a micro-batch, and its loss function returned {num_losses}",
-            fix="return one loss per example, or name the examples in MicroBatch.examples",
+            f"the loss function returned {shape}, not one loss for each of {number} examples",
+            fix="return a tensor with their losses, or name the examples in MicroBatch.examples",
         )
 
 

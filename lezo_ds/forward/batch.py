@@ -221,4 +221,4 @@ class StepBatch:
     @cached_property
     def total_weight(self) -> float:
         """What the summed losses of a probe are divided by."""
-        return sum(self.weights)
+        return float(sum(self.weights))

@@ -105,8 +105,9 @@ def run_summary(run_dir: str, results: RunResults) -> str:
         if results.flat_steps > 0:
             lines.append(
                 f"All losses or rewards were equal in {results.flat_steps} of {results.steps} "
-                "steps, which changed nothing. A finer reward, or generation.temperature=1, gives "
-                "the probes different ones."
+                "steps, which changed nothing. A finer reward or generation.temperature=1 gives "
+                "probes different rewards; a lower zo.learning_rate or a larger "
+                "zo.perturbation_scale gives them different losses."
             )
         if results.skipped_steps > 0:
             lines.append(f"Skipped steps: {results.skipped_steps}.")

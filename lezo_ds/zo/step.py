@@ -18,6 +18,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import Estimate, Estimator, Probe, mean_losses
 from lezo_ds.zo.keys import direction_key
 from lezo_ds.zo.passes import Groups, KeyedProbe, Pass, passes_of_step
@@ -101,16 +102,26 @@ class Step:
         """Return the record of the step, from the summed losses of all ranks, [num_losses].
 
         The step is not applied if a loss or a projected gradient is not finite.
+
+        Raises:
+            UserError: an estimator of a user's has not estimated each direction.
         """
         try:
             result = self.estimator.estimate_groups(self.probes, self.mean_losses(sums))
         except ArithmeticError:  # an estimate that overflows counts as not finite
             result = Estimate(loss=math.nan, projected_grads=())
+        if not result.is_finite:
+            return StepRecord(**vars(self.plan), projected_grads=(), loss=None, applied=False)
+        number = self.groups.number * self.estimator.num_directions
+        gradients = tuple(map(float, result.projected_grads))  # they may be NumPy's, or tensors
+        if len(gradients) != number:
+            raise UserError(
+                f"{type(self.estimator).__name__} returned {len(gradients)} projected gradients, "
+                f"and the step has {number} directions",
+                fix="return Estimate.projected_grads with one for each of num_directions",
+            )
         return StepRecord(
-            **vars(self.plan),
-            projected_grads=result.projected_grads if result.is_finite else (),
-            loss=result.loss if result.is_finite else None,
-            applied=result.is_finite,
+            **vars(self.plan), projected_grads=gradients, loss=float(result.loss), applied=True
         )
 
 

@@ -161,6 +161,23 @@ def test_a_block_is_one_message_every_weight_is_gathered_once_a_pass_and_one_blo
         assert block < most <= 2 * block + sizes["model.decoder.embed_tokens.weight"]
 
 
+def _gather_between_steps(directory):
+    """Train two steps, and look at the weights between them as programs with DeepSpeed do."""
+    engine = start_engine(directory)
+    records = train(engine, 1)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        seen = {name: p.data.clone() for name, p in engine.module.named_parameters()}
+    exact = full_weights(engine)
+    assert all(torch.equal(seen[name], exact[name]) for name in seen)
+    return records + train(engine, 1)
+
+
+def test_weights_may_be_gathered_between_steps_where_one_rank_has_them(opt_directory):
+    (records,) = run_ranks(_gather_between_steps, 1, opt_directory)
+    ((expected, *_),) = run_ranks(_train, 1, opt_directory, "fp32", 1)
+    assert records == expected[:2]
+
+
 # Where the shards are: the same run, bit for bit.
 
 NUM_STEPS = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
 from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.noise import Elements, Weight
 from lezo_ds.tasks.base import Example
-from lezo_ds.zo.estimators import Probe
+from lezo_ds.zo.estimators import Estimate, Probe, Spsa
 from lezo_ds.zo.laws import DenseLaw
-from lezo_ds.zo.passes import KeyedProbe
+from lezo_ds.zo.passes import Groups, KeyedProbe
 from lezo_ds.zo.records import StepPlan
-from lezo_ds.zo.step import PlanFormat
+from lezo_ds.zo.step import PlanFormat, Step
 
 FINITE = st.floats(allow_nan=False)
 PROBES = st.lists(st.builds(Probe, direction=st.integers(0, 2**32 - 1), scale=FINITE), max_size=9)
@@ -165,11 +165,51 @@ def test_a_batch_of_ones_own_counts_its_examples():
     assert StepBatch.of([bare, named]).num_examples is None
 
 
-def test_losses_that_are_not_one_for_each_example_have_no_groups():
+def test_what_is_not_one_loss_for_each_example_is_refused():
     batch = MicroBatch({"input_ids": torch.zeros(4, 3, dtype=torch.int64)}, 2)
-    check_losses(4, batch)
-    with pytest.raises(UserError, match=r"a loss for each of 4 examples .* returned 2; fix: "):
-        check_losses(2, batch)
+    for losses in (torch.zeros(4), torch.zeros(4, 2)):  # of examples, or of their tokens
+        check_losses(losses, batch)
+    for losses, shown in (
+        (torch.tensor(1.5), r"\(\)"),  # a mean, as models of transformers return it
+        (torch.ones(1), r"\(1,\)"),
+        (torch.ones(2), r"\(2,\)"),
+        ([0.5] * 4, "list"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(UserError, match=f"returned {shown}, not one loss for each of 4 exam"):
+            check_losses(losses, batch)
+
+
+@dataclass(frozen=True)
+class OfTensors(Spsa):
+    """An estimator of a user's."""
+
+    num_returned: int = 2
+
+    def estimate(self, probes, losses):
+        plus, minus = torch.tensor(losses, dtype=torch.float64).view(-1, 2).T
+        gradients = (plus - minus) / (2 * self.perturbation_scale)
+        return Estimate(torch.tensor(losses).mean(), tuple(gradients[: self.num_returned]))
+
+
+def test_an_estimator_may_return_tensors_and_must_estimate_each_direction():
+    plan = StepPlan(0, 1, (), 1e-6, 1e-3)
+    for num_returned in (2, 1):
+        estimator = OfTensors(0.5, num_directions=2, num_returned=num_returned)
+        step = Step(plan, estimator.probes(()), estimator, Groups(1, 1, 1), 4, total_weight=2)
+        if num_returned == 2:
+            record = step.estimate([8, 4, 2, 6])
+            assert (record.projected_grads, record.loss) == ((2.0, -2.0), 2.5)
+            assert {type(x) for x in (*record.projected_grads, record.loss)} == {float}
+        else:
+            with pytest.raises(UserError, match=r"returned 1 projected .*, and the .* 2 directio"):
+                step.estimate([8, 4, 2, 6])
+
+
+def test_a_weight_that_is_a_tensor_is_a_number():
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    weight = StepBatch.of([MicroBatch({"input_ids": ids}, torch.ones(2, 3).sum())]).total_weight
+    assert (type(weight), weight) == (float, 6.0)
 
 
 def test_a_copy_of_a_weight_has_no_directions_of_groups():
