@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -257,9 +258,10 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
             fix=_USE_A_DECODER,
         )
     model.tie_weights()
-    for module in model.modules():
-        for name in module._buffers.keys() & set(model._keep_in_fp32_modules_strict or ()):
-            module._buffers[name] = module._buffers[name].float()
+    precise = "|".join(model._get_dtype_plan(dtype)).replace("*", ".*")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if precise and tensor.is_floating_point() and re.search(precise, name):
+            tensor.data = tensor.data.float()
     freeze_other_inputs(model)
     rotate_each_row(model)
     for section in (model.config, model.config.get_text_config(decoder=True)):

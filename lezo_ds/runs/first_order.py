@@ -250,6 +250,13 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
         seed=config.seed,
         peft=config.peft,
     )
+    trained = {each.dtype for each in sharded.module.parameters() if each.requires_grad}
+    if len(trained) > 1:  # DeepSpeed would fail in an assertion
+        raise UserError(
+            f"method adamw needs weights of one precision, and {type(sharded.module).__name__} "
+            f"has {len(trained)}",
+            fix="set model.dtype=fp32, or peft.kind=lora, or method=lezo",
+        )
     return FirstOrderEngine(sharded)
 
 

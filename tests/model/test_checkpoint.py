@@ -26,6 +26,7 @@ from transformers import (
     ExaoneMoeConfig,
     Gemma4Config,
     LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from lezo_ds.checkpoints.checkpoint import (
@@ -367,6 +368,18 @@ def test_buffers_are_those_of_transformers(tmp_path, kind, sizes):
     )
     assert not any(info.values()), info
     assert torch.equal(exported.get_buffer(name), expected)
+
+
+def test_parameters_have_the_precisions_of_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["0.*.up_proj", "norm"])
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=40, num_hidden_layers=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ours, _ = build_checked(tmp_path, "bf16")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = {name: each.dtype for name, each in theirs.named_parameters()}
+    assert {name: each.dtype for name, each in ours.named_parameters()} == expected
+    assert list(expected.values()).count(torch.float32) == 1 + 5
 
 
 def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeypatch):
