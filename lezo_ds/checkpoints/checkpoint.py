@@ -251,10 +251,16 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
             fix=fix,
         ) from error
     is_decoder = getattr(model.config, "is_decoder", False)
-    has_encoder = getattr(model.config, "is_encoder_decoder", False)
+    text = model.config.get_text_config(decoder=True)
+    has_encoder = (
+        getattr(model.config, "is_encoder_decoder", False)
+        or getattr(text, "is_causal", True) is False
+        or getattr(text, "use_bidirectional_attention", None) is True
+    )
     if has_encoder or (model.config.model_type in _ENCODERS and not is_decoder):
         raise UserError(
-            f"{type(model).__name__} has an encoder: its tokens see those that follow them",
+            f"{type(model).__name__} has an encoder, or reads texts in both directions: its tokens "
+            "see those that follow them",
             fix=_USE_A_DECODER,
         )
     model.tie_weights()
@@ -264,8 +270,9 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
             tensor.data = tensor.data.float()
     freeze_other_inputs(model)
     rotate_each_row(model)
-    for section in (model.config, model.config.get_text_config(decoder=True)):
+    for section in (model.config, text):
         section.use_cache = False
+        section.output_router_logits = False  # a balancing loss of tokens, which nothing reads
     return model.eval()  # type: ignore[no-any-return]
 
 

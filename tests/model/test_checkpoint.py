@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import socket
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from tiny_runs import start_engine
 from transformers import (
+    CONFIG_MAPPING,
     ApertusConfig,
     AutoModelForCausalLM,
     BertConfig,
@@ -318,6 +320,27 @@ def test_an_encoder_is_refused_because_its_tokens_see_the_answer():
     for config in (BertGenerationConfig(**sizes), CpmAntConfig(**sizes, dim_head=4)):
         with pytest.raises(UserError, match="has an encoder"):
             build_on_meta(config, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "both_ways"),
+    [("qwen2", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})],
+)
+def test_a_decoder_that_reads_texts_in_both_directions_is_refused(family, both_ways):
+    """Models of embeddings are, such as EmbeddingGemma. Padding would be seen."""
+    build_on_meta(CONFIG_MAPPING[family](num_hidden_layers=1), torch.float32)
+    with pytest.raises(UserError, match="reads texts in both directions"):
+        build_on_meta(CONFIG_MAPPING[family](num_hidden_layers=1, **both_ways), torch.float32)
+
+
+def test_no_loss_that_balances_experts_is_asked_for():
+    """Some fine-tuned models ask for it. It fails where the rows of a mask are not the model's."""
+    config = copy.deepcopy(FAMILIES["mixtral"][0])
+    config.output_router_logits = True
+    model = build_on_meta(config, torch.float32).to_empty(device="cpu")
+    output = model(input_ids=torch.ones(2, 3, dtype=torch.int64))
+    assert output.aux_loss is None and output.router_logits is None
+    assert config.output_router_logits  # as an export has it
 
 
 def test_an_export_has_the_buffers_that_a_model_stores(tmp_path):
