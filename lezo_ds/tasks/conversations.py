@@ -79,10 +79,18 @@ def read_messages(record: Record, field: str) -> tuple[Message, ...]:
             fix="write the list itself, not as text, in a .jsonl, .json or .parquet file, "
             "and name its field in data.messages",
         )
-    return tuple(
-        _read_turn(f"turn {number} of field {field}", turn)
-        for number, turn in enumerate(value, start=1)
-    )
+    turns: list[Message] = []
+    for number, each in enumerate(value, start=1):
+        turn = _read_turn(f"turn {number} of field {field}", each)
+        *earlier, last = turns or [turn]
+        calls = last.others.get("tool_calls", []) + turn.others.get("tool_calls", [])
+        is_call = (each.get("role") or each.get("from")) in _CALL_ROLES and not turn.content
+        if turns and is_call and (last.role, last.weight) == (turn.role, turn.weight):
+            # Calls at once, or after a text, are one turn.
+            turns = [*earlier, last._replace(others={**last.others, "tool_calls": calls})]
+        else:
+            turns.append(turn)
+    return tuple(turns)
 
 
 def read_system(record: Record) -> str | None:

@@ -265,6 +265,21 @@ def test_a_call_in_any_layout_is_one(turn):
     assert message == ("assistant", "", 1, {"tool_calls": calls})
 
 
+def test_calls_of_adjacent_turns_are_one_turn():
+    one, two = ({"name": name, "arguments": {"a": 1}} for name in ("sum", "half"))
+    roles = [
+        ("assistant", "I add."),
+        ("tool_call", json.dumps(one)),
+        ("tool_call", json.dumps(two)),
+    ]
+    roles += [("tool_response", "1"), ("tool_call", json.dumps(two))]
+    turns = [{"role": role, "content": content} for role, content in roles]
+    first, tool, last = read_messages({"turns": turns}, "turns")
+    assert (first.content, tool.content, last.content) == ("I add.", "1", "")
+    assert [call["function"] for call in first.others["tool_calls"]] == [one, two]
+    assert [call["function"] for call in last.others["tool_calls"]] == [two]
+
+
 def test_a_call_that_is_no_json_stays_text():
     (message,) = read_messages({"turns": [{"from": "function_call", "value": "sum(1)"}]}, "turns")
     assert message == ("assistant", "sum(1)", 1, {})
