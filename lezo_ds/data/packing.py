@@ -18,11 +18,25 @@ row. Three sequences A, B and C of a batch that is W = 6 tokens wide become two 
 
 The selected logits are moved with their tokens. They have the bits that they would have alone in a
 row: masked keys add exactly 0.
+
+Sequences that begin with the same n tokens (instructions, a system prompt) may have them once in
+each row. Here, n = 2, and C and D begin with the tokens S0 S1:
+
+    input_ids        S0 S1 C2 C3 D2  .        position_ids    0  1  2  3  2  0
+
+                     j   S0 S1 C2 C3 D2  .
+                i  S0     x
+                   S1     x  x
+                   C2     x  x  x
+                   C3     x  x  x  x
+                   D2     x  x        x
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +47,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.forward.answer_cache import DummyLayer, begins_after_padding, kinds_of_layers
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.rope import rope_limit
@@ -47,9 +62,16 @@ _ATTENTION_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}
 FEWEST_DEALT = 4
 """Deal at least this many examples to a micro-batch: two or three rarely share a row."""
 
-_MAX_ROWS = 0.75
-"""Pack only if at most this part of the rows is left: a mask [W, W] takes more memory than
+_MOST_TOKENS = 0.75
+"""Pack only if at most this part of the tokens is left: a mask [W, W] takes more memory than
 padding."""
+
+_MOST_SHARED = 512
+"""About as many own tokens share a row that begins with common ones. More would take longer to keep
+apart than to pad."""
+
+_START = -(2**62)
+"""The owner of the tokens with which all sequences of a row begin."""
 
 
 def can_pack(config: Any, max_length: int) -> bool:
@@ -91,11 +113,16 @@ def _attends_everywhere(decoder: Any) -> bool:
         return False
 
 
-def pack(batch: MicroBatch) -> MicroBatch:
-    """Lay out the rows of a batch, padded on the right to W, in fewer rows of this width.
+def pack(batch: MicroBatch, num_start: int = 0) -> MicroBatch:
+    """Lay out the rows of a batch, padded on the right to W, in fewer rows.
 
     Tokens after the last selected logits of a sequence are dropped. The batch stays as it is if it
-    selects no logits, or if too many rows would be left.
+    selects no logits, or if too many tokens would be left.
+
+    Args:
+        batch: a sequence in each row.
+        num_start: number of tokens with which all sequences begin, before any selected logits.
+            Each row has them once.
     """
     if batch.selection is None:
         return batch
@@ -104,18 +131,26 @@ def pack(batch: MicroBatch) -> MicroBatch:
     num_sequences, width = tokens.shape
     reached = torch.zeros(num_sequences, dtype=torch.int64)
     reached.scatter_reduce_(0, selection.rows, selection.positions + 1, "amax")
-    lengths = reached.tolist()
-    rows, offsets = _first_fit(lengths, width)
-    num_rows = max(rows) + 1
-    if num_rows > _MAX_ROWS * num_sequences:
+    lengths = (reached - num_start).tolist()
+    if num_start:
+        num_rows, rows, offsets = place_evenly(lengths)
+        longest = max(map(operator.add, offsets, lengths))
+        width = -(-(num_start + longest) // PAD_MULTIPLE) * PAD_MULTIPLE
+    else:
+        rows, offsets = _first_fit(lengths, width)
+        num_rows = max(rows) + 1
+    if num_rows * width > _MOST_TOKENS * tokens.numel():
         return batch
     packed = torch.zeros(num_rows, width, dtype=torch.int64)
     positions = torch.zeros_like(packed)
     owner = padding_alone(num_rows, width)
+    packed[:, :num_start] = tokens[0, :num_start]
+    positions[:, :num_start] = torch.arange(num_start)
+    owner[:, :num_start] = _START
     for sequence, (row, offset, length) in enumerate(zip(rows, offsets, lengths, strict=True)):
-        columns = slice(offset, offset + length)
-        packed[row, columns] = tokens[sequence, :length]
-        positions[row, columns] = torch.arange(length)
+        columns = slice(num_start + offset, num_start + offset + length)
+        packed[row, columns] = tokens[sequence, num_start : num_start + length]
+        positions[row, columns] = torch.arange(num_start, num_start + length)
         owner[row, columns] = sequence
     inputs = {
         "input_ids": packed,
@@ -131,7 +166,13 @@ def pack(batch: MicroBatch) -> MicroBatch:
         positions=selection.positions + torch.tensor(offsets)[selection.rows],
     )
     token_examples = example_of[owner.clamp(min=0)]  # padding counts as that of any example
-    return replace(batch, inputs=inputs, selection=moved, token_examples=token_examples)
+    return replace(
+        batch,
+        inputs=inputs,
+        selection=moved,
+        token_examples=token_examples,
+        num_start=num_start,
+    )
 
 
 def padding_alone(num_rows: int, width: int) -> Tensor:
@@ -149,7 +190,34 @@ def seen_tokens(owner: Tensor) -> Tensor:
     Args:
         owner: int64 [rows, W], the number of the sequence that each token belongs to.
     """
-    return (owner[:, :, None] == owner[:, None, :]).tril()
+    is_own = owner[:, :, None] == owner[:, None, :]
+    is_start = (owner == _START)[:, None, :]
+    return (is_own | is_start).tril()
+
+
+def place_evenly(lengths: Sequence[int], num_copies: int = 1) -> tuple[int, list[int], list[int]]:
+    """Return the number of shared rows, and the row and the offset of each sequence.
+
+    The longest one comes first. Each is put into the row of its copy that is filled least.
+
+    Args:
+        lengths: of the sequences, those of one copy after those of another.
+        num_copies: sequences of different copies share no row.
+    """
+    num_sequences = len(lengths) // num_copies
+    firsts = range(0, len(lengths), num_sequences)
+    totals = [sum(lengths[first : first + num_sequences]) for first in firsts]
+    of_a_copy = max(1, math.ceil(max(totals) / max(_MOST_SHARED, *lengths)))
+    filled = [0] * (num_copies * of_a_copy)
+    rows = [0] * len(lengths)
+    offsets = [0] * len(lengths)
+    for sequence in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        first = sequence // num_sequences * of_a_copy
+        row = min(range(first, first + of_a_copy), key=filled.__getitem__)
+        rows[sequence] = row
+        offsets[sequence] = filled[row]
+        filled[row] += lengths[sequence]
+    return len(filled), rows, offsets
 
 
 def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:

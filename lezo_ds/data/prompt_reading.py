@@ -14,7 +14,6 @@ The last token of each prompt stays unread. The model reads it to write the firs
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,11 +22,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from lezo_ds.data.packing import can_pack, padding_alone, seen_tokens
+from lezo_ds.data.packing import can_pack, padding_alone, place_evenly, seen_tokens
 from lezo_ds.forward.answer_cache import cache_name, kinds_of_layers
-
-_MOST_SHARED = 512
-"""About as many tokens share a row. More would take longer to keep apart than to pad."""
 
 
 def can_read_apart(model: Any, num_tokens: int) -> bool:
@@ -108,7 +104,7 @@ def _lay_out(
     input_ids: Tensor, own_lengths: Sequence[int], num_copies: int, num_common: int
 ) -> _Layout:
     num_prompts, width = input_ids.shape
-    num_shared, rows, offsets = _place(own_lengths, num_copies)
+    num_shared, rows, offsets = place_evenly(own_lengths, num_copies)
     # One column more, because a row of no tokens cannot run.
     own_width = 1 + max(map(operator.add, offsets, own_lengths))
     own_ids = torch.zeros(num_shared, own_width, dtype=torch.int64)
@@ -132,24 +128,3 @@ def _lay_out(
     return _Layout(
         own_ids, positions, own_mask, torch.tensor(rows)[:, None], columns, attention_mask
     )
-
-
-def _place(lengths: Sequence[int], num_copies: int) -> tuple[int, list[int], list[int]]:
-    """Return the number of shared rows, and the row and the offset of each own part.
-
-    The longest part comes first. Each is put into the row of its copy that is filled least.
-    """
-    num_prompts = len(lengths) // num_copies
-    firsts = range(0, len(lengths), num_prompts)
-    totals = [sum(lengths[first : first + num_prompts]) for first in firsts]
-    of_a_copy = max(1, math.ceil(max(totals) / max(_MOST_SHARED, *lengths)))
-    filled = [0] * (num_copies * of_a_copy)
-    rows = [0] * len(lengths)
-    offsets = [0] * len(lengths)
-    for part in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        first = part // num_prompts * of_a_copy
-        row = min(range(first, first + of_a_copy), key=filled.__getitem__)
-        rows[part] = row
-        offsets[part] = filled[row]
-        filled[row] += lengths[part]
-    return len(filled), rows, offsets

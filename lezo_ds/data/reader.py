@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config.schema import DataConfig, GenerationConfig
+from lezo_ds.data.batches import all_candidates
 from lezo_ds.data.chat import (
     TurnEnd,
     TurnsChangedError,
@@ -87,6 +88,16 @@ class EncodedSplit:
         # All prompts lie between the first and the last in lexical order, and begin as these two
         # do. One token of a prompt is left to continue.
         number = num_alike(min(self.prompts)[:-1], max(self.prompts))
+        return number if number >= FEWEST_COMMON else 0
+
+    @cached_property
+    def num_start(self) -> int:
+        """Number of tokens with which all sequences begin before any that count; 0 if few."""
+        starts = [
+            encoded.sequences[number][: encoded.targets(number)[0] - 1]
+            for encoded, number in all_candidates(self.encoded)
+        ]
+        number = num_alike(min(starts), max(starts))
         return number if number >= FEWEST_COMMON else 0
 
     def fingerprint(self) -> str:

@@ -10,6 +10,9 @@ all values:
     rank 1 runs           1         3   (4)         again, and drops what it gives
 
 Ranks that split the weights by tensor parallelism run the same batches, and the first one counts.
+
+If all sequences begin with the same tokens (instructions, demonstrations), a batch has these once
+in a row that the sequences share (packing.py).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lezo_ds import distributed
 from lezo_ds.data.batches import all_candidates, teacher_forcing_batch, token_batch
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
+from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.reader import EncodedSplit, Reader
 from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.tasks.base import TokenCounts, TokenIds
@@ -35,6 +39,10 @@ from lezo_ds.tasks.base import TokenCounts, TokenIds
 
 class Model(Protocol):
     """The part of an engine that evaluation uses."""
+
+    @property
+    def module(self) -> Any:
+        """The model, of transformers."""
 
     @property
     def tensor_parallel(self) -> int:
@@ -215,10 +223,17 @@ class Scorer:
             total += len(batch) * float(batch.sum() / batch_terms.sum())
         return total / len(losses)
 
+    @cached_property
+    def _num_start(self) -> int:
+        """Number of tokens with which all sequences begin, which each row has once."""
+        # Of a model with a trained prefix, the attention is no longer one that takes packed rows.
+        takes_packed = can_pack(self.engine.module.config, self.reader.data.max_length)
+        return self.split.num_start if takes_packed else 0
+
     def _forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
         """Return a batch on this rank's device, and its outputs."""
-        batch = to_device(batch, distributed.device())
-        return batch, self.engine.forward(batch)
+        laid_out = pack(batch, self._num_start) if self._num_start else batch
+        return to_device(batch, distributed.device()), self.engine.forward(laid_out)
 
     def _spread(
         self,

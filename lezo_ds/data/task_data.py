@@ -51,6 +51,7 @@ class TaskData:
         dev: the examples to select the best step by.
         test: the examples for the final score.
         packed: whether sequences share rows in training (packing.py).
+        num_start: number of tokens with which all of them begin, which a row then has once.
     """
 
     reader: Reader
@@ -58,6 +59,7 @@ class TaskData:
     dev: EncodedSplit
     test: EncodedSplit
     packed: bool
+    num_start: int = 0
 
     @property
     def task(self) -> Task:
@@ -120,7 +122,7 @@ class TaskData:
     def training_batch(self, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of some training examples, which share rows if the model allows it."""
         batch = self.reader.objective_batch(self.train, rows)
-        return pack(batch) if self.packed else batch
+        return pack(batch, self.num_start) if self.packed else batch
 
     def _in_order(self, config: RunConfig, drawn: Sequence[int]) -> np.ndarray:
         """Return the examples of a step, one micro-batch after the other."""
@@ -253,7 +255,11 @@ def load_task_data(config: RunConfig) -> TaskData:
     if objective != training_objective(reader.task) and not objective.reads_answers:
         batch = reader.objective_batch(train, [0])
         try_loss(objective, batch, reader.model_config.get_text_config().vocab_size)
-    return TaskData(reader, train, dev, test, packed)
+    # What examples share is read at theta, or in the direction that they share.
+    examples_a_direction = config.zo.examples_per_direction or config.train.batch_size
+    reads_once = reads_contexts(config) or examples_a_direction >= config.train.micro_batch_size
+    num_start = train.num_start if packed and reads_once else 0
+    return TaskData(reader, train, dev, test, packed, num_start)
 
 
 def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:

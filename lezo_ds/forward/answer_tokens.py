@@ -146,27 +146,30 @@ def _lay_out(batch: MicroBatch) -> _Layout:
     num_rows, width = tokens.shape
     columns_of_row = torch.arange(width, device=tokens.device)
     position_ids = batch.inputs.get("position_ids", columns_of_row.expand(num_rows, -1))
-    # A sequence begins where its position is 0.
-    starts = selection.positions - position_ids[selection.rows, selection.positions]
-    places, sequence_of = torch.unique(selection.rows * width + starts, return_inverse=True)
+    num_start = batch.num_start
+    # Where the own tokens of a sequence begin: those after what its row begins with.
+    begins = num_start + selection.positions - position_ids[selection.rows, selection.positions]
+    places, sequence_of = torch.unique(selection.rows * width + begins, return_inverse=True)
     num_sequences = len(places)
     rows = places // width
+    begins = places % width
     firsts = places.new_full((num_sequences,), width)
     firsts.scatter_reduce_(0, sequence_of, selection.positions, "amin")
     lasts = torch.zeros_like(firsts)
     lasts.scatter_reduce_(0, sequence_of, selection.positions, "amax")
-    lengths = firsts - places % width  # of contexts
+    lengths = firsts - begins  # of contexts, without what rows begin with
 
     to_right = torch.arange(int((lasts - firsts).max()) + 1, device=tokens.device)
     answer_columns = torch.minimum(firsts[:, None] + to_right, lasts[:, None])
     to_left = torch.arange(-int(lengths.max()), 0, device=tokens.device)
     is_context = to_left >= -lengths[:, None]
+    start_columns = columns_of_row[:num_start].expand(num_sequences, -1)
     # Answers are padded on the right, where no token looks.
-    mask = torch.cat([is_context, torch.ones_like(answer_columns, dtype=torch.bool)], dim=1)
+    is_seen = [torch.ones_like(start_columns), is_context.long(), torch.ones_like(answer_columns)]
     inputs = {
         "input_ids": tokens[rows[:, None], answer_columns],
-        "attention_mask": mask.long(),
-        "position_ids": answer_columns - (places % width)[:, None],
+        "attention_mask": torch.cat(is_seen, dim=1),
+        "position_ids": num_start + answer_columns - begins[:, None],
     }
     moved = replace(
         selection, rows=sequence_of, positions=selection.positions - firsts[sequence_of]
@@ -176,8 +179,10 @@ def _lay_out(batch: MicroBatch) -> _Layout:
         inputs=inputs,
         selection=moved,
         token_examples=_examples(batch, rows, firsts)[:, None].cpu(),
+        num_start=0,
     )
-    columns = (firsts[:, None] + to_left).clamp(min=0)
+    own_columns = (firsts[:, None] + to_left).clamp(min=0)
+    columns = torch.cat([start_columns, own_columns], dim=1)
     if "position_ids" in batch.inputs:  # rows are shared already
         return _Layout(batch.inputs, rows, columns, answers)
     # The candidates of an example have one context.

@@ -119,6 +119,7 @@ class MicroBatch:
         token_examples: int64 [rows, tokens] on the CPU, the index of the example that each token
             belongs to; [rows, 1] if all tokens of a row belong to one. None: each example has the
             same number of rows, one after the other.
+        num_start: number of columns of each row with which all sequences of the row begin.
     """
 
     inputs: Mapping[str, Tensor]
@@ -128,6 +129,7 @@ class MicroBatch:
     prompts: Prompts | None = None
     examples: tuple[Example, ...] = ()
     token_examples: Tensor | None = None
+    num_start: int = 0
 
     @property
     def device(self) -> torch.device:

@@ -356,6 +356,11 @@ class Run(ABC):
         """Number of ranks that run the same batches of an evaluation."""
         return self.engine.tensor_parallel
 
+    @property
+    def module(self) -> Any:
+        """The model, of transformers."""
+        return self.engine.module
+
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return what the engine makes of a micro-batch of an evaluation. A collective.
 

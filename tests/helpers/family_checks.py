@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,10 @@ def mean_loss(model: Any, examples: list[EncodedExample]) -> float:
     return float(cross_entropy(scores, labels))
 
 
+def _longest(examples: list[EncodedExample]) -> int:
+    return max(len(ids) for example in examples for ids in example.sequences)
+
+
 class Family:
     """A directory with a tiny model of a family, and what is compared on it."""
 
@@ -167,15 +172,22 @@ class Family:
             assert_near(row, logits_of(self.reference, example.sequences[0][:-1])[-1, ids])
 
     def packed(self) -> None:
-        examples = examples_of(2)
-        batch = candidate_batch(examples, PAD)
-        longest = max(len(ids) for example in examples for ids in example.sequences)
-        if not can_pack(load_model_config(self.directory), longest):
+        config = load_model_config(self.directory)
+        own = examples_of(2)
+        if not can_pack(config, _longest(own)):
             raise UserError("not packed", fix="")
-        together = pack(batch)
-        assert len(together.inputs["input_ids"]) < len(batch.inputs["input_ids"])
-        found = self.engine.forward(together)
-        assert_near(found, log_probabilities(self.reference, examples))
+        start = prompts()[1][:6]
+        begun = [
+            replace(each, sequences=tuple((*start, *ids) for ids in each.sequences)) for each in own
+        ]
+        for examples, num_start in ((own, 0), (begun, len(start))):
+            if not can_pack(config, _longest(examples)):
+                continue
+            batch = candidate_batch(examples, PAD)
+            together = pack(batch, num_start)
+            assert len(together.inputs["input_ids"]) < len(batch.inputs["input_ids"])
+            found = self.engine.forward(together)
+            assert_near(found, log_probabilities(self.reference, examples))
 
     def answers(self) -> None:
         common = prompts()[1][:3]

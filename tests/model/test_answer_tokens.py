@@ -49,6 +49,8 @@ LONGROPE = {
     },
 }
 ONE_TOKEN = [example(context, (15,), (16,)) for context in CONTEXTS]
+START = (21, 22, 23, 24, 25, 26, 27, 28, 29)
+INSTRUCTED = [example((*START, *context), (15, 17, 18)) for context in CONTEXTS]
 SEVERAL = [example(context, (15, 17, 18), (16, 19), (17,)) for context in CONTEXTS]
 # The model learns two turns of a conversation. The first begins at its third token.
 TURNS = [example((1, *context), (9, 8, 7, 6), spans=((2, 3), (4, 5))) for context in CONTEXTS]
@@ -58,12 +60,14 @@ BATCHES: dict[str, MicroBatch] = {
     "texts": teacher_forcing_batch(SEVERAL, 1),
     "turns": teacher_forcing_batch(TURNS, 1),
     "in shared rows": teacher_forcing_batch(ONE_TOKEN, 1),
+    "after a common start": teacher_forcing_batch(INSTRUCTED, 1),
 }
+IN_SHARED_ROWS = {"in shared rows": 0, "after a common start": len(START)}
 CASES = [
     (family, kind)
     for family in ("gemma2", "llama", "mistral", "opt")
     for kind in BATCHES
-    if kind != "in shared rows" or can_pack(FAMILIES[family][0], max_length=16)
+    if kind not in IN_SHARED_ROWS or can_pack(FAMILIES[family][0], max_length=32)
 ]
 
 
@@ -136,8 +140,8 @@ def test_an_answer_meets_perturbed_weights_after_a_context_at_theta(family, kind
     directory, plain = models(family)
     engine = start_engine(directory, sparsity=0.0, **BY_EXAMPLE)
     batch = BATCHES[kind]
-    if kind == "in shared rows":
-        batch = pack(batch)
+    if kind in IN_SHARED_ROWS:
+        batch = pack(batch, IN_SHARED_ROWS[kind])
         assert len(batch.inputs["input_ids"]) < len(CONTEXTS)
     probes = (KeyedProbe(KEYS, SCALE), KeyedProbe(KEYS, -SCALE), KeyedProbe(KEYS[::-1], SCALE))
     outputs = engine.run(batch, Perturbation(probes, DROPPED))

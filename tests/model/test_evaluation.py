@@ -50,11 +50,15 @@ LETTERS = {
     "data__labels": {"0": "x", "1": "y"},
 }
 CHAT = {"data__task": "custom", "data__messages": "turns", "data__num_test": 9}
+INSTRUCTED = LETTERS | {"data__prompt": "Is this a good film or a bad one? {sentence}\n"}
+WORDS = {"0": "good", "1": "bad"}
 MEZO = {"data__protocol": "mezo"}
 OWN = {"train__objective": "test_evaluation:misses"}
 DEMONSTRATIONS = {"method": "icl", "data__num_demonstrations": 1}
 CASES = {
     "one token": Case("sst2", "rotary", LETTERS),
+    "one token, instructions": Case("sst2", "rotary", INSTRUCTED),
+    "words, instructions": Case("sst2", changes=INSTRUCTED | {"data__labels": WORDS}),
     "own objective of logits": Case("sst2", "rotary", LETTERS | OWN),
     "many tokens": Case("cb", "rotary"),
     "demonstrations for each question": Case("cb", "rotary", MEZO | DEMONSTRATIONS),
@@ -182,6 +186,23 @@ def task_loss(data, logs):
     return sum(-sum(map(sum, part)) / sum(map(len, part)) * len(part) for part in parts) / len(
         golds
     )
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith(", instructions")])
+def test_instructions_are_read_once_in_a_batch(name, assets):
+    case = CASES[name]
+    data = load(assets, case)
+    engine = start_engine(assets / case.model, sparsity=0.0)
+    shapes = []
+    block = engine.module.get_submodule(engine.layout.path)[1]
+    block.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape[:2])))
+    evaluate(engine, data.reader, data.test, 64)
+    num_start = data.test.num_start
+    assert num_start == 1 + len("Is this a good film or a bad one? ")  # after <s>
+    contexts = {ids[:-1] for encoded in data.test.encoded for ids in encoded.sequences}
+    num_own = sum(len(ids) - num_start for ids in contexts)
+    ((num_rows, width),) = shapes
+    assert num_rows == 1 and width < num_start + num_own + 8
 
 
 @pytest.mark.parametrize("name", CASES)

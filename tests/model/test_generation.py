@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
-from lezo_ds.data import prompt_reading
+from lezo_ds.data import packing
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.generation import (
     generate,
@@ -167,7 +167,7 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
 
 @pytest.mark.parametrize("most_shared", [512, 8, 1])
 def test_prompts_that_share_rows_are_continued_as_each_of_them_alone(most_shared, monkeypatch):
-    monkeypatch.setattr(prompt_reading, "_MOST_SHARED", most_shared)
+    monkeypatch.setattr(packing, "_MOST_SHARED", most_shared)
     (model, settings), common = start("llama"), (7, 8, 9)
     prompts = [common + prompt for prompt in prompts_of((3, 9, 1, 6, 4, 8))]
     expected = [plain(model, prompt, settings.stop_ids) for prompt in prompts]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
@@ -21,6 +23,7 @@ from transformers import (
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack
+from lezo_ds.data.reader import EncodedSplit
 from lezo_ds.tasks.base import EncodedExample
 
 PAD = 1
@@ -47,6 +50,19 @@ def logits_of(model, batch):
     return logits[batch.selection.rows, batch.selection.positions]
 
 
+def assert_equal_passes(model, *batches):
+    """Compare the logits and gradients of two layouts of a batch."""
+    logits, gradients = [], []
+    for batch in batches:
+        model.zero_grad()
+        found = logits_of(model, batch)
+        classification_loss(found, batch).sum().backward()
+        logits.append(found.detach())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(*logits, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", PACKING)
 def test_logits_and_gradients_are_those_of_rows_of_their_own(family):
     assert can_pack(FAMILIES[family][0], 32)
@@ -54,15 +70,24 @@ def test_logits_and_gradients_are_those_of_rows_of_their_own(family):
     batch = candidate_batch(examples_of(LENGTHS, option_length=2), PAD)
     packed = pack(batch)
     assert 2 * len(packed.inputs["input_ids"]) < len(batch.inputs["input_ids"])
-    logits, gradients = [], []
-    for each in (batch, packed):
-        model.zero_grad()
-        found = logits_of(model, each)
-        classification_loss(found, each).sum().backward()
-        logits.append(found.detach())
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.allclose(*logits, rtol=1e-5, atol=1e-5)
-    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-5)
+    assert_equal_passes(model, batch, packed)
+
+
+@pytest.mark.parametrize("family", PACKING)
+def test_what_sequences_begin_with_is_once_in_a_row_and_changes_no_logits_or_gradients(family):
+    model = tiny_model(family)
+    start = tuple(range(3, 15))
+    examples = []
+    for own in examples_of(range(1, 9), option_length=2):
+        sequences = tuple((*start, *ids) for ids in own.sequences)
+        examples.append(replace(own, sequences=sequences))
+    split = EncodedSplit((), tuple(examples))
+    assert split.num_start == len(start)
+    batch = candidate_batch(examples, PAD)  # 16 rows of 24 tokens
+    packed = pack(batch, split.num_start)
+    # Of two candidates with contexts of 1 to 8 tokens of their own, the last token is not read.
+    assert packed.inputs["input_ids"].shape == (1, 12 + 2 * 36 + 2 * 8 + 4)
+    assert_equal_passes(model, batch, packed)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("opt", torch.bfloat16), ("llama", torch.float32)])

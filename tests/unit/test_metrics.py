@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tiny_tasks import task_config, write_tasks, write_writer
+from transformers import OPTConfig
 
 from lezo_ds import distributed
 from lezo_ds.data.evaluation import evaluate
@@ -95,6 +97,7 @@ class Guesses:
     """A model with random logits."""
 
     tensor_parallel = 1
+    module = SimpleNamespace(config=OPTConfig())
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
