@@ -58,6 +58,36 @@ def load(assets, task, data="data", **changes):
     return load_task_data(config_of(assets, task, data, **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_once"),
+    [
+        ({}, True),
+        ({"zo__examples_per_direction": 2}, True),
+        ({"zo__examples_per_direction": 1}, False),
+        ({"zo__examples_per_direction": 1, "zo__perturbed_tokens": "answers"}, True),
+        ({"method": "adamw"}, True),
+    ],
+)
+def test_what_examples_begin_with_is_once_in_a_row_if_no_examples_of_it_have_own_directions(
+    assets, changes, is_once
+):
+    instructed = {
+        "data__task": "custom",
+        "data__prompt": "Is this a good film? {sentence}\n",
+        "data__label_field": "label",
+        "data__labels": {"0": "x", "1": "y"},
+        "train__micro_batch_size": 2,
+        "zo__noise_rank": 1,
+    }
+    data = load(assets, "sst2", **(instructed | changes))
+    start = "Is this a good film? "
+    assert data.train.num_start == 1 + len(start)
+    tokens = data.training_batch([0, 1, 2, 3]).inputs["input_ids"]
+    assert text(data, tokens[0].tolist()).count(start) == 1
+    num_rows = 1 if is_once else 4
+    assert len(tokens) == num_rows
+
+
 def text(data, ids):
     assert ids[0] == 0
     return data.tokenizer.decode(ids[1:])
