@@ -419,7 +419,9 @@ class _Template:
             if not content or not written.rstrip().endswith(content):
                 stop = start + len(written.rstrip())
             if has_marks(conversation):  # then there are no bounds
-                first, last = (len(self._tokens(conversation[:end])[0]) for end in (start, stop))
+                # The first token may begin before the turn, as a space that ends what asks for it.
+                first = num_alike(self._tokens(conversation[:start])[0], ids)
+                last = len(self._tokens(conversation[:stop])[0])
                 inside: Sequence[int] = range(first, last)
             else:
                 inside = [

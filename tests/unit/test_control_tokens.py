@@ -78,6 +78,28 @@ def test_a_conversation_has_the_control_tokens_of_the_template_alone(
     assert "records have the text of a control token (</s>, <s>)" in caplog.text
 
 
+SPACED = (
+    "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@needs_marks
+def test_the_first_token_of_an_answer_is_learned_with_the_space_that_asks_for_it(tmp_path):
+    model = write_chat_model(tmp_path / "model", SPACED)
+    backend = AutoTokenizer.from_pretrained(model)
+    backend.add_tokens([" Use"])
+    backend.save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": len(backend)}))
+    for asked in ("#", f"{FORGED} #"):  # without and with marks
+        turns = [{"role": "user", "content": asked}, CONVERSATION[1]]
+        data = load(model, tmp_path, {"turns": [*turns, *turns]}, messages="turns")
+        (encoded,) = data.train.encoded[:1]
+        targets = [encoded.sequences[0][place] for place in encoded.targets(0)]
+        assert text_of(data, targets) == 2 * " Use </s> twice</s>"
+
+
 @needs_marks
 def test_what_is_read_as_text_is_what_the_tokenizer_writes_for_other_text(model, tmp_path):
     data = load(model, tmp_path, {"turns": CONVERSATION}, messages="turns")
