@@ -22,10 +22,10 @@ from test_perturbed_forward import (
     record_rows,
     reference,
 )
-from tiny_models import VOCABULARY, tiny_model, tunable
+from tiny_models import VOCABULARY, random_model, tiny_model, tunable
 from tiny_runs import TINY_OPT, start_engine, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import BambaConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
@@ -103,6 +103,23 @@ def test_a_batch_is_continued_as_each_of_its_prompts_alone(family):
     assert len(set(map(len, expected))) > 1
     tokens = generate(model, prompt_batch(prompts, settings))
     assert ended(tokens, settings) == expected
+
+
+def test_a_bias_before_a_state_does_not_read_padding():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+    config = BambaConfig(
+        vocab_size=VOCABULARY,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        attn_layer_indices=[1],
+        mamba_proj_bias=True,
+        **sizes,
+    )
+    model = random_model(config)
+    prompts = prompts_of()
+    tokens = generate(model, prompt_batch(prompts, GenerationSettings(MAX_NEW_TOKENS, (), PAD)))
+    assert tokens.tolist() == [plain(model, prompt) for prompt in prompts]
 
 
 def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
