@@ -548,7 +548,7 @@ def check_records(
     if config.train.steps is not None and config.train.steps < num_done:
         raise UserError(
             f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}",
-            fix=f"set train.steps={num_done} or more, or another run_dir",
+            fix=f"set train.steps={num_done} or more, or larger train.epochs, or another run_dir",
         )
     if num_done > 0 and recorded.num_ranks not in (None, num_ranks):
         raise UserError(
