@@ -19,8 +19,9 @@ row. Three sequences A, B and C of a batch that is W = 6 tokens wide become two 
 The selected logits are moved with their tokens. They have the bits that they would have alone in a
 row: masked keys add exactly 0.
 
-Sequences that begin with the same n tokens (instructions, a system prompt) may have them once in
-each row. Here, n = 2, and C and D begin with the tokens S0 S1:
+The candidates of an example have once what they begin with. Sequences that all begin with the same
+n tokens (instructions, a system prompt) may have these once in each row. Here, n = 2, and C and D
+begin with the tokens S0 S1:
 
     input_ids        S0 S1 C2 C3 D2  .        position_ids    0  1  2  3  2  0
 
@@ -39,7 +40,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,7 +121,7 @@ def pack(batch: MicroBatch, num_start: int = 0) -> MicroBatch:
     selects no logits, or if too many tokens would be left.
 
     Args:
-        batch: a sequence in each row.
+        batch: a sequence in each row. What all sequences of an example begin with is there once.
         num_start: number of tokens with which all sequences begin, before any selected logits.
             Each row has them once.
     """
@@ -128,51 +129,97 @@ def pack(batch: MicroBatch, num_start: int = 0) -> MicroBatch:
         return batch
     tokens = batch.inputs["input_ids"]  # [sequences, W]
     selection = batch.selection
-    num_sequences, width = tokens.shape
-    reached = torch.zeros(num_sequences, dtype=torch.int64)
-    reached.scatter_reduce_(0, selection.rows, selection.positions + 1, "amax")
-    lengths = (reached - num_start).tolist()
-    if num_start:
-        num_rows, rows, offsets = place_evenly(lengths)
-        longest = max(map(operator.add, offsets, lengths))
-        width = -(-(num_start + longest) // PAD_MULTIPLE) * PAD_MULTIPLE
-    else:
-        rows, offsets = _first_fit(lengths, width)
-        num_rows = max(rows) + 1
-    if num_rows * width > _MOST_TOKENS * tokens.numel():
-        return batch
-    packed = torch.zeros(num_rows, width, dtype=torch.int64)
-    positions = torch.zeros_like(packed)
-    owner = padding_alone(num_rows, width)
-    packed[:, :num_start] = tokens[0, :num_start]
-    positions[:, :num_start] = torch.arange(num_start)
-    owner[:, :num_start] = _START
-    for sequence, (row, offset, length) in enumerate(zip(rows, offsets, lengths, strict=True)):
-        columns = slice(num_start + offset, num_start + offset + length)
-        packed[row, columns] = tokens[sequence, num_start : num_start + length]
-        positions[row, columns] = torch.arange(num_start, num_start + length)
-        owner[row, columns] = sequence
-    inputs = {
-        "input_ids": packed,
-        "position_ids": positions,
-        "attention_mask": seen_tokens(owner)[:, None],
-    }
+    num_sequences = len(tokens)
+    lengths = torch.zeros(num_sequences, dtype=torch.int64)
+    lengths.scatter_reduce_(0, selection.rows, selection.positions + 1, "amax")
     example_of = torch.arange(num_sequences)
     if batch.token_examples is not None:
         example_of = batch.token_examples[:, 0]
+    layout = _lay_out(tokens, lengths, example_of, num_start)
+    num_rows = int(layout.rows.max()) + 1
+    if num_rows * layout.width > _MOST_TOKENS * tokens.numel():
+        return batch
+    # Of each token of a sequence: its place, and what it sees.
+    position = torch.arange(tokens.shape[1]).expand_as(tokens)
+    is_start = position < num_start
+    is_shared = position < layout.num_shared[:, None]
+    offset = torch.where(is_shared, layout.shared_offsets[:, None], layout.own_offsets[:, None])
+    column = torch.where(is_start, position, position + offset)
+    sequence = torch.arange(num_sequences)[:, None].expand_as(tokens)
+    context = num_sequences + example_of[:, None].expand_as(tokens)
+    owner = torch.where(is_shared, context, sequence).masked_fill(is_start, _START)
+
+    is_kept = position < lengths[:, None]
+    places = (layout.rows[sequence[is_kept]], column[is_kept])
+    shape = (num_rows, layout.width)
+    packed = torch.zeros(shape, dtype=torch.int64).index_put(places, tokens[is_kept])
+    positions = torch.zeros_like(packed).index_put(places, position[is_kept])
+    owners = padding_alone(*shape).index_put(places, owner[is_kept])
+    contexts = padding_alone(*shape).index_put(places, context[is_kept])
+    example_of_token = torch.zeros_like(packed).index_put(places, example_of[sequence[is_kept]])
+    inputs = {
+        "input_ids": packed,
+        "position_ids": positions,
+        "attention_mask": seen_tokens(owners, contexts)[:, None],
+    }
     moved = replace(
         selection,
-        rows=torch.tensor(rows)[selection.rows],
-        positions=selection.positions + torch.tensor(offsets)[selection.rows],
+        rows=layout.rows[selection.rows],
+        positions=column[selection.rows, selection.positions],
     )
-    token_examples = example_of[owner.clamp(min=0)]  # padding counts as that of any example
     return replace(
         batch,
         inputs=inputs,
         selection=moved,
-        token_examples=token_examples,
+        token_examples=example_of_token,  # padding counts as that of any example
         num_start=num_start,
     )
+
+
+class _Layout(NamedTuple):
+    """Where the tokens of S sequences are, in rows of W tokens.
+
+    Attributes:
+        width: W.
+        rows: int64 [S].
+        num_shared: int64 [S], how many tokens are there once for all sequences of an example.
+        shared_offsets: int64 [S], the column of the first of these tokens, if it had the position
+            0.
+        own_offsets: likewise, of the tokens after them.
+    """
+
+    width: int
+    rows: Tensor
+    num_shared: Tensor
+    shared_offsets: Tensor
+    own_offsets: Tensor
+
+
+def _lay_out(tokens: Tensor, lengths: Tensor, example_of: Tensor, num_start: int) -> _Layout:
+    num_shared = torch.full_like(lengths, num_start)
+    own_starts = torch.zeros_like(lengths)  # of own tokens, among those of the example
+    totals = []
+    for example in range(int(example_of.max()) + 1):
+        sequences = (example_of == example).nonzero()[:, 0]
+        shared = num_start
+        if len(sequences) > 1:
+            together = tokens[sequences, : int(lengths[sequences].min())]
+            is_alike = (together == together[0]).all(dim=0)
+            shared = max(num_start, int(is_alike.cumprod(dim=0).sum()))
+        own_lengths = lengths[sequences] - shared
+        num_shared[sequences] = shared
+        own_starts[sequences] = shared - num_start + own_lengths.cumsum(dim=0) - own_lengths
+        totals.append(shared - num_start + int(own_lengths.sum()))
+    width = tokens.shape[1]
+    if num_start or len(totals) < len(tokens):
+        _, rows, offsets = place_evenly(totals)
+        longest = num_start + max(map(operator.add, offsets, totals))
+        width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
+    else:
+        rows, offsets = _first_fit(totals, width)
+    shared_offsets = torch.tensor(offsets)[example_of]
+    own_offsets = num_start + shared_offsets + own_starts - num_shared
+    return _Layout(width, torch.tensor(rows)[example_of], num_shared, shared_offsets, own_offsets)
 
 
 def padding_alone(num_rows: int, width: int) -> Tensor:
@@ -184,15 +231,19 @@ def padding_alone(num_rows: int, width: int) -> Tensor:
     return torch.arange(-width, 0).repeat(num_rows, 1)
 
 
-def seen_tokens(owner: Tensor) -> Tensor:
+def seen_tokens(owner: Tensor, context: Tensor | None = None) -> Tensor:
     """Return whether token i sees token j: bool [rows, W, W].
 
     Args:
-        owner: int64 [rows, W], the number of the sequence that each token belongs to.
+        owner: int64 [rows, W], the number of the sequence that each token belongs to, or of the
+            context of several.
+        context: likewise, the number of the context that its sequence has.
     """
-    is_own = owner[:, :, None] == owner[:, None, :]
-    is_start = (owner == _START)[:, None, :]
-    return (is_own | is_start).tril()
+    is_seen = owner[:, :, None] == owner[:, None, :]
+    is_seen |= (owner == _START)[:, None, :]
+    if context is not None:
+        is_seen |= context[:, :, None] == owner[:, None, :]
+    return is_seen.tril()
 
 
 def place_evenly(lengths: Sequence[int], num_copies: int = 1) -> tuple[int, list[int], list[int]]:

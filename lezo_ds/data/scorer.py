@@ -12,7 +12,8 @@ all values:
 Ranks that split the weights by tensor parallelism run the same batches, and the first one counts.
 
 If all sequences begin with the same tokens (instructions, demonstrations), a batch has these once
-in a row that the sequences share (packing.py).
+in a row that the sequences share. So it has what the candidates of an example begin with
+(packing.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from typing import Any, Protocol
 
 import torch
@@ -127,7 +128,8 @@ class Scorer:
 
         It has float64 [candidates] for each example.
         """
-        candidates = all_candidates(self.split.encoded)
+        encoded = self.split.encoded
+        candidates = all_candidates(encoded)
 
         def score(items: Sequence[int]) -> Tensor:
             chosen = [candidates[item] for item in items]
@@ -136,8 +138,16 @@ class Scorer:
             return -teacher_forcing_loss(logits, batch).unsqueeze(1)
 
         sequences = [example.sequences[number] for example, number in candidates]
-        sums = self._spread(_rows_by_context(sequences), 1, score).squeeze(1)
-        num_candidates = [len(example.sequences) for example in self.split.encoded]
+        rows = _rows_by_context(sequences)
+        size = self.batch_size
+        num_contexts = max(len({ids[:-1] for ids in example.sequences}) for example in encoded)
+        num_candidates = [len(example.sequences) for example in encoded]
+        if self._takes_packed and 1 < num_contexts <= size:
+            items = iter(range(len(candidates)))
+            of_examples = [list(islice(items, number)) for number in num_candidates]
+            rows = sorted(of_examples, key=lambda row: max(len(sequences[item]) for item in row))
+            size //= num_contexts
+        sums = self._spread(rows, 1, score, size).squeeze(1)
         return list(torch.split(sums, num_candidates))
 
     @cached_property
@@ -224,15 +234,14 @@ class Scorer:
         return total / len(losses)
 
     @cached_property
-    def _num_start(self) -> int:
-        """Number of tokens with which all sequences begin, which each row has once."""
+    def _takes_packed(self) -> bool:
+        """Whether sequences may share rows."""
         # Of a model with a trained prefix, the attention is no longer one that takes packed rows.
-        takes_packed = can_pack(self.engine.module.config, self.reader.data.max_length)
-        return self.split.num_start if takes_packed else 0
+        return can_pack(self.engine.module.config, self.reader.data.max_length)
 
     def _forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
         """Return a batch on this rank's device, and its outputs."""
-        laid_out = pack(batch, self._num_start) if self._num_start else batch
+        laid_out = pack(batch, self.split.num_start) if self._takes_packed else batch
         return to_device(batch, distributed.device()), self.engine.forward(laid_out)
 
     def _spread(
@@ -240,6 +249,7 @@ class Scorer:
         rows: Sequence[list[int]],
         width: int,
         run: Callable[[Sequence[int]], Tensor],
+        batch_size: int | None = None,
     ) -> Tensor:
         """Run items on all ranks, in batches of `batch_size` rows (see the module's docstring).
 
@@ -247,13 +257,15 @@ class Scorer:
             rows: the items, by number from 0, that share each row of a batch.
             width: number of values of an item.
             run: the collective (items of a batch) -> values, [items, width].
+            batch_size: another than that of the evaluation.
 
         Returns:
             float64 [all items, width], the same on every rank.
         """
+        size = batch_size or self.batch_size
         batches = [
-            list(chain.from_iterable(rows[begin : begin + self.batch_size]))
-            for begin in range(0, len(rows), self.batch_size)
+            list(chain.from_iterable(rows[begin : begin + size]))
+            for begin in range(0, len(rows), size)
         ]
         values = torch.zeros(sum(map(len, rows)), width, dtype=torch.float64)
         same_batches = self.engine.tensor_parallel  # ranks that run the same batches

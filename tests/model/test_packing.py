@@ -85,8 +85,8 @@ def test_what_sequences_begin_with_is_once_in_a_row_and_changes_no_logits_or_gra
     assert split.num_start == len(start)
     batch = candidate_batch(examples, PAD)  # 16 rows of 24 tokens
     packed = pack(batch, split.num_start)
-    # Of two candidates with contexts of 1 to 8 tokens of their own, the last token is not read.
-    assert packed.inputs["input_ids"].shape == (1, 12 + 2 * 36 + 2 * 8 + 4)
+    # Contexts have 1 to 8 tokens of their own. Of each of two answers, one token is read.
+    assert packed.inputs["input_ids"].shape == (1, 12 + 36 + 8 * 2)
     assert_equal_passes(model, batch, packed)
 
 
