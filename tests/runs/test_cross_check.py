@@ -38,12 +38,19 @@ ANSWERS = {
     "generation__max_new_tokens": 12,
     "generation__temperature": 1.0,
 }
+ONE_TOKEN = {
+    "data__task": "custom",
+    "data__prompt": "{sentence}\n",
+    "data__label_field": "label",
+    "data__labels": {"0": "x", "1": "y"},
+}
 RUNS = {
     "answers alone": ("sst2", {**LOW_RANK, "zo__perturbed_tokens": "answers"}),
     "answers alone, choices": ("copa", {**LOW_RANK, "zo__perturbed_tokens": "answers"}),
     "answers alone, texts": ("squad", {"zo__perturbed_tokens": "answers"}),
     "answers alone, three": ("cb", {"zo__perturbed_tokens": "answers"}),
     "labels": ("sst2", {}),
+    "labels of one token": ("sst2", ONE_TOKEN),
     "labels of several tokens, three": ("cb", {}),
     "choices": ("copa", {"zo__sparsity": 0}),
     "texts": ("squad", {}),
@@ -109,7 +116,14 @@ def test_ranks_that_share_the_weights_compare_the_same_records(assets, tensor_pa
     assert all(len(of_run) == 2 and max(of_run) < 1e-5 for of_run in first)
 
 
-def test_a_model_whose_records_reach_each_other_in_a_row_is_refused(assets):
+@pytest.mark.parametrize(
+    ("run", "cause", "fix"),
+    [
+        ("labels of one token", "the records of a pass change", "set train.micro_batch_size=1"),
+        ("labels", "candidates that share a row change", "use labels of one token"),
+    ],
+)
+def test_a_model_whose_records_reach_each_other_in_a_row_is_refused(assets, run, cause, fix):
     # Linear attention reads every token before it in the row, whatever the mask says.
     tokenizer = AutoTokenizer.from_pretrained(assets / "writer")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "head_dim": 8}
@@ -117,13 +131,13 @@ def test_a_model_whose_records_reach_each_other_in_a_row_is_refused(assets):
     linear = {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
     linear |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
     model = Qwen3_5TextConfig(vocab_size=len(tokenizer), **sizes, **heads, **linear)
-    tokenizer.save_pretrained(write_model(model, assets / "linear"))
-    engine, data, config = inputs_of(assets, "labels", model="linear", data="uneven")
+    tokenizer.save_pretrained(write_model(model, assets / "linear" / run))
+    changes = {"model": f"linear/{run}", "data": "uneven", "train__micro_batch_size": 8}
+    engine, data, config = inputs_of(assets, run, **changes)
     assert not data.packed
     cross_check(engine, data, config)
-    with pytest.raises(UserError, match="the records of a pass change each other") as refusal:
+    with pytest.raises(UserError, match=f"{cause} each other; fix: {fix}"):
         cross_check(engine, replace(data, packed=True), config)
-    assert "set train.micro_batch_size=1" in str(refusal.value)
 
 
 @pytest.mark.parametrize("run", ["labels", "drawn answers"])
