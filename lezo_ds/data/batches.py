@@ -119,8 +119,12 @@ def candidate_batch(
         return MicroBatch(inputs, len(examples), labels, selection=selection)
     batch = token_batch(all_candidates(examples), pad_id)
     labels |= batch.labels
-    labels["candidate_slots"] = _slots([len(example.sequences) for example in examples])
-    return replace(batch, weight=len(examples), labels=labels)
+    counts = [len(example.sequences) for example in examples]
+    labels["candidate_slots"] = _slots(counts)
+    example_of_row = torch.arange(len(examples)).repeat_interleave(torch.tensor(counts))
+    return replace(
+        batch, weight=len(examples), labels=labels, token_examples=example_of_row[:, None]
+    )
 
 
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
@@ -163,8 +167,6 @@ def token_batch(
     """
     fed: list[TokenIds] = []
     row_of: dict[TokenIds, int] = {}
-    number_of: dict[int, int] = {}  # of an example, by its identity
-    example_of: list[int] = []
     rows = []
     positions = []
     target_ids = []
@@ -174,7 +176,6 @@ def token_batch(
         if not share_rows or context not in row_of:
             row_of[context] = len(fed)
             fed.append(context)
-            example_of.append(number_of.setdefault(id(example), len(number_of)))
         for position in example.targets(number):
             rows.append(row_of[context])
             positions.append(position - 1)
@@ -186,7 +187,6 @@ def token_batch(
         len(target_ids),
         {"target_ids": targets, "token_slots": token_slots},
         LogitSelection(torch.tensor(rows), torch.tensor(positions), targets=targets),
-        token_examples=torch.tensor(example_of)[:, None],
     )
 
 

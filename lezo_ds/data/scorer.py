@@ -19,7 +19,7 @@ in a row that the sequences share. So it has what the candidates of an example b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import Any, Protocol
@@ -130,23 +130,29 @@ class Scorer:
         """
         encoded = self.split.encoded
         candidates = all_candidates(encoded)
-
-        def score(items: Sequence[int]) -> Tensor:
-            chosen = [candidates[item] for item in items]
-            batch = token_batch(chosen, self.reader.tokenizer.pad_id, share_rows=True)
-            batch, logits = self._forward(batch)
-            return -teacher_forcing_loss(logits, batch).unsqueeze(1)
-
         sequences = [example.sequences[number] for example, number in candidates]
         rows = _rows_by_context(sequences)
         size = self.batch_size
-        num_contexts = max(len({ids[:-1] for ids in example.sequences}) for example in encoded)
         num_candidates = [len(example.sequences) for example in encoded]
-        if self._takes_packed and 1 < num_contexts <= size:
+        example_of = torch.arange(len(encoded)).repeat_interleave(torch.tensor(num_candidates))
+        num_contexts = max(len({ids[:-1] for ids in example.sequences}) for example in encoded)
+        are_together = self._takes_packed and 1 < num_contexts <= size
+        if are_together:
             items = iter(range(len(candidates)))
             of_examples = [list(islice(items, number)) for number in num_candidates]
             rows = sorted(of_examples, key=lambda row: max(len(sequences[item]) for item in row))
             size //= num_contexts
+
+        def score(items: Sequence[int]) -> Tensor:
+            chosen = [candidates[item] for item in items]
+            pad_id = self.reader.tokenizer.pad_id
+            batch = token_batch(chosen, pad_id, share_rows=not are_together)
+            if are_together:
+                _, examples = torch.unique(example_of[items], return_inverse=True)
+                batch = replace(batch, token_examples=examples[:, None])
+            batch, logits = self._forward(batch)
+            return -teacher_forcing_loss(logits, batch).unsqueeze(1)
+
         sums = self._spread(rows, 1, score, size).squeeze(1)
         return list(torch.split(sums, num_candidates))
 

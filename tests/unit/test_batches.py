@@ -174,6 +174,15 @@ def test_a_packed_batch_wants_the_same_logits_of_the_same_tokens_in_fewer_tokens
     assert (packed.weight, packed.labels.keys()) == (batch.weight, batch.labels.keys())
 
 
+def test_an_example_that_a_batch_has_twice_is_two_examples_in_a_shared_row():
+    twice = [encoded(range(7, 19), (5, 6), (4, 6))] * 2
+    packed = pack(candidate_batch(twice, PAD))
+    assert len(packed.inputs["input_ids"]) == 1
+    assert packed.num_examples == 2
+    # Each has its own context of 13 tokens, and one token of each candidate.
+    assert packed.token_examples[0].tolist()[:30] == [0] * 15 + [1] * 15
+
+
 def test_tokens_behind_the_last_wanted_logit_are_left_out():
     selection = LogitSelection(torch.tensor([0, 1, 1]), torch.tensor([2, 0, 3]))
     packed = pack(MicroBatch({"input_ids": torch.arange(3, 19).view(2, 8)}, 2, selection=selection))
