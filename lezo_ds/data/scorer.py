@@ -35,7 +35,7 @@ from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.reader import EncodedSplit, Reader
 from lezo_ds.forward.batch import MicroBatch, to_device
-from lezo_ds.tasks.base import TokenCounts, TokenIds
+from lezo_ds.tasks.base import EncodedExample, TokenCounts, TokenIds
 
 
 class Model(Protocol):
@@ -130,18 +130,11 @@ class Scorer:
         """
         encoded = self.split.encoded
         candidates = all_candidates(encoded)
-        sequences = [example.sequences[number] for example, number in candidates]
-        rows = _rows_by_context(sequences)
-        size = self.batch_size
         num_candidates = [len(example.sequences) for example in encoded]
         example_of = torch.arange(len(encoded)).repeat_interleave(torch.tensor(num_candidates))
         num_contexts = max(len({ids[:-1] for ids in example.sequences}) for example in encoded)
-        are_together = self._takes_packed and 1 < num_contexts <= size
-        if are_together:
-            items = iter(range(len(candidates)))
-            of_examples = [list(islice(items, number)) for number in num_candidates]
-            rows = sorted(of_examples, key=lambda row: max(len(sequences[item]) for item in row))
-            size //= num_contexts
+        # Rows that cannot be shared in the end are no more than `batch_size`, too.
+        are_together = self._takes_packed and 1 < num_contexts <= self.batch_size
 
         def score(items: Sequence[int]) -> Tensor:
             chosen = [candidates[item] for item in items]
@@ -153,8 +146,13 @@ class Scorer:
             batch, logits = self._forward(batch)
             return -teacher_forcing_loss(logits, batch).unsqueeze(1)
 
-        sums = self._spread(rows, 1, score, size).squeeze(1)
-        return list(torch.split(sums, num_candidates))
+        if are_together:
+            rows = _rows_by_example(encoded)
+            sums = self._spread(rows, 1, score, self.batch_size // num_contexts)
+        else:
+            sequences = [example.sequences[number] for example, number in candidates]
+            sums = self._spread(_rows_by_context(sequences), 1, score)
+        return list(torch.split(sums.squeeze(1), num_candidates))
 
     @cached_property
     def new_tokens(self) -> Tensor:
@@ -295,6 +293,14 @@ def _rows_by_context(sequences: Sequence[TokenIds]) -> list[list[int]]:
     """
     order = sorted(range(len(sequences)), key=lambda item: (len(sequences[item]), sequences[item]))
     return [list(items) for _, items in groupby(order, key=lambda item: sequences[item][:-1])]
+
+
+def _rows_by_example(encoded: Sequence[EncodedExample]) -> list[list[int]]:
+    """Return the items of each example, its candidates, in order of the length of examples."""
+    items = iter(range(sum(len(example.sequences) for example in encoded)))
+    rows = [list(islice(items, len(example.sequences))) for example in encoded]
+    order = sorted(range(len(encoded)), key=lambda number: encoded[number].num_tokens)
+    return [rows[number] for number in order]
 
 
 def _rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
