@@ -8,18 +8,20 @@ directory ──build_checked──► module on the meta device ──adapter�
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import (
     build_checked,
     open_weights,
     parameter_names,
+    persistent_buffers,
     resolve_model,
 )
 from lezo_ds.config import PeftConfig
@@ -44,9 +46,9 @@ class BaseModel:
     Attributes:
         name: hub id or directory, as the user wrote it.
         directory: with config.json and the weights.
-        fingerprint: digest of the base weights after loading. An adapter does not affect it. Of
-            quantized weights, it is that of the values that modules compute with, which depend on
-            the bits, the size of a group, and how codes are chosen.
+        fingerprint: digest of the base weights and stored buffers after loading. An adapter does
+            not affect it. Of quantized weights, it is that of the values that modules compute with,
+            which depend on the bits, the size of a group, and how codes are chosen.
         table_hash: of all parameter names and shapes, including those of an adapter.
         bits: of the matrices of the blocks, if they are quantized.
     """
@@ -141,7 +143,8 @@ def load_sharded_model(
         shards, aliases=aliases, precision=precision, has_adapter=bool(adapter)
     )
     weights.load(weights.base_shards, open_weights(module, directory))
-    fingerprint = weights.digest(weights.base_shards)
+    buffers = dict(persistent_buffers(module, own_name))
+    fingerprint = _fingerprint(weights.digest(weights.base_shards), buffers)
     hash_of_names = table_hash({shard.name: shard.shape for shard in shards})
     base = BaseModel(model, directory, fingerprint, hash_of_names, bits)
     if adapter is not None:
@@ -150,6 +153,19 @@ def load_sharded_model(
             weights.load(weights.adapter_shards, adapter_files(adapter, Path(peft.path)))
         weights.keep_initial()
     return ShardedModel(module, weights, layout, base, ds_config, adapter, engine)
+
+
+def _fingerprint(digest: str, buffers: Mapping[str, Tensor]) -> str:
+    """Return the fingerprint of a base: the digest of its weights, with its buffers if it has any.
+
+    Runs of models without buffers keep the fingerprint that earlier versions recorded.
+    """
+    if not buffers:
+        return digest
+    content = hashlib.blake2b(digest.encode(), digest_size=16)
+    for name, value in sorted(buffers.items()):
+        content.update(f"{name}:{value.tolist()};".encode())
+    return content.hexdigest()
 
 
 def _shards_of(

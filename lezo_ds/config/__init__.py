@@ -14,7 +14,14 @@
 All but the last import nothing heavy, so that a wrong key is refused at once.
 """
 
-from lezo_ds.config.checks import check_reading, check_world, checked_optimizer, with_steps
+from lezo_ds.config.checks import (
+    check_arguments,
+    check_partition,
+    check_reading,
+    check_world,
+    checked_optimizer,
+    with_steps,
+)
 from lezo_ds.config.components import (
     copies_per_pass,
     eval_every,

@@ -22,6 +22,7 @@ from lezo_ds.config.components import (
 )
 from lezo_ds.config.schema import (
     MOST_ITEMS,
+    READER,
     TRAINED,
     ZEROTH_ORDER,
     PeftConfig,
@@ -96,6 +97,11 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
         )
     steps = checked(replace(config, train=replace(config.train, steps=num_steps, epochs=None)))
     return replace(steps, train=replace(steps.train, epochs=config.train.epochs))
+
+
+def check_arguments(values: Mapping[str, object]) -> None:
+    """Refuse arguments of `lezo_ds.initialize`, by the keys of a recipe that have their rules."""
+    READER.read({"run_dir": "", **values}, "lezo_ds.initialize")
 
 
 def checked_optimizer(
@@ -285,14 +291,18 @@ def _rules_of_groups(config: RunConfig) -> Iterator[Rule]:
         )
 
 
-def check_world(config: RunConfig, world_size: int) -> None:
-    """Refuse a batch or a partition that does not split evenly among `world_size` ranks."""
-    partition_size = config.partition_size
+def check_partition(partition_size: int | None, world_size: int) -> None:
+    """Refuse shard groups into which the ranks do not split evenly."""
     if partition_size is not None and world_size % partition_size != 0:
         raise UserError(
             f"partition_size={partition_size} does not divide {world_size} ranks",
             fix="set partition_size=1, or null, or start more ranks: deepspeed --num_gpus N",
         )
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Refuse a batch or a partition that does not split evenly among `world_size` ranks."""
+    check_partition(config.partition_size, world_size)
     batch_size = config.train.batch_size
     micro_batch_size = config.train.micro_batch_size
     is_whole = batch_size % micro_batch_size == 0

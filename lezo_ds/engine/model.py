@@ -14,7 +14,7 @@ from lezo_ds import agreement, distributed
 from lezo_ds.agreement import Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.checkpoints.snapshots import Card, load_snapshot, snapshot_path, write_snapshot
-from lezo_ds.config import PeftConfig, ZoConfig, make_law, trained_part
+from lezo_ds.config import PeftConfig, ZoConfig, check_partition, make_law, trained_part
 from lezo_ds.config.deepspeed import offloads_weights, tensor_parallel_size
 from lezo_ds.data.generation import generate
 from lezo_ds.distributed.workers import Ranks, Workers
@@ -258,6 +258,7 @@ def load_parts(
         bits: in which the matrices of the blocks are stored; None stores them in `dtype`.
     """
     distributed.init_distributed()
+    check_partition(partition_size, distributed.world_size())
     if dtype == "fp16" and not distributed.supports_fp16():
         raise UserError(
             f"{model} has model.dtype=fp16, in which this machine does not compute",

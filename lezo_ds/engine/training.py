@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from lezo_ds import distributed
 from lezo_ds.config import (
     PeftConfig,
     ZoConfig,
+    check_arguments,
     checked_optimizer,
     make_estimator,
     make_layer_policy,
@@ -75,7 +77,7 @@ class LezoEngine(ReplayEngine):
         key = step_key(self.seed, self.global_steps)
         keys = tuple(direction_key(key, group) for group in range(num_examples // size))
         probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
-        dropped = self.layer_policy.sample(self.seed, self.records).dropped
+        dropped = self.layer_policy.checked_sample(self.seed, self.records).dropped
         return self.run(micro_batch, Perturbation(probes, frozenset(dropped)))[-1]
 
     @torch.no_grad()
@@ -130,7 +132,7 @@ class LezoEngine(ReplayEngine):
 
     def _decide(self) -> StepPlan:
         """Return the plan of the next step, a function of the run's seed and its records so far."""
-        layers = self.layer_policy.sample(self.seed, self.records)
+        layers = self.layer_policy.checked_sample(self.seed, self.records)
         return StepPlan(
             step=self.global_steps,
             key=step_key(self.seed, self.global_steps),
@@ -266,10 +268,12 @@ def initialize(
             Only an adapter can be trained then. None stores them in `dtype`.
 
     Raises:
-        UserError: settings contradict each other; there is no such model, it has no transformer
-            blocks, or its weights or the adapter do not fit; or everything that is trainable is in
-            blocks and all blocks are dropped.
+        UserError: an argument has a wrong value, or two contradict each other; there is no such
+            model, it has no transformer blocks, or its weights or the adapter do not fit; or
+            everything that is trainable is in blocks and all blocks are dropped.
     """
+    model = os.fspath(model)
+    check_arguments({"model.path": model, "model.dtype": dtype, "model.bits": bits, "seed": seed})
     config = checked_optimizer(config, peft, bits, num_steps)
     parts = load_parts(model, config, ds_config, dtype, seed, peft, partition_size, bits)
     return LezoEngine(parts, config, seed, num_steps)

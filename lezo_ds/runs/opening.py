@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -95,12 +96,14 @@ class Opened(NamedTuple):
         reading: how the model reads records and answers them.
         load_engine: loads the weights. A collective.
         named: the overrides that may name modules to import; None if the recipe may, too.
+        fingerprints: of the examples of a run, by split; empty if they may be others.
     """
 
     source: dict[str, Any]
     reading: ReadingConfig
     load_engine: Callable[[], ModelEngine]
     named: Sequence[str] | None
+    fingerprints: Mapping[str, str] = MappingProxyType({})
 
     def refuse_code(self, *keys: str) -> None:
         """Refuse to import a module that only the run or the export names in one of some keys."""
@@ -142,7 +145,10 @@ def open_run(path: Path, step: str, overrides: Sequence[str] = ()) -> Opened:
     run = distributed.on_rank_zero(lambda: read_run(path, overrides, _READING_KEYS))
     number = run.find_step(step)
     source = {"run": str(path), "step": number}
-    return Opened(source, run.config.reading, lambda: restore(run, number), overrides)
+    changed = {override.partition("=")[0] for override in overrides}
+    recorded = run.header.config.get("data_fingerprints", {})
+    fingerprints = {} if changed & _READING_KEYS else recorded
+    return Opened(source, run.config.reading, lambda: restore(run, number), overrides, fingerprints)
 
 
 def open_model(
@@ -342,10 +348,10 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         What --json prints.
     """
     opened.refuse_code("data.task", "data.metric", "train.objective")
-    source, reading, load_engine, _ = opened
+    reading = opened.reading
     check_reading(reading)
     data = reading.data
-    is_only_tested = "model" in source and reading.method == "zero_shot" and split == "test"
+    is_only_tested = "model" in opened.source and reading.method == "zero_shot" and split == "test"
     if is_only_tested and not data.train:
         # A directory may have only a few training and validation examples.
         reading = reading._replace(data=replace(data, num_train=1, num_dev=1))
@@ -353,9 +359,14 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
     chosen = reader.encode(splits.dev if split == "dev" else splits.test)
     if split == "test":
         warn_of_unreachable(reader, chosen)
-    result = evaluate(load_engine(), reader, chosen, reading.batch_size)
+    if opened.fingerprints.get(split, chosen.fingerprint()) != chosen.fingerprint():
+        logger.warning(
+            "the %s examples have changed since the run: this score does not compare with its own",
+            split,
+        )
+    result = evaluate(opened.load_engine(), reader, chosen, reading.batch_size)
     return {
-        **source,
+        **opened.source,
         "task": reader.task.name,
         "method": reading.method,
         "protocol": data.protocol,

@@ -64,6 +64,25 @@ class LayerPolicy(ABC):
     def sample(self, seed: int, records: Sequence[StepRecord]) -> LayerSample:
         """Return the sample of the step after `records`, the records of all steps so far."""
 
+    def checked_sample(self, seed: int, records: Sequence[StepRecord]) -> LayerSample:
+        """Return the sample of the step, which a policy of the user's own may get wrong.
+
+        Raises:
+            UserError: it is no `LayerSample` of the groups.
+        """
+        sample = self.sample(seed, records)
+        num_weights = self.num_groups if self.has_weights else 0
+        if isinstance(sample, LayerSample) and len(sample.weights) == num_weights:
+            groups = [group for group in range(self.num_groups) if group in sample.dropped]
+            if groups == list(sample.dropped):
+                return sample
+        raise UserError(
+            f"the layer policy {type(self).__name__} returned {sample!r}, and the model has "
+            f"{self.num_groups} groups to drop",
+            fix="return lezo_ds.zo.layers.LayerSample with sorted indices of groups in dropped, "
+            f"and {num_weights} weights",
+        )
+
 
 @dataclass(frozen=True)
 class Uniform(LayerPolicy):

@@ -385,6 +385,10 @@ def test_buffers_are_those_of_transformers(tmp_path, kind, sizes):
     model.save_pretrained(tmp_path / "model")
     engine = start_engine(tmp_path / "model", "bf16")
     assert torch.equal(engine.module.get_buffer(name), expected)
+    model.get_buffer(name)[0] += 1
+    model.save_pretrained(tmp_path / "other")
+    other = start_engine(tmp_path / "other", "bf16")
+    assert other.base.fingerprint != engine.base.fingerprint
     engine.write_model(tmp_path / "exported")
     exported, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "exported", output_loading_info=True

@@ -389,6 +389,10 @@ TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
         ({"layer_policy_options": {"blocks": "0"}}, {}, "blocks='0' is no option of Uniform"),
         ({"sparsity": None}, {}, "method=lezo needs zo.sparsity"),
         ({"learning_rate": None, "sparsity": None}, {}, "needs zo.learning_rate, zo.sparsity"),
+        ({}, {"dtype": "float16"}, "one of fp32, bf16, fp16; fix: did you mean fp16"),
+        ({}, {"bits": 3}, "model.bits=3 in lezo_ds.initialize is not one of 4, 8 or null"),
+        ({}, {"seed": "3"}, 'seed="3" in lezo_ds.initialize is not an integer'),
+        ({}, {"partition_size": 3}, "partition_size=3 does not divide 1 ranks"),
     ],
 )
 def test_initialize_has_the_rules_of_a_recipe(zo, others, message, monkeypatch):

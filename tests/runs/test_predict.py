@@ -94,6 +94,18 @@ def test_a_flipped_bit_in_an_export_is_noticed(root, tmp_path):
     predict(*words, "data.prompt={text}", "data.labels=[a, b]")
 
 
+def test_a_score_of_changed_records_is_said_to_be_of_others(root):
+    tickets = root / "tickets.csv"
+    run = ["--run", root / "run"]
+    changed = "the test examples have changed since the run"
+    assert changed not in run_forked_well(run, program="evaluate").err
+    records = tickets.read_bytes()
+    tickets.write_bytes(records.replace(b" (0", b" (1"))
+    assert changed in run_forked_well(run, program="evaluate").err
+    assert changed not in run_forked_well([*run, "data.seed=1"], program="evaluate").err
+    tickets.write_bytes(records)
+
+
 def assert_merged(command, base, adapter, merged):
     """Two ranks write what peft makes of the base and the adapter, but for the rounding of peft."""
     run_forked_well(command, program="export", num_ranks=2)

@@ -21,7 +21,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Spsa, mean_losses
 from lezo_ds.zo.grzo import Grzo
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
-from lezo_ds.zo.layers import Fixed, Uniform
+from lezo_ds.zo.layers import Fixed, LayerSample, Uniform
 from lezo_ds.zo.passes import Groups
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
@@ -271,6 +271,26 @@ def test_every_subset_is_equally_likely_and_neighboring_steps_and_seeds_are_inde
 def test_a_fixed_policy_keeps_the_named_blocks_or_the_last_ones(blocks, kept):
     sample = Fixed(num_layers=5, num_dropped=2, blocks=blocks).sample(1, make_records(2))
     assert set(range(5)) - set(sample.dropped) == kept
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (0, 2),
+        None,
+        LayerSample((2, 0)),
+        LayerSample((0, 0)),
+        LayerSample((-1,)),
+        LayerSample((7,)),
+        LayerSample((0,), weights=(1.0,) * 7),
+    ],
+)
+def test_a_sample_of_ones_own_that_names_no_groups_is_refused(wrong, monkeypatch):
+    policy = Uniform(num_layers=5, num_dropped=2)
+    assert policy.checked_sample(1, []) == policy.sample(1, [])
+    monkeypatch.setattr(Uniform, "sample", lambda *_: wrong)
+    with pytest.raises(UserError, match=r"Uniform returned .* and the model has 7 groups to drop"):
+        policy.checked_sample(1, [])
 
 
 @pytest.mark.parametrize(
