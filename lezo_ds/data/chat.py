@@ -418,7 +418,7 @@ class _Template:
             content = turn.content.rstrip()
             if not content or not written.rstrip().endswith(content):
                 stop = start + len(written.rstrip())
-            if has_marks(conversation):  # then there are no bounds
+            if not bounds:
                 # The first token may begin before the turn, as a space that ends what asks for it.
                 first = num_alike(self._tokens(conversation[:start])[0], ids)
                 last = len(self._tokens(conversation[:stop])[0])
@@ -439,8 +439,11 @@ class _Template:
         return ids, spans
 
     def _tokens(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return the token ids of a text, and the characters of each token if it has no marks."""
-        if has_marks(text):
+        """Return the token ids of a text, and the characters of each token.
+
+        These are [] if the text has marks, or if the tokenizer is one of Python, without a map.
+        """
+        if has_marks(text) or not self.tokenizer.backend.is_fast:
             (ids,) = self.tokenizer.encode_written([text])
             return list(ids), []
         encoded = self.tokenizer.backend(

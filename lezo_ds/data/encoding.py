@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
     LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
@@ -128,8 +129,17 @@ def load_tokenizer(
     Raises:
         UserError: the tokenizer cannot be loaded, or does not fit the model.
     """
+    if (Path(path) / "tekken.json").is_file() and not (Path(path) / FULL_TOKENIZER_FILE).is_file():
+        raise UserError(
+            f"{path} has its tokenizer as tekken.json, which transformers reads without the tokens "
+            "that begin and end texts",
+            fix="add the tokenizer.json and tokenizer_config.json of another copy of the model",
+        )
     try:
-        backend = AutoTokenizer.from_pretrained(path, use_fast=True, trust_remote_code=False)
+        # Transformers would take the tokenizer of mistral-common, if it is installed.
+        backend = AutoTokenizer.from_pretrained(
+            path, use_fast=True, trust_remote_code=False, mistral_format=False
+        )
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         # Tokens that were added to a tokenizer may be missing from the model's embedding.
         vocabulary = range(config.get_text_config().vocab_size)

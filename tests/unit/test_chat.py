@@ -11,7 +11,7 @@ from datetime import datetime
 import pytest
 import torch
 from own_data import MARKED, PLAIN, SWITCHED, THINKING, WITHOUT_SYSTEM, write_chat_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data.batches import teacher_forcing_batch
@@ -26,7 +26,7 @@ from lezo_ds.data.chat import (
     lead_of_answers,
     turns_apart,
 )
-from lezo_ds.data.encoding import cut_prompts, encode_example, load_tokenizer
+from lezo_ds.data.encoding import PromptTokenizer, cut_prompts, encode_example, load_tokenizer
 from lezo_ds.data.generation import generation_settings, read_answers
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
@@ -181,6 +181,13 @@ def test_a_turn_of_weight_0_is_context_and_calls_and_other_roles_are_written(nam
     assert encode(tokenizers[name], turns).sequences == encode(tokenizers[name]).sequences
     call, answer = texts_of(tokenizers["calling"], encode(tokenizers["calling"], CALLED))
     assert "'city': 'Oslo'" in call and answer == WRITTEN[0]
+
+
+def test_turns_are_learned_with_a_tokenizer_that_has_no_map_to_characters():
+    tokenizer = PromptTokenizer(ByT5Tokenizer(chat_template=PLAIN), (), 0, (1,))
+    assert not tokenizer.backend.is_fast
+    # ByT5 drops the white space beside </s>.
+    assert texts_of(tokenizer, encode(tokenizer)) == [WRITTEN[0], " Yes</s>"]
 
 
 def with_template(tokenizer, template):

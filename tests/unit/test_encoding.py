@@ -212,3 +212,12 @@ def test_a_word_for_false_that_a_template_would_take_for_true_is_refused(tmp_pat
     assert dict(load_tokenizer(model, template_options=options).template_options) == options
     with pytest.raises(UserError, match="does not read thinking; fix: correct the name"):
         load_tokenizer(model, template_options={"thinking": True})
+
+
+def test_a_tokenizer_of_mistral_alone_is_refused(tmp_path):
+    model = save_tokenizer(tmp_path / "m", LlamaConfig(vocab_size=len(WORDS)), bos="<s>")
+    (tmp_path / "m" / "tekken.json").write_text("{}")
+    assert load_tokenizer(model).begin_ids == (0,)
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"as tekken\.json, .* add the tokenizer\.json"):
+        load_tokenizer(model)
