@@ -41,6 +41,7 @@ _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples 
 _MAX_STEPS = 1000
 _MAX_STEPS_BY_EXAMPLE = 600
 _DIRECTIONS_BY_EXAMPLE = 6
+_DIRECTIONS_OF_ANSWERS = 24
 _DEFAULT_POSITIONS = 2048
 
 # Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
@@ -101,6 +102,7 @@ _BY_EXAMPLE = """\
   examples_per_direction: 1  # each example has directions of its own
   directions: {directions}
   probes_per_pass: {directions}  # perturbed copies in a forward pass: fewer need less memory
+  perturbed_tokens: {tokens}
   layer_policy: fixed  # the last half of the blocks is trained, and nothing else
   sparsity: 0.5
   perturbation_scale: {scale:.2g}
@@ -138,6 +140,8 @@ class _StepSize(NamedTuple):
                 return self.directions + 1
             case "evolution-strategies":
                 return _DIRECTIONS_BY_EXAMPLE
+            case "answers":
+                return _DIRECTIONS_OF_ANSWERS
         return 2
 
 
@@ -177,7 +181,7 @@ class _Draft:
 
     Attributes:
         arguments: Those of the command.
-        method: That of the run.
+        method: That of the run; "answers" is evolution-strategies that perturb answers only.
         machine: What the run will compute with.
         directory: The model's folder.
         task: Keys of the section `data` that describe the task.
@@ -241,19 +245,51 @@ class _Draft:
         return problem
 
     def shorten_steps(self, data: TaskData) -> float | None:
-        """Make a step smaller that would take long. Return its seconds; None: not measured."""
+        """Make a step cheaper that would take long. Return its seconds; None: not measured.
+
+        Of directions by example, first only answers meet the perturbed weights. In the same time,
+        this teaches more than a smaller batch (docs/results.md, Twelve labels).
+        """
+        timing = self._fit_time(data)
+        if timing is None:
+            return None
+        step, full_step = timing
+        if self.size == _STEP_SIZES[0]:
+            return step
+        all_of_it = "directions"
+        if self.method == "evolution-strategies":
+            size = self.size
+            self.method = "answers"
+            try:
+                timing = self._fit_time(data)
+            except UserError:  # the model cannot read contexts apart
+                timing = None
+            if timing is None:
+                self.method = "evolution-strategies"
+                self.size = size
+            else:
+                step, _ = timing
+                all_of_it = "tokens perturbed"
+        self.heading += (
+            f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
+            f"{all_of_it}, it would take {full_step:.0f} s.\n"
+        )
+        return step
+
+    def _fit_time(self, data: TaskData) -> tuple[float, float] | None:
+        """Choose the first size whose step is not long, or the last one.
+
+        Returns:
+            The seconds of its step, and those of the first size. None if no step was measured; the
+            size is the first one then.
+        """
         self.size = _STEP_SIZES[-1]
         seconds = measured_step(self._plan(self.config(), data), data)
         if seconds is None:
             self.size = _STEP_SIZES[0]
             return None
         self.size, step, full_step = _affordable(self.method, seconds)
-        if self.size != _STEP_SIZES[0]:
-            self.heading += (
-                f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
-                f"directions, it would take {full_step:.0f} s.\n"
-            )
-        return step
+        return step, full_step
 
     def _plan(self, config: RunConfig, data: TaskData) -> Plan:
         model = ModelSizes(config, self.directory)
@@ -462,10 +498,14 @@ def _recipe(draft: _Draft) -> str:
                 scale=1e-2 * shrinking,
                 rate=2e-2 * shrinking,
             )
-        case "evolution-strategies":
+        case "evolution-strategies" | "answers":
             steps = min(_MAX_STEPS_BY_EXAMPLE, num_steps(draft.num_records, size.examples))
+            tokens = "answers  # all others are read once, by the weights as they are"
             zo = _BY_EXAMPLE.format(
-                directions=num_probes, scale=3e-3 * shrinking, rate=4e-2 * shrinking
+                directions=num_probes,
+                tokens=tokens if draft.method == "answers" else "all",
+                scale=3e-3 * shrinking,
+                rate=4e-2 * shrinking,
             )
         case "fzoo":
             steps = num_steps(draft.num_records, size.examples)

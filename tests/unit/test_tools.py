@@ -538,11 +538,19 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
     monkeypatch.setattr("lezo_ds.tools.dry_run.LONG_STEP", 1e-9)
     text = init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
     config = load_config(tmp_path / "recipe.yaml")
-    assert (config.train.batch_size, config.zo.directions, config.zo.probes_per_pass) == (4, 6, 6)
+    zo = config.zo
+    assert (config.train.batch_size, zo.directions, zo.probes_per_pass) == (4, 24, 24)
+    assert (zo.perturbed_tokens, zo.estimator) == ("answers", "evolution-strategies")
     ways = "labels of one token each (a map in data.labels), fewer examples"
-    assert "# A step takes about 0 s here; with 16 examples" in text
+    assert "# A step takes about 0 s here; with 16 examples and all tokens perturbed" in text
     captured = capsys.readouterr()
     assert f"faster        {ways}" in captured.out and "measuring" in captured.err
+    init_tickets(
+        monkeypatch, tmp_path, ("bug", "billing"), "--method", "fzoo", "--out", "fzoo.yaml"
+    )
+    config = load_config(tmp_path / "fzoo.yaml")
+    assert (config.train.batch_size, config.zo.directions) == (4, 7)
+    assert config.zo.perturbed_tokens == "all"
     monkeypatch.setattr(init, "LONG_STEP", 10.0)
     steps = []
     for full_step in (9, 20, 40, 80, 800):
@@ -557,11 +565,29 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
     ]
 
 
+def write_family(directory, family, **changes):
+    """Write a tiny model of a family whose tokens are bytes."""
+    tokenizer = AutoTokenizer.from_pretrained(write_chat_model(directory / "bytes"))
+    config = copy.deepcopy(FAMILIES[family][0])
+    config.update(changes | {"vocab_size": len(tokenizer)})
+    tokenizer.save_pretrained(write_model(config, directory / "model"))
+
+
+def test_init_perturbs_all_tokens_of_a_model_whose_contexts_cannot_be_read_apart(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(init, "LONG_STEP", 1e-9)
+    of_length = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    write_family(tmp_path, "llama", rope_parameters=of_length)
+    text = init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
+    config = load_config(tmp_path / "recipe.yaml")
+    assert (config.train.batch_size, config.zo.directions) == (4, 6)
+    assert config.zo.perturbed_tokens == "all"
+    assert "with 16 examples and all directions" in text
+
+
 def test_init_uses_fzoo_for_labels_if_the_model_has_experts(tmp_path, monkeypatch, caplog):
-    tokenizer = AutoTokenizer.from_pretrained(write_chat_model(tmp_path / "bytes"))
-    mixture = copy.deepcopy(FAMILIES["qwen3_moe"][0])
-    mixture.vocab_size = len(tokenizer)
-    tokenizer.save_pretrained(write_model(mixture, tmp_path / "model"))
+    write_family(tmp_path, "qwen3_moe")
     init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
     assert load_config(tmp_path / "recipe.yaml").zo.estimator == "fzoo"
     (message,) = [text for text in caplog.messages if "uses fzoo" in text]
