@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lezo_ds import distributed
@@ -164,7 +165,8 @@ def _fingerprint(digest: str, buffers: Mapping[str, Tensor]) -> str:
         return digest
     content = hashlib.blake2b(digest.encode(), digest_size=16)
     for name, value in sorted(buffers.items()):
-        content.update(f"{name}:{value.tolist()};".encode())
+        content.update(name.encode())
+        content.update(value.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return content.hexdigest()
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.pytorch_utils import Conv1D
 
-from lezo_ds.checkpoints.checkpoint import load_model_config
+from lezo_ds.checkpoints.checkpoint import load_model_config, persistent_buffers
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.generation import prompt_batch
@@ -115,6 +115,9 @@ class Family:
         config = small_config(family)
         model = published_class(family)(config).eval()
         random_values(model)
+        for _, buffer in persistent_buffers(model):
+            if buffer.is_floating_point():  # those of routers are zeros, and of scalars ones
+                buffer += torch.linspace(0.1, 0.3, buffer.numel()).view_as(buffer)
         model.save_pretrained(self.directory)
 
     @cached_property

@@ -468,6 +468,7 @@ def init_tickets(monkeypatch, directory, classes, *words):
 
 
 def test_a_reward_has_a_population_whatever_name_it_is_asked_by(tmp_path, monkeypatch):
+    monkeypatch.setattr(init, "LONG_STEP", 1e9)  # on a machine with other work, steps are long
     (tmp_path / "judge_of_init.py").write_text(REWARD)
     reward = ["--reward", "judge_of_init:brevity", "--text", "text"]
     by_default = init_tickets(monkeypatch, tmp_path, ("bug", "billing"), *reward)
