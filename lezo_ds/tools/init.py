@@ -13,6 +13,7 @@ import shlex
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -258,18 +259,14 @@ class _Draft:
             return step
         all_of_it = "directions"
         if self.method == "evolution-strategies":
-            size = self.size
-            self.method = "answers"
-            try:
-                timing = self._fit_time(data)
-            except UserError:  # the model cannot read contexts apart
-                timing = None
-            if timing is None:
-                self.method = "evolution-strategies"
-                self.size = size
-            else:
-                step, _ = timing
-                all_of_it = "tokens perturbed"
+            answers = replace(self, method="answers")
+            with suppress(UserError):  # of a model that cannot read contexts apart
+                of_answers = answers._fit_time(data)
+                if of_answers is not None:
+                    self.method = answers.method
+                    self.size = answers.size
+                    step = of_answers[0]
+                    all_of_it = "tokens perturbed"
         self.heading += (
             f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
             f"{all_of_it}, it would take {full_step:.0f} s.\n"
