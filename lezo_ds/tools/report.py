@@ -15,6 +15,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.tools.tables import (
     NOTE,
+    each_seed_once,
     harness_table,
     name_experiments,
     read_runs,
@@ -37,7 +38,7 @@ def main(arguments: Namespace) -> None:
         logger.warning("warning: %s: %s", run.directory, run.problem)
     if runs["method"].isna().all():
         raise UserError("none of these directories holds a run", fix=_FIX)
-    runs = name_experiments(runs)
+    runs = each_seed_once(name_experiments(runs))
     if writes_page:
         from lezo_ds.tools.page import page  # which needs matplotlib
 

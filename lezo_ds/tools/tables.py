@@ -303,6 +303,15 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
     return named
 
 
+def each_seed_once(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return named runs without finished ones that repeat the seeds of one of their experiment."""
+    keys = ["model", "task", "experiment", "finished", *SEEDS]
+    is_repeated = runs["finished"] & runs.duplicated(keys)
+    for directory in runs.loc[is_repeated, "directory"]:
+        logger.warning("warning: %s is left out: another run has its settings and seeds", directory)
+    return runs[~is_repeated]
+
+
 def kept_apart(runs: pd.DataFrame, keys: Sequence[str]) -> pd.Series:
     """Return what to add to the name of each run, among those with equal values of the keys.
 

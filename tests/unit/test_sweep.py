@@ -28,7 +28,13 @@ from lezo_ds.tools.sweep import (
     values_around,
     write_tables,
 )
-from lezo_ds.tools.tables import harness_table, name_experiments, read_runs, score_table
+from lezo_ds.tools.tables import (
+    each_seed_once,
+    harness_table,
+    name_experiments,
+    read_runs,
+    score_table,
+)
 
 RECIPE = "demo"
 RATES = "zo.learning_rate=1e-6,7e-7"
@@ -202,6 +208,17 @@ def test_runs_that_fail_stop_no_others_and_those_that_are_done_are_not_started(p
     assert caplog.messages[0] == "1 of 3: seed=0: done"
     for run in others:
         assert run.directory.with_suffix(".log").read_text() == f"run_dir={run.directory}\n"
+
+
+def test_a_run_that_repeats_the_seeds_of_another_one_counts_once(plan, caplog):
+    """As of two sweeps that have a run in common."""
+    (first,) = plan("train.snapshot_every=0")
+    second, other = plan("seed=0,1")
+    for run, test in ((first, 0.6), (second, 0.6), (other, 0.9)):
+        finish(run, test)
+    table = score_table(each_seed_once(named(first, second, other)))
+    assert list(table["test"]) == ["75.0 ± 21.2 (2)"]
+    assert f"{second.directory} is left out" in caplog.text
 
 
 def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path):
