@@ -167,14 +167,17 @@ def refuse_code(
 ) -> None:
     """Refuse to import a module that only a run or an export names, and no override."""
     named = [override.partition("=")[0] for override in overrides]
+    not_named = []
     for key, value in values.items():
         names = [value] if isinstance(value, str) else value or ()  # or a map of rewards
         if any(map(names_code, names)) and key not in named:
-            raise UserError(
-                f"{key}={value} of the run is in a module, "
-                "which is imported only if the command names it",
-                fix=f"if you trust this module, add {key}={value}",
-            )
+            not_named.append(f"{key}={value}")
+    if not_named:
+        raise UserError(
+            f"{', '.join(not_named)} of the run is in a module, "
+            "which is imported only if the command names it",
+            fix=f"if you trust this module, add {' '.join(map(shlex.quote, not_named))}",
+        )
 
 
 def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str]) -> None:

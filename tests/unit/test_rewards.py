@@ -127,3 +127,6 @@ def test_a_recorded_map_of_rewards_is_code_that_the_command_must_name():
     with pytest.raises(UserError, match="imported only if the command names it"):
         refuse_code(recorded, [])
     refuse_code(recorded, [f"train.objective={{{named('brevity')}: 1.0}}"])
+    recorded = {"data.task": "mine:Task", "data.metric": "mine:score", "train.objective": "task"}
+    with pytest.raises(UserError, match=r"add data\.task=mine:Task data\.metric=mine:score$"):
+        refuse_code(recorded, [])
