@@ -206,9 +206,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     source = config.data.train or config.data.path
     if config.data.task == CUSTOM and source is not None:
         settings["task"] = Path(source).stem
-    settings["learning_rate"] = config.zo.learning_rate
-    if config.method == "adamw":
-        settings["learning_rate"] = config.adamw.learning_rate
+    rates = {"lezo": config.zo.learning_rate, "adamw": config.adamw.learning_rate}
+    settings["learning_rate"] = rates.get(config.method)
     if config.method == "lezo" and config.zo.sparsity == 0:
         settings["method"] = "mezo"
     return settings
