@@ -42,10 +42,15 @@ _OTHER_NAMES = {
     "dataset": "data.train",
     "output_dir": "run_dir",
     "lr": "zo.learning_rate",
+    "eps": "zo.perturbation_scale",
+    "zo_eps": "zo.perturbation_scale",
     "num_train_epochs": "train.epochs",
     "max_steps": "train.steps",
     "per_device_train_batch_size": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.batch_size",
+    "eval_steps": "train.eval_every",
+    "save_steps": "train.snapshot_every",
+    "save_total_limit": "train.keep_snapshots",
     "lora_r": "peft.lora_rank",
 }
 # What sets a value that another key has, or that other programs call so.

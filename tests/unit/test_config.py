@@ -219,6 +219,8 @@ def test_a_line_of_yaml_has_every_text(value):
         ("train.steps.more=5", "did you mean train.steps?"),
         ("lr=1e-5", "unknown key lr in recipe.yaml and the command line; fix: did you mean zo.lea"),
         ("num_train_epochs=3", "did you mean train.epochs?"),
+        ("zo_eps=1e-3", "did you mean zo.perturbation_scale?"),
+        ("save_total_limit=3", "did you mean train.keep_snapshots?"),
         (
             "model=DIR",
             "model in recipe.yaml and the command line is a section; fix: did you mean mo",
