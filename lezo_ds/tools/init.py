@@ -107,7 +107,7 @@ _BY_EXAMPLE = """\
   layer_policy: fixed  # the last half of the blocks is trained, and nothing else
   sparsity: 0.5
   perturbation_scale: {scale:.2g}
-  learning_rate: {rate:.2g}  # near demo's, at this width; if the loss grows, divide it by 3
+  learning_rate: {rate:.2g}  # near demo's, at this width and batch; if the loss grows, divide it by 3
   lr_schedule: linear  # falls to 0 at the last step
 """
 _MEMBERS = """\
@@ -503,7 +503,8 @@ def _recipe(draft: _Draft) -> str:
                 directions=num_probes,
                 tokens=tokens if draft.method == "answers" else "all",
                 scale=3e-3 * shrinking,
-                rate=4e-2 * shrinking,
+                # The best rate is in proportion to the batch (docs/results.md).
+                rate=4e-2 * shrinking * size.examples / _BATCH_SIZE,
             )
         case "fzoo":
             steps = num_steps(draft.num_records, size.examples)

@@ -556,6 +556,7 @@ def test_init_perturbs_answers_only_where_that_makes_a_long_step_short(
     config = load_config(tmp_path / "recipe.yaml")
     zo = config.zo
     assert (config.train.batch_size, zo.perturbed_tokens) == (examples, tokens)
+    assert zo.learning_rate == 4e-2 * examples / 16
     assert zo.directions == zo.probes_per_pass == (24 if tokens == "answers" else 6)
     assert "A step takes" not in text if shown is None else shown in text
 
