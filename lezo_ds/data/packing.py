@@ -53,8 +53,9 @@ from lezo_ds.forward.answer_cache import DummyLayer, begins_after_padding, kinds
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.rope import rope_limit
 
-_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
-"""Keys of a model's config that limit how far attention looks back, in tokens."""
+_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size", "floor_scale")
+"""Keys of a model's config that limit how far attention looks back, in tokens, or after how many
+tokens of a row it gets sharper."""
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")
 """Words in the keys of models that locate or mix tokens without position ids and attention."""
 _ATTENTION_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}

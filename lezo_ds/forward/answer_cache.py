@@ -116,6 +116,8 @@ def takes_padding(model: Any) -> bool:
     names = [name for name, _ in model.named_parameters() if "in_proj" in name]
     if kinds & _STATES and any(name.endswith("bias") for name in names):
         return False  # padding is 0 before the projection into a state, which adds a bias to it
+    if getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
+        return False  # Llama 4's attention gets sharper with the tokens of a row
     return kinds <= _KEYS_AND_VALUES | _STATES
 
 

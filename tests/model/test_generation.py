@@ -25,7 +25,7 @@ from test_perturbed_forward import (
 from tiny_models import VOCABULARY, random_model, tiny_model, tunable
 from tiny_runs import TINY_OPT, start_engine, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import BambaConfig, PreTrainedTokenizerFast
+from transformers import BambaConfig, Llama4TextConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
@@ -105,17 +105,34 @@ def test_a_batch_is_continued_as_each_of_its_prompts_alone(family):
     assert ended(tokens, settings) == expected
 
 
-def test_a_bias_before_a_state_does_not_read_padding():
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    sizes |= {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
-    config = BambaConfig(
-        vocab_size=VOCABULARY,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        attn_layer_indices=[1],
-        mamba_proj_bias=True,
-        **sizes,
-    )
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BambaConfig(attn_layer_indices=[1], mamba_proj_bias=True, **SIZES, **STATES),
+        Llama4TextConfig(
+            head_dim=8,
+            intermediate_size_mlp=16,
+            num_local_experts=2,
+            no_rope_layers=[1, 0],
+            floor_scale=2,
+            attn_scale=2.0,
+            **SIZES,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_padding_is_not_read_by_a_bias_before_a_state_or_by_a_temperature(config):
     model = random_model(config)
     prompts = prompts_of()
     tokens = generate(model, prompt_batch(prompts, GenerationSettings(MAX_NEW_TOKENS, (), PAD)))

@@ -122,6 +122,7 @@ def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
         Qwen3_5Config(),
         Gemma3Config(text_config={"sliding_window": 8}),
         Llama4Config(text_config={"attention_chunk_size": 8}),
+        Llama4Config(text_config={"floor_scale": 8}),
         # Layers that choose some of the tokens, or keep a state besides keys and values.
         DeepseekV32Config(),
         ZayaConfig(),
