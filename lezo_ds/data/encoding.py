@@ -269,6 +269,18 @@ def prompt_room(max_length: int, max_new_tokens: int) -> int:
     return room
 
 
+def refuse_unknown(tokenizer: PromptTokenizer, sequences: Sequence[TokenIds], config: Any) -> None:
+    """Refuse token ids beyond the vocabulary of a model, which has this config of transformers."""
+    largest = max(max(ids) for ids in sequences)
+    size = config.get_text_config().vocab_size
+    if largest >= size:
+        token = tokenizer.backend.convert_ids_to_tokens(largest)
+        raise UserError(
+            f"the tokenizer writes {token!r}, id {largest}, and the model has {size}",
+            fix="use the tokenizer of the model, or resize its embedding",
+        )
+
+
 def warn_of_cuts(were_cut: Sequence[bool], max_length: int, where: str = "on the left") -> None:
     """Log a warning if examples were cut, which says where."""
     if any(were_cut):

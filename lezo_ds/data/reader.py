@@ -44,6 +44,7 @@ from lezo_ds.data.encoding import (
     load_tokenizer,
     num_alike,
     prompt_room,
+    refuse_unknown,
     warn_of_cuts,
 )
 from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
@@ -352,27 +353,20 @@ class Reader:
 
     def _check_model(self, split: EncodedSplit) -> None:
         """Refuse inputs that are too long for the model's positions, or tokens that it lacks."""
-        model_config = self.model_config.get_text_config()
         sequences = list(split.prompts)
         lengths = [len(ids) + self.answers_config.max_new_tokens for ids in split.prompts]
         for encoded in split.encoded:
             sequences += encoded.sequences
             lengths.append(encoded.num_tokens)
         longest = max(lengths)
-        num_positions = getattr(model_config, "max_position_embeddings", None)
+        text_config = self.model_config.get_text_config()
+        num_positions = getattr(text_config, "max_position_embeddings", None)
         if num_positions is not None and longest > num_positions:
             raise UserError(
                 f"an input has {longest} tokens, and the model has {num_positions} positions",
                 fix=f"set data.max_length={num_positions}",
             )
-        largest = max(max(ids) for ids in sequences)
-        if largest >= model_config.vocab_size:
-            token = self.tokenizer.backend.convert_ids_to_tokens(largest)
-            raise UserError(
-                f"the tokenizer writes {token!r}, id {largest}, "
-                f"and the model has {model_config.vocab_size}",
-                fix="use the tokenizer of the model, or resize its embedding",
-            )
+        refuse_unknown(self.tokenizer, sequences, self.model_config)
 
 
 def load_reader(

@@ -19,7 +19,13 @@ from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import ReadingConfig
 from lezo_ds.data.chat import encode_question, end_of_turn, find_thought
 from lezo_ds.data.control_tokens import ControlTokens
-from lezo_ds.data.encoding import PromptTokenizer, cut_prompts, load_tokenizer, prompt_room
+from lezo_ds.data.encoding import (
+    PromptTokenizer,
+    cut_prompts,
+    load_tokenizer,
+    prompt_room,
+    refuse_unknown,
+)
 from lezo_ds.data.generation import (
     after_thought,
     generation_settings,
@@ -72,6 +78,7 @@ def chat(opened: Opened) -> None:
     for line in iter(lambda: distributed.on_rank_zero(_read_line), ""):
         turns.append(Message(USER, control_tokens.mark(line)))
         ids = _encode_last_turns(reading, tokenizer, turns)
+        refuse_unknown(tokenizer, [ids], engine.module.config)
         batch = prompt_batch([ids], settings)
         if reading.generation.temperature > 0:
             key = sample_key(reading.seed, len(turns), 0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import sys
 
 import pytest
@@ -207,3 +208,14 @@ def test_a_model_without_a_chat_template_is_refused(root, tmp_path):
     write_reader(tmp_path / "plain")
     refused = run_forked(["--model", tmp_path / "plain"], program="chat")
     assert_one_error(refused, 2, "chat template")
+
+
+def test_a_token_that_the_model_lacks_is_refused(root, tmp_path):
+    shutil.copytree(root / "base", tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template = PLAIN.replace("assistant", "<new>")
+    tokenizer.save_pretrained(tmp_path / "base")
+    words = ["--model", tmp_path / "base", SHORT]
+    refused = run_forked(words, program="chat", input_bytes=b"the plot\n")
+    assert_one_error(refused, 2, "the tokenizer writes '<new>'")
