@@ -171,9 +171,10 @@ def load_tokenizer(
             )
     num_first = len(list(takewhile(bool, written["special_tokens_mask"])))
     begin_ids = tuple(written["input_ids"][:num_first])
-    if config.model_type == "opt":
+    if config.model_type == "opt" and backend.bos_token:
         # OPT was trained on inputs that begin with <s> (id 0), but its published tokenizer begins
-        # them with </s> (id 2). Like MeZO, we use the token of the training.
+        # them with </s> (id 2). Like MeZO, we use the token of the training. Galactica has the
+        # config of an OPT, and a tokenizer without such a token.
         begin_ids = (0,)
     # GenerationConfig has one id or a list of them.
     known_ends = {backend.eos_token_id, *(ends if isinstance(ends, list) else [ends])}

@@ -188,6 +188,12 @@ def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
     assert (tokenizer.pad_id, tokenizer.end_ids) == (1, (2,))
 
 
+def test_galactica_begins_texts_with_no_token_as_its_tokenizer(tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, OPTConfig(), eos=None))
+    assert tokenizer.encode(["a joy"]) == [(4, 5)]
+    assert (tokenizer.end_ids, tokenizer.end_text) == ((2,), "</s>")
+
+
 def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_path):
     tokenizer = load_tokenizer(
         save_tokenizer(tmp_path, LlamaConfig(), words=[*WORDS, "<BOS>"], bos="<BOS>")
