@@ -99,8 +99,9 @@ class DataConfig:
     [{a}, {b}], or one of the texts in a single field."""
     completion: str | None = None
     """Generation: the model learns to write the text that this template produces, such as {answer},
-    or the first correct text in a single field. Without correct answers, train.objective must name
-    a reward."""
+    or the first correct text in a single field, without white space around it. If a prompt ends
+    with a line break, the text keeps its indentation. Without correct answers, train.objective must
+    name a reward."""
     messages: str | None = None
     """Chat: the model learns the assistant's turns of the conversation in this field, a list of
     {role, content} or {from, value}, rendered by the tokenizer's chat template. The loss is the

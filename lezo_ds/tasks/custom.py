@@ -381,10 +381,13 @@ class _WrittenAnswers(Generation):
             return self._conversation(record)
         filled = self.prompt.fill_prompt(record)
         texts = [] if self.completion is None else self.completion.texts(record)
-        answers = tuple(text.strip() for text in texts if text.strip())
+        texts = [text for text in texts if text.strip()]
+        answers = tuple(map(str.strip, texts))
         gold = answers[:1]  # the one to train on
         label = 0 if answers else None
         if not self.in_chat:
+            if filled.endswith("\n"):  # the first line of code may be indented
+                gold = tuple(text.rstrip().lstrip("\r\n") for text in texts[:1])
             gold = tuple(f"{after(filled, text)}\n" for text in gold)
             return Example(filled, gold, label, references=answers)
         turns = (Message(USER, filled), *(Message(ASSISTANT, text) for text in gold))

@@ -126,6 +126,21 @@ def test_a_prompt_in_a_template_is_a_conversation_with_its_completion_or_for_a_r
 
 
 @pytest.mark.parametrize(
+    ("asked", "answer", "gold"),
+    [
+        ("def f():\n", "    x = 1\n    return x\n", "    x = 1\n    return x\n"),
+        ("def f():\n", "\n    pass", "    pass\n"),
+        ("Where?\n", "Rome", "Rome\n"),
+        ("Where?", "\n  Rome ", " Rome\n"),
+    ],
+)
+def test_code_is_indented_after_a_prompt_that_ends_a_line(asked, answer, gold):
+    task = task_of(ANSWER | {"chat_template": False})
+    example = task.example({"q": asked, "a": [answer]})
+    assert (example.candidates, example.references) == ((gold,), (answer.strip(),))
+
+
+@pytest.mark.parametrize(
     ("data", "message"),
     [
         (CLASSES | {"prompt": "{text"}, "is not a template"),
