@@ -283,8 +283,8 @@ class TrainConfig:
     """Number of steps between evaluations. Null evaluates after every tenth of the run, as in the
     papers."""
     patience: Annotated[Count | None, _MAY_DIFFER] = None
-    """Stop after this number of consecutive evaluations without a better validation loss. Null runs
-    all steps."""
+    """Stop after this number of consecutive evaluations without a better validation loss. That of
+    step 0 does not count. Null runs all steps."""
     objective: str | dict[str, float] = "task"
     """Training minimizes the task's own loss (task), minus the mean F1 of generated answers (f1),
     or your own package.module:function, which returns a loss or a reward of the answers (see

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -182,9 +183,13 @@ def _read_run(directory: Path) -> dict[str, Any]:
     return {**row, "answers": answers, "labels": labels, "finished": True, "problem": ""}
 
 
-def _digest_of_test(answers: Iterable[Answer]) -> str:
-    """Return a hash of the test examples in any order, since data.seed shuffles them."""
-    examples = sorted(f"{answer.prompt!r} {answer.right!r}" for answer in answers)
+def _digest_of_test(answers: Sequence[Answer]) -> str:
+    """Return a hash of the test examples in any order, since data.seed shuffles them.
+
+    What all prompts begin with is left out: a chat template may write the day of the run there.
+    """
+    start = len(commonprefix([answer.prompt for answer in answers]))  # noqa: RUF071
+    examples = sorted(f"{answer.prompt[start:]!r} {answer.right!r}" for answer in answers)
     return hashlib.sha256("\n".join(examples).encode()).hexdigest()
 
 

@@ -277,7 +277,13 @@ BOTH_SEEDS = "seed,data.seed=0,1"
         ("train.patience=1,2", (), ("ab", "ab"), {}, [", patience=1", ", patience=2"]),
         ("seed=0,1", (), ("ab", "ab"), {"model_fingerprint": "g"}, ["", ", another base model"]),
         ("train.eval_batch_size=1,2", (), ("ab", "ab"), {}, SAME),
-        ("data.date=2026-01-31,2026-02-01", (), ("ab", "ab"), {}, SAME),
+        (
+            "data.date=2026-01-31,2026-02-01",
+            (),
+            (("31 Jan: a", "31 Jan: b"), ("1 Feb: a", "1 Feb: b")),  # a chat template's
+            {},
+            SAME,
+        ),
         (
             "train.epochs=1,2",
             ("train.steps=null",),
