@@ -48,10 +48,12 @@ Score = Callable[[Sequence[Any], Sequence[Example]], float]
 def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
     """Return the fraction of examples whose predicted candidate is the label or a reference.
 
-    Candidates of the same text are the same.
+    Candidates of the same text are the same. A candidate that an example lacks is wrong: it may be
+    the most frequent one of others.
     """
     are_right = [
-        example.candidates[choice] in (*example.gold_texts, *example.references)
+        choice < len(example.candidates)
+        and example.candidates[choice] in (*example.gold_texts, *example.references)
         for choice, example in zip(predicted, examples, strict=True)
     ]
     return sum(are_right) / len(are_right)

@@ -108,6 +108,8 @@ def test_scores_of_several_examples():
     assert METRICS["exact_match"](["\u201ctower\u201d", "The tower\u3002"], answered) == 1.0
     assert majority_score(accuracy, several) is None
     assert majority_score(accuracy, labeled) == 3 / 5
+    unlike = [Example("", (" a", " b", " c")[:size], size - 1, 0) for size in (2, 3, 3)]
+    assert majority_score(accuracy, unlike) == 2 / 3
 
 
 @pytest.mark.parametrize(("metric", "name"), [("f1", "cb"), ("accuracy", "squad")])
