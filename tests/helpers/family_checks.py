@@ -116,7 +116,8 @@ class Family:
         model = published_class(family)(config).eval()
         random_values(model)
         for _, buffer in persistent_buffers(model):
-            if buffer.is_floating_point():  # those of routers are zeros, and of scalars ones
+            # Those of routers are zeros, and of scalars ones. Tables are those of a recurrence.
+            if buffer.is_floating_point() and buffer.dim() < 2:
                 buffer += torch.linspace(0.1, 0.3, buffer.numel()).view_as(buffer)
         model.save_pretrained(self.directory)
 
