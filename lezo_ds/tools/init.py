@@ -107,7 +107,7 @@ _BY_EXAMPLE = """\
   layer_policy: fixed  # the last half of the blocks is trained, and nothing else
   sparsity: 0.5
   perturbation_scale: {scale:.2g}
-  learning_rate: {rate:.2g}  # near demo's, at this width and batch; if the loss grows, divide it by 3
+  learning_rate: {rate:.2g}  # demo's, at this width and batch; if the loss grows, divide it by 3
   lr_schedule: linear  # falls to 0 at the last step
 """
 _MEMBERS = """\
