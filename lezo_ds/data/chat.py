@@ -404,6 +404,9 @@ class _Template:
         ending = _next_turn_end(self.tokenizer)
         conversation = self.conversation + ending
         ids, bounds = self._tokens(conversation)
+        # Tokens that take the white space after them, as Phi-3's <|assistant|>, are no answer's.
+        added = self.tokenizer.backend.added_tokens_decoder
+        greedy = {token for token, kind in added.items() if kind.rstrip}
         spans: list[Span] = []
         for number, turn in enumerate(self.example.messages):
             if not turn.is_trained:
@@ -428,6 +431,7 @@ class _Template:
                     token
                     for token, (begin, end) in enumerate(bounds)
                     if begin < stop and start < end
+                    if begin >= start or ids[token] not in greedy
                 ]
             if not inside:
                 raise UserError(

@@ -11,6 +11,7 @@ from datetime import datetime
 import pytest
 import torch
 from own_data import MARKED, PLAIN, SWITCHED, THINKING, WITHOUT_SYSTEM, write_chat_model
+from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from lezo_ds.config.schema import GenerationConfig
@@ -188,6 +189,14 @@ def test_turns_are_learned_with_a_tokenizer_that_has_no_map_to_characters():
     assert not tokenizer.backend.is_fast
     # ByT5 drops the white space beside </s>.
     assert texts_of(tokenizer, encode(tokenizer)) == [WRITTEN[0], " Yes</s>"]
+
+
+def test_a_token_that_takes_the_white_space_after_it_is_not_learned(tokenizers):
+    template = PLAIN.replace("turn['content']", "'[a]' + turn['content']")
+    template = template.replace("assistant\n'", "assistant\n[a]'")
+    tokenizer = with_template(tokenizers["plain"], template)
+    tokenizer.backend.add_tokens([AddedToken("[a]", rstrip=True)])
+    assert texts_of(tokenizer, encode(tokenizer)) == [WRITTEN[0], "Yes \n</s>"]
 
 
 def with_template(tokenizer, template):
