@@ -69,8 +69,8 @@ class DataConfig:
     custom: a task described by the keys below. package.module:TASK is your own Task (see
     lezo_ds/tasks/base.py)."""
     path: Annotated[str | None, _MAY_DIFFER] = None
-    """Directory of the task's files (.jsonl or .parquet). Null reads them from the Hub, unless
-    data.train is set."""
+    """Directory of the task's files, train and validation (.jsonl or .parquet). The final score is
+    measured on validation records. Null reads them from the Hub, unless data.train is set."""
     train: Annotated[str | None, _MAY_DIFFER] = None
     """File of your training records: .csv or .tsv with a header, .json, .jsonl or .parquet.
     OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT is a split on the Hub."""

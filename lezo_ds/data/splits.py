@@ -147,6 +147,12 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     names = ("train", "validation")
     if data.path is not None:
         stored = [_read_split(Path(data.path), name) for name in names]
+        if task.hub_id is None and any(Path(data.path).glob("test*")):  # those of a hub lack labels
+            logger.warning(
+                "%s: its test file is not read, since test examples are validation records; to "
+                "read it, set data.train, data.validation and data.test",
+                data.path,
+            )
     elif task.hub_id is None:
         raise UserError(
             f"task {task.name} has no data set on the hub", fix="set data.path or data.train"

@@ -59,6 +59,18 @@ def golden_record(name):
 # Reading.
 
 
+def test_a_test_file_beside_those_of_a_task_of_your_own_is_named(tmp_path, caplog):
+    write_both(tmp_path, RECORDS, RECORDS[:4])
+    write_records(tmp_path / "test.jsonl", RECORDS[4:6])
+    splits = load(tmp_path, TICKETS, num_train=4, num_dev=2)
+    assert len(splits.test) == 4
+    assert "its test file is not read" in caplog.text
+    caplog.clear()
+    write_both(tmp_path, reviews(9), reviews(4))
+    load(tmp_path, num_train=4, num_dev=2)
+    assert caplog.text == ""
+
+
 ENDINGS = ["csv", "tsv", "json", "jsonl", "parquet", "lines.json", "CSV", "TSV", "Jsonl", "PARQUET"]
 
 
