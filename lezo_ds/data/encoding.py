@@ -144,7 +144,7 @@ def load_tokenizer(
         # Tokens that were added to a tokenizer may be missing from the model's embedding.
         vocabulary = range(config.get_text_config().vocab_size)
         written = backend("a", return_special_tokens_mask=True)
-        ends = _generation_config(Path(path), config).eos_token_id
+        ends = generation_ends(Path(path), config)
         of_processor = Path(path) / LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
         if backend.chat_template is None and of_processor.is_file():  # older models for images
             backend.chat_template = json.loads(of_processor.read_text())["chat_template"]
@@ -176,8 +176,7 @@ def load_tokenizer(
         # them with </s> (id 2). Like MeZO, we use the token of the training. Galactica has the
         # config of an OPT, and a tokenizer without such a token.
         begin_ids = (0,)
-    # GenerationConfig has one id or a list of them.
-    known_ends = {backend.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    known_ends = {backend.eos_token_id, *ends}
     return PromptTokenizer(
         backend,
         begin_ids,
@@ -188,11 +187,15 @@ def load_tokenizer(
     )
 
 
-def _generation_config(directory: Path, config: Any) -> GenerationConfig:
-    """Return the settings by which `generate` of a model in a directory ends answers."""
+def generation_ends(directory: Path, config: Any) -> list[int]:
+    """Return the tokens by which `generate` of a model in a directory ends answers."""
     if (directory / GENERATION_CONFIG_NAME).is_file():
-        return GenerationConfig.from_pretrained(directory)
-    return GenerationConfig.from_model_config(config)
+        settings = GenerationConfig.from_pretrained(directory)
+    else:
+        settings = GenerationConfig.from_model_config(config)
+    ends = settings.eos_token_id
+    listed = ends if isinstance(ends, list) else [ends]
+    return [token for token in listed if token is not None]
 
 
 def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:

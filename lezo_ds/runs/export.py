@@ -20,13 +20,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from transformers.utils import CHAT_TEMPLATE_FILE
+from transformers.utils import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_NAME
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, num_directions, trained_part
 from lezo_ds.config.paths import DATA_KEYS, public_name
-from lezo_ds.data.encoding import load_tokenizer
+from lezo_ds.data.chat import end_of_turn
+from lezo_ds.data.encoding import generation_ends, load_tokenizer
 from lezo_ds.errors import JournalError, LezoError, UserError
 from lezo_ds.files import DAMAGE, failures_named, write_atomically
 from lezo_ds.journal import (
@@ -132,7 +133,7 @@ def export_run(
             logger.warning("%s", WORSE)
     engine.write_model(
         target,
-        texts=_chat_template(run.config),
+        texts=_own_texts(run.config),
         card=partial(
             model_card,
             run,
@@ -147,19 +148,34 @@ def export_run(
     return number
 
 
-def _chat_template(config: RunConfig) -> dict[str, str]:
-    """Return the chat template with the run's values as defaults, by its name; or nothing."""
+def _own_texts(config: RunConfig) -> dict[str, str]:
+    """Return the files of an export of a chat that are not those of its base model, by name.
+
+    The chat template has the run's values as defaults. The token that ends a turn, which a base
+    model may not know as an end, ends answers of `generate`.
+    """
+    texts: dict[str, str] = {}
+    if not config.data.in_chat:
+        return texts
+    directory = resolve_model(config.model.path)
     options = config.data.chat_template_kwargs
-    if not options:
-        return {}
-    tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
+    tokenizer = load_tokenizer(str(directory), None, options)
     defaults = ""
     for name, value in sorted(options.items()):
         literal = json.dumps(value, ensure_ascii=False)  # Jinja writes true and texts as JSON does
         defaults += (
             f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
         )
-    return {CHAT_TEMPLATE_FILE: defaults + tokenizer.backend.get_chat_template()}
+    if defaults:
+        texts[CHAT_TEMPLATE_FILE] = defaults + tokenizer.backend.get_chat_template()
+    ends = generation_ends(directory, load_model_config(directory))
+    new = [token for token in end_of_turn(tokenizer).ids if token not in ends]
+    if new:
+        file = directory / GENERATION_CONFIG_NAME
+        values = json.loads(file.read_text()) if file.is_file() else {}
+        values["eos_token_id"] = [*ends, *new]
+        texts[GENERATION_CONFIG_NAME] = json.dumps(values, indent=2) + "\n"
+    return texts
 
 
 def _assert_has_step(run: RecordedRun, step: str) -> None:

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCardData
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig, load_yaml
 from lezo_ds.config.paths import DATA_KEYS, public_name, split_revision
-from lezo_ds.data.chat import lead_of_answers
+from lezo_ds.data.chat import end_of_turn, lead_of_answers
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.files import DAMAGE
 from lezo_ds.runs.records import RecordedRun, evaluations_of, is_worse_than_base
@@ -116,7 +116,8 @@ turns = [{"role": "user", "content": "Who are you?"}]
 inputs = tokenizer.apply_chat_template(
     turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
 )
-tokens = model.generate(**inputs, max_new_tokens=256, do_sample=False)
+ends = {ends}  # the base model may not know that these tokens end a turn
+tokens = model.generate(**inputs, max_new_tokens=256, do_sample=False, eos_token_id=ends)
 answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 print(answer)
 ```
@@ -188,8 +189,8 @@ def model_card(
         weights_sha256=weights_sha256,
     )
     has_candidates = config.data.labels is not None or config.data.choices is not None
+    options = config.data.chat_template_kwargs
     if kind == "none" and has_candidates:
-        options = config.data.chat_template_kwargs
         tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
         before_labels = _PLAIN.format(bos=list(tokenizer.begin_ids))
         if config.data.chat_template:
@@ -198,10 +199,10 @@ def model_card(
             before_labels = _CHAT.replace("{prompt}", prompt)
         card += _EXAMPLE.format(before_labels=before_labels)
     elif config.data.messages or config.data.chat_template:
-        card += _TALK
-    arguments = "".join(
-        f"{name}={value!r}, " for name, value in config.data.chat_template_kwargs.items()
-    )
+        tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
+        ends = {*tokenizer.end_ids, *end_of_turn(tokenizer).ids}
+        card += _TALK.replace("{ends}", str(sorted(ends)))
+    arguments = "".join(f"{name}={value!r}, " for name, value in options.items())
     return card.replace(_AUTO_CLASS, opened_by).replace("turns, ", f"turns, {arguments}")
 
 

@@ -18,6 +18,8 @@ THOUGHT = "<think>\n\n</think>\n\n"
 
 def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_export(tmp_path):
     model = write_chat_model(tmp_path / "base", SWITCHED)
+    # Such as that of a base model: the token that ends turns ends no text.
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 1}')
     rows = [{"turns": conversation(number)} for number in range(40)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = own_values(model, train=str(tmp_path / "chats.jsonl"), messages="turns")
@@ -43,6 +45,8 @@ def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_expo
     thinking = exported.apply_chat_template(turns, enable_thinking=True, **written)
     assert thinking == asked.removesuffix(THOUGHT)
 
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert settings == {"eos_token_id": [1, exported.eos_token_id]}
     writer = pipeline("text-generation", model=str(tmp_path / "out"))
     answer = writer(turns, max_new_tokens=8, do_sample=False, return_full_text=False)
     (tmp_path / "new.jsonl").write_text(json.dumps({"turns": turns}) + "\n")
@@ -50,4 +54,6 @@ def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_expo
     run_forked_well(words, program="predict")
     ((_, predicted),) = read_file(tmp_path / "p.jsonl")
     assert predicted["predicted"] == answer[0]["generated_text"].split("</s>")[0].strip()
-    assert "turns, enable_thinking=False, " in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "turns, enable_thinking=False, " in card
+    assert f"ends = {settings['eos_token_id']}" in card
