@@ -202,6 +202,16 @@ def _next_turn_end(tokenizer: PromptTokenizer) -> str:
 
 
 @cache
+def _greedy_tokens(tokenizer: PromptTokenizer) -> set[int]:
+    """Return the tokens that take the white space after them, as Phi-3's <|assistant|>.
+
+    Of an answer that begins with white space, such a token is no part.
+    """
+    added = tokenizer.backend.added_tokens_decoder
+    return {token for token, kind in added.items() if kind.rstrip}
+
+
+@cache
 def find_thought(tokenizer: PromptTokenizer) -> Thought | None:
     """Return the marks of what a model thinks before it answers, as the chat template has them."""
     template = _Template(tokenizer, Example("", (), None, 0))
@@ -404,9 +414,7 @@ class _Template:
         ending = _next_turn_end(self.tokenizer)
         conversation = self.conversation + ending
         ids, bounds = self._tokens(conversation)
-        # Tokens that take the white space after them, as Phi-3's <|assistant|>, are no answer's.
-        added = self.tokenizer.backend.added_tokens_decoder
-        greedy = {token for token, kind in added.items() if kind.rstrip}
+        greedy = _greedy_tokens(self.tokenizer)
         spans: list[Span] = []
         for number, turn in enumerate(self.example.messages):
             if not turn.is_trained:
