@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lezo_ds.config import (
     make_schedule,
     probes_per_pass,
 )
+from lezo_ds.data.user_code import call_of_user
 from lezo_ds.engine.model import Parts, load_parts
 from lezo_ds.engine.replay import ReplayEngine
 from lezo_ds.errors import DivergenceError, UserError
@@ -27,9 +28,12 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.directions import PROBES_AT_ONCE
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.zo.keys import direction_key, step_key
+from lezo_ds.zo.layers import LayerSample
 from lezo_ds.zo.passes import Groups, KeyedProbe, Pass
 from lezo_ds.zo.records import StepPlan, StepRecord
 from lezo_ds.zo.step import PlanFormat, Step
+
+T = TypeVar("T")
 
 MAX_SKIPPED_STEPS = 10
 """Number of steps in a row that may be skipped before the run ends."""
@@ -77,7 +81,7 @@ class LezoEngine(ReplayEngine):
         key = step_key(self.seed, self.global_steps)
         keys = tuple(direction_key(key, group) for group in range(num_examples // size))
         probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
-        dropped = self.layer_policy.checked_sample(self.seed, self.records).dropped
+        dropped = self._sample().dropped
         return self.run(micro_batch, Perturbation(probes, frozenset(dropped)))[-1]
 
     @torch.no_grad()
@@ -109,7 +113,7 @@ class LezoEngine(ReplayEngine):
         batch = StepBatch.of(batch)
         step = self.plan_step(batch)
         losses = self._measure(step, batch, loss_function)
-        record = step.estimate(self._sum(losses, step, batch))
+        record = self._call("estimator", step.estimate, self._sum(losses, step, batch))
         self._write_ahead(record)
         self.apply(record.step + 1)
         self._end_if_diverged()
@@ -124,7 +128,7 @@ class LezoEngine(ReplayEngine):
             self._agree_on_settings(len(batch))
         message = b""
         if self.global_rank == 0:
-            probes = self.estimator.probes(self.records)
+            probes = self._call("estimator", self.estimator.probes, self.records)
             message = self.plan_format.pack(self._decide(), probes)
         message = distributed.broadcast_bytes(message, self.plan_format.num_bytes)
         plan, probes = self.plan_format.unpack(message)
@@ -132,7 +136,7 @@ class LezoEngine(ReplayEngine):
 
     def _decide(self) -> StepPlan:
         """Return the plan of the next step, a function of the run's seed and its records so far."""
-        layers = self.layer_policy.checked_sample(self.seed, self.records)
+        layers = self._sample()
         return StepPlan(
             step=self.global_steps,
             key=step_key(self.seed, self.global_steps),
@@ -144,7 +148,16 @@ class LezoEngine(ReplayEngine):
 
     def own_learning_rate(self) -> float:
         """Return the learning rate of the next step, as this machine computes it."""
-        return self.learning_rates.at(self.global_steps)
+        return self._call("lr_schedule", self.learning_rates.at, self.global_steps)
+
+    def _sample(self) -> LayerSample:
+        policy = self.layer_policy
+        return self._call("layer_policy", policy.checked_sample, self.seed, self.records)
+
+    def _call(self, key: str, function: Callable[..., T], *arguments: object) -> T:
+        """Return what a component returns that a key of zo names. UserError: it raised."""
+        name = f"zo.{key}={getattr(self.config, key)}"
+        return call_of_user(name, function, *arguments)  # type: ignore[no-any-return]
 
     def perturbation(self, step: Step, forward_pass: Pass) -> Perturbation:
         """Return the weights at which a pass measures the loss. theta itself stays as it is."""

@@ -6,6 +6,7 @@ To add one: a subclass of `LayerPolicy` here and a line at the end, or
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class LayerPolicy(ABC):
         num_weights = self.num_groups if self.has_weights else 0
         if isinstance(sample, LayerSample) and len(sample.weights) == num_weights:
             groups = [group for group in range(self.num_groups) if group in sample.dropped]
-            if groups == list(sample.dropped):
+            if groups == list(sample.dropped) and all(map(math.isfinite, sample.weights)):
                 return sample
         raise UserError(
             f"the layer policy {type(self).__name__} returned {sample!r}, and the model has "

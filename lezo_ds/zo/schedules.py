@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lezo_ds.registry import Registry
+from lezo_ds.zo.records import check_finite
 
 
 @dataclass(frozen=True)
@@ -64,4 +65,6 @@ class LearningRates:
         assert self.num_steps is not None, "make_schedule checks it"
         num_falling = max(1, self.num_steps - self.warmup_steps)
         progress = (step - self.warmup_steps) / num_falling
-        return self.peak * self.schedule.share(min(progress, 1.0))
+        share = self.schedule.share(min(progress, 1.0))
+        check_finite(share)
+        return self.peak * share

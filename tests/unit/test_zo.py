@@ -17,6 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lezo_ds.config import ZoConfig
+from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Spsa, mean_losses
 from lezo_ds.zo.grzo import Grzo
@@ -24,7 +26,7 @@ from lezo_ds.zo.keys import direction_key, layer_order, step_key
 from lezo_ds.zo.layers import Fixed, LayerSample, Uniform
 from lezo_ds.zo.passes import Groups
 from lezo_ds.zo.records import StepRecord
-from lezo_ds.zo.schedules import SCHEDULES, LearningRates
+from lezo_ds.zo.schedules import SCHEDULES, LearningRates, Schedule
 from lezo_ds.zo.updates import step_updates, updates_of_parameter
 
 NUM_LAYERS = 5
@@ -338,3 +340,20 @@ def test_grzo_divides_the_slopes_of_all_groups_by_their_deviation():
     assert estimate.loss == pytest.approx((2 + 2 + 0.5) / 3)
     equal = grzo.estimate_groups(probes, [[2.0, 1.0], [3.0, 2.0]])
     assert equal.projected_grads == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("share", "problem"), [(lambda _: 1 / 0, "by zero"), (lambda _: math.nan, "nan")]
+)
+def test_a_component_of_ones_own_that_fails_is_named_by_its_key(share, problem):
+    engine = LezoEngine.__new__(LezoEngine)
+    engine.config = ZoConfig(lr_schedule="mine:share")
+    engine.learning_rates = LearningRates(Schedule(share), peak=1.0, num_steps=2)
+    engine.global_steps = 0
+    with pytest.raises(UserError, match=rf"^zo.lr_schedule=mine:share failed: .*{problem}"):
+        engine.own_learning_rate()
+    engine.layer_policy = Uniform(num_layers=5, num_dropped=2)
+    engine.seed = 0
+    engine.records = None  # which has no length
+    with pytest.raises(UserError, match=r"^zo.layer_policy=uniform failed: TypeError"):
+        engine._sample()
