@@ -401,6 +401,11 @@ def checked_example(task: Task, where: str, record: Record | ValueError) -> Exam
         example = task.example(record)
     except UserError as error:
         raise UserError(f"{where} does not fit the task: {error}") from error
+    except Exception as error:  # of a task of the user's own
+        raise UserError(
+            f"{where} does not fit the task: {type(error).__name__}: {error}",
+            fix=f"correct the record, or build_example of {task.name}",
+        ) from error
     if example.label is not None and not 0 <= example.label < len(example.candidates):
         raise UserError(
             f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}",

@@ -52,6 +52,16 @@ def rows(examples):
     return [example.index for example in examples]
 
 
+def test_a_record_at_which_a_task_of_ones_own_fails_is_named(tmp_path, monkeypatch):
+    write_records(tmp_path / "t.jsonl", RECORDS)
+    monkeypatch.setattr(type(TICKETS), "build_example", lambda _, record: record["txt"])
+    expected = (
+        r"record 1 of .*t.jsonl line 1\) does not fit the task: KeyError: 'txt'.* build_example"
+    )
+    with pytest.raises(UserError, match=expected):
+        load_own(tmp_path / "t.jsonl")
+
+
 def golden_record(name):
     return next(golden.record for golden in GOLDEN if golden.task == name)
 
