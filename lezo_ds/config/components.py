@@ -11,6 +11,7 @@ from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task
 from lezo_ds.tasks.metrics import find_score
+from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.laws import LAWS, PerturbationLaw, TrainedPart
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
@@ -23,12 +24,15 @@ DESCRIBING_KEYS = tuple(
 
 
 def make_estimator(zo: ZoConfig) -> Estimator:
-    """Return the estimator with its options. UserError: no component has its name."""
-    return ESTIMATORS.find(zo.estimator)(
+    """Return the estimator with its options. UserError: no component has its name, or it fails."""
+    estimator: Estimator = call_of_user(
+        f"zo.estimator={zo.estimator}",
+        ESTIMATORS.find(zo.estimator),
         perturbation_scale=zo.perturbation_scale,
         num_directions=zo.directions,
         **zo.estimator_options,
     )
+    return estimator
 
 
 def make_law(zo: ZoConfig) -> PerturbationLaw:
@@ -54,7 +58,7 @@ def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = T
         trains_outside: Whether weights outside the blocks are trained, too.
 
     Raises:
-        UserError: No component has its name, or nothing would be trained.
+        UserError: No component has its name, it fails, or nothing would be trained.
     """
     assert zo.sparsity is not None, "zeroth-order training has a sparsity"
     dropped = num_dropped(zo.sparsity, num_layers)
@@ -64,8 +68,15 @@ def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = T
             "trained",
             fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
         )
-    policy = LAYER_POLICIES.find(zo.layer_policy)
-    return policy(num_layers, dropped, trains_outside=trains_outside, **zo.layer_policy_options)
+    policy: LayerPolicy = call_of_user(
+        f"zo.layer_policy={zo.layer_policy}",
+        LAYER_POLICIES.find(zo.layer_policy),
+        num_layers,
+        dropped,
+        trains_outside=trains_outside,
+        **zo.layer_policy_options,
+    )
+    return policy
 
 
 def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
@@ -93,7 +104,7 @@ def find_task(data: DataConfig) -> Task:
     """
     task = describe_task(data) if data.task == CUSTOM else TASKS.find(data.task)
     if isinstance(task, type):
-        task = task()
+        task = call_of_user(f"data.task={data.task}", task)
     if data.metric is not None:
         task = dataclasses.replace(task, metric=data.metric)
     find_score(task)

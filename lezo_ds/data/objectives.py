@@ -25,13 +25,13 @@ from torch.nn import functional as F
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.rewards import Rewards, judges_answers, make_rewards
-from lezo_ds.data.user_code import call_of_user, shown
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import EncodedExample
 from lezo_ds.tasks.metrics import best_f1
+from lezo_ds.user_code import call_of_user, shown
 
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]
 """(the logits that the task's own loss reads, batch) -> loss of each example, float [examples].

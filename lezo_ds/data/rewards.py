@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lezo_ds.data.user_code import call_of_user, shown
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.tasks.base import Example, Record
 from lezo_ds.tasks.conversations import ASSISTANT
 from lezo_ds.tasks.kinds import TRIED_ANSWERS
+from lezo_ds.user_code import call_of_user, shown
 
 RewardFunction = Callable[[Sequence[str], Sequence[Record]], Any]
 """(answers, record of each with all its fields) -> a number for each. The samples of a record are

@@ -20,13 +20,13 @@ from lezo_ds.config import (
     make_schedule,
     probes_per_pass,
 )
-from lezo_ds.data.user_code import call_of_user
 from lezo_ds.engine.model import Parts, load_parts
 from lezo_ds.engine.replay import ReplayEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.directions import PROBES_AT_ONCE
 from lezo_ds.forward.probes import Perturbation
+from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.keys import direction_key, step_key
 from lezo_ds.zo.layers import LayerSample
 from lezo_ds.zo.passes import Groups, KeyedProbe, Pass

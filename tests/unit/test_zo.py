@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.config import ZoConfig
+from lezo_ds.config import ZoConfig, make_estimator, make_layer_policy
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Spsa, mean_losses
@@ -357,3 +357,30 @@ def test_a_component_of_ones_own_that_fails_is_named_by_its_key(share, problem):
     engine.records = None  # which has no length
     with pytest.raises(UserError, match=r"^zo.layer_policy=uniform failed: TypeError"):
         engine._sample()
+
+
+COMPONENTS = """
+from lezo_ds.zo.estimators import Spsa
+from lezo_ds.zo.layers import Uniform
+
+class Failing(Uniform):
+    def __init__(self, *_, **__):
+        raise RuntimeError("no rank")
+
+class Wrong(Spsa):
+    def __init__(self, **_):
+        self.rank
+"""
+
+
+def test_a_component_of_ones_own_that_cannot_be_made_is_named_by_its_key(tmp_path, monkeypatch):
+    (tmp_path / "wrong_components.py").write_text(COMPONENTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    zo = ZoConfig(
+        layer_policy="wrong_components:Failing", estimator="wrong_components:Wrong", sparsity=0.5
+    )
+    place = r"RuntimeError: no rank \(.*wrong_components.py line 7\)"
+    with pytest.raises(UserError, match=rf"^zo.layer_policy=wrong_components:Failing fa.*{place}"):
+        make_layer_policy(zo, num_layers=4)
+    with pytest.raises(UserError, match=r"^zo.estimator=wrong_components:Wrong failed: Attrib"):
+        make_estimator(zo)
