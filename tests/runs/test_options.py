@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from assets import REPOSITORY
 from commands import assert_one_error, run_forked, run_forked_well
+from own_kind import Rating
 from run_ends import results_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -53,11 +54,30 @@ class Leaves(Spsa):
         sys.exit(0)
 
 
-def test_a_module_that_ends_the_program_does_not_pass_for_a_finished_run(recipe, tmp_path):
+@dataclass(frozen=True, kw_only=True)
+class Leaving(Rating):
+    """A task with such a call."""
+
+    def build_example(self, record):
+        sys.exit(0)
+
+
+LEAVING = Leaving(fields={"sentence": str})
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("zo.estimator=test_options:Leaves", "Leaves failed: SystemExit: 0 ("),
+        ("data.task=test_options:LEAVING", "code that the recipe names called sys.exit(0); fix: "),
+    ],
+)
+def test_a_module_that_ends_the_program_does_not_pass_for_a_finished_run(
+    key, message, recipe, tmp_path
+):
     path = f"{REPOSITORY}:{REPOSITORY}/tests/runs:{REPOSITORY}/tests/helpers"
-    key = "zo.estimator=test_options:Leaves"
     failed = train(recipe, tmp_path / "run", key, runner=run_forked, PYTHONPATH=path)
-    assert_one_error(failed, 2, "code that the recipe names called sys.exit(0); fix: remove")
+    assert_one_error(failed, 2, message)
     assert not (tmp_path / "run" / "results.json").exists()
 
 
