@@ -36,11 +36,14 @@ def make_estimator(zo: ZoConfig) -> Estimator:
 
 
 def make_law(zo: ZoConfig) -> PerturbationLaw:
-    """Return what a direction of the run is. UserError: no component has the law's name."""
+    """Return what a direction of the run is. UserError: no law has this name, or it fails."""
     law = zo.law
     if law is None:
         law = "low-rank" if zo.noise_rank else "dense"
-    return LAWS.find(law)(zo.noise_distribution, zo.noise_rank)
+    made: PerturbationLaw = call_of_user(
+        f"zo.law={law}", LAWS.find(law), zo.noise_distribution, zo.noise_rank
+    )
+    return made
 
 
 def trained_part(zo: ZoConfig) -> TrainedPart:

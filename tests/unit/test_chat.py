@@ -187,7 +187,7 @@ def test_a_turn_of_weight_0_is_context_and_calls_and_other_roles_are_written(nam
 def test_turns_are_learned_with_a_tokenizer_that_has_no_map_to_characters():
     tokenizer = PromptTokenizer(ByT5Tokenizer(chat_template=PLAIN), (), 0, (1,))
     assert not tokenizer.backend.is_fast
-    # ByT5 drops the white space beside </s>.
+    # ByT5's decoder strips white space next to </s>.
     assert texts_of(tokenizer, encode(tokenizer)) == [WRITTEN[0], " Yes</s>"]
 
 

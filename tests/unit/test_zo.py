@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.config import ZoConfig, make_estimator, make_layer_policy
+from lezo_ds.config import ZoConfig, make_estimator, make_law, make_layer_policy
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Spsa, mean_losses
@@ -361,6 +361,7 @@ def test_a_component_of_ones_own_that_fails_is_named_by_its_key(share, problem):
 
 COMPONENTS = """
 from lezo_ds.zo.estimators import Spsa
+from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.layers import Uniform
 
 class Failing(Uniform):
@@ -370,6 +371,10 @@ class Failing(Uniform):
 class Wrong(Spsa):
     def __init__(self, **_):
         self.rank
+
+class Lawless(DenseLaw):
+    def __init__(self):
+        pass
 """
 
 
@@ -379,8 +384,10 @@ def test_a_component_of_ones_own_that_cannot_be_made_is_named_by_its_key(tmp_pat
     zo = ZoConfig(
         layer_policy="wrong_components:Failing", estimator="wrong_components:Wrong", sparsity=0.5
     )
-    place = r"RuntimeError: no rank \(.*wrong_components.py line 7\)"
+    place = r"RuntimeError: no rank \(.*wrong_components.py line 8\)"
     with pytest.raises(UserError, match=rf"^zo.layer_policy=wrong_components:Failing fa.*{place}"):
         make_layer_policy(zo, num_layers=4)
     with pytest.raises(UserError, match=r"^zo.estimator=wrong_components:Wrong failed: Attrib"):
         make_estimator(zo)
+    with pytest.raises(UserError, match=r"^zo.law=wrong_components:Lawless failed: TypeError"):
+        make_law(ZoConfig(law="wrong_components:Lawless"))
