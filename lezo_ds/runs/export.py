@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from transformers import GenerationConfig
 from transformers.utils import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_NAME
 
 from lezo_ds import distributed
@@ -133,7 +134,7 @@ def export_run(
             logger.warning("%s", WORSE)
     engine.write_model(
         target,
-        texts=_own_texts(run.config),
+        texts=own_texts(run.config),
         card=partial(
             model_card,
             run,
@@ -148,7 +149,7 @@ def export_run(
     return number
 
 
-def _own_texts(config: RunConfig) -> dict[str, str]:
+def own_texts(config: RunConfig) -> dict[str, str]:
     """Return the files of an export of a chat that are not those of its base model, by name.
 
     The chat template has the run's values as defaults. The token that ends a turn, which a base
@@ -168,11 +169,16 @@ def _own_texts(config: RunConfig) -> dict[str, str]:
         )
     if defaults:
         texts[CHAT_TEMPLATE_FILE] = defaults + tokenizer.backend.get_chat_template()
-    ends = generation_ends(directory, load_model_config(directory))
+    model_config = load_model_config(directory)
+    ends = generation_ends(directory, model_config)
     new = [token for token in end_of_turn(tokenizer).ids if token not in ends]
     if new:
         file = directory / GENERATION_CONFIG_NAME
-        values = json.loads(file.read_text()) if file.is_file() else {}
+        if file.is_file():
+            values = json.loads(file.read_text())
+        else:  # `generate` takes tokens such as the padding from config.json
+            values = GenerationConfig.from_model_config(model_config).to_diff_dict()
+            values.pop("_from_model_config")  # where an object came from; not for files
         values["eos_token_id"] = [*ends, *new]
         texts[GENERATION_CONFIG_NAME] = json.dumps(values, indent=2) + "\n"
     return texts

@@ -15,14 +15,16 @@ import pytest
 import torch
 import yaml
 from commands import assert_one_error, run_forked, run_forked_well
+from own_data import own_values, write_chat_model
 from run_ends import STEP, digest_after, results_of
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.checkpoints.snapshots import read_manifest
+from lezo_ds.config.run_config import load_config
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.runs import export as exporting
-from lezo_ds.runs.export import read_file
+from lezo_ds.runs.export import own_texts, read_file
 from lezo_ds.runs.model_card import model_card
 from lezo_ds.runs.opening import restore
 from lezo_ds.runs.records import evaluations_of, read_run
@@ -69,6 +71,30 @@ def test_no_key_that_decides_the_weights_changes_an_export_or_an_evaluation(fini
         refused = run_forked([*run, *words, "zo.noise_rank=1"], program=program)
         assert_one_error(refused, 2, "zo.noise_rank of run", "is 0 and cannot be 1")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("settings", [None, {"eos_token_id": 1, "top_k": 7}])
+def test_generate_of_an_exported_chat_differs_in_the_end_of_a_turn_alone(settings, tmp_path):
+    model = write_chat_model(tmp_path / "base")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"bos_token_id": 5, "pad_token_id": 7, "eos_token_id": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "generation_config.json").unlink(missing_ok=True)
+    if settings is not None:
+        (model / "generation_config.json").write_text(json.dumps(settings))
+    values = own_values(model, train=str(tmp_path / "chats.jsonl"), messages="turns")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    texts = own_texts(load_config(tmp_path / "recipe.yaml", [f"run_dir={tmp_path}"]))
+    before = AutoModelForCausalLM.from_pretrained(model).generation_config.to_diff_dict()
+    for name, text in texts.items():
+        (model / name).write_text(text)
+    after = AutoModelForCausalLM.from_pretrained(model).generation_config.to_diff_dict()
+    assert list(texts) == ["generation_config.json"]
+    assert after.pop("eos_token_id") == [1, 2]
+    assert before.pop("eos_token_id") == 1
+    before.pop("_from_model_config", None)
+    chosen = {name: value for name, value in after.items() if value is not False}
+    assert chosen == before
 
 
 def weights_sha256(model):
