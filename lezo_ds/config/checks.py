@@ -99,8 +99,26 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
     return replace(steps, train=replace(steps.train, epochs=config.train.epochs))
 
 
-def check_arguments(values: Mapping[str, object]) -> None:
-    """Refuse arguments of `lezo_ds.initialize`, by the keys of a recipe that have their rules."""
+def check_arguments(
+    zo: object, ds_config: object, peft: object, values: Mapping[str, object]
+) -> None:
+    """Refuse arguments of `lezo_ds.initialize` of a wrong type, or that a recipe refuses, too.
+
+    Args:
+        zo: Its `config`, a ZoConfig.
+        ds_config: A mapping.
+        peft: A PeftConfig or None.
+        values: The others, by the keys of a recipe.
+    """
+    expected = (
+        ("config", zo, ZoConfig, "pass lezo_ds.config.ZoConfig(...)"),
+        ("ds_config", ds_config, Mapping, "pass lezo_ds.config.deepspeed.load_ds_config(...)"),
+        ("peft", peft, PeftConfig | None, "pass lezo_ds.config.PeftConfig(...) or None"),
+    )
+    for name, value, type_of_value, fix in expected:
+        if not isinstance(value, type_of_value):
+            kind = type(value).__name__
+            raise UserError(f"{name} in lezo_ds.initialize is of type {kind}", fix=fix)
     READER.read({"run_dir": "", **values}, "lezo_ds.initialize")
 
 
