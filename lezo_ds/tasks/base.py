@@ -17,6 +17,7 @@ or a `Scorer`, which lezo_ds/data passes in.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -71,6 +72,11 @@ class Message(NamedTuple):
     def is_trained(self) -> bool:
         """Whether the model learns to write this turn."""
         return self.role == "assistant" and self.weight == 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the turn in transformers' layout."""
+        others = copy.deepcopy(dict(self.others))
+        return {"role": self.role, "content": self.content, **others}
 
 
 @dataclass(frozen=True)

@@ -369,6 +369,18 @@ def test_a_long_question_is_cut_on_the_left_and_keeps_its_answer(tokenizers):
     assert texts_of(tokenizer, cut) == texts_of(tokenizer, whole) == WRITTEN[:1]
 
 
+def test_the_start_of_an_answer_is_continued(tokenizers):
+    tokenizer = tokenizers["plain"]
+    turns = (Message("user", "Où?"), Message("assistant", "Let me think.\n<think>", 0))
+    asked = [{"role": turn.role, "content": turn.content} for turn in turns]
+    expected = tokenizer.backend.apply_chat_template(
+        asked, tokenize=False, continue_final_message=True
+    )
+    assert expected.endswith("assistant\nLet me think.\n<think>")
+    (ids,) = tokenizer.encode_written([expected])
+    assert encode_question(tokenizer, Example("", (), None, 0, messages=turns)) == ids
+
+
 def test_a_question_ends_where_the_assistant_begins(tokenizers):
     tokenizer, example = tokenizers["plain"], example_of(*TURNS)
     whole = encode_question(tokenizer, example)
