@@ -115,8 +115,12 @@ def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
 
     A last turn that is the right answer is left out. Any other last turn of the assistant is the
     start of the answer.
+
+    Raises:
+        UserError: the template cannot write the conversation, or leaves out a turn.
     """
     template = _Template(tokenizer, example)
+    template.check_all_written()
     *before, last = example.messages
     if last.is_trained:
         question = template.write(before, opened=True)

@@ -175,6 +175,14 @@ def test_a_conversation_that_the_template_cannot_write_is_refused(name, turns, m
     assert "\n" not in str(error.value)
 
 
+def test_a_question_with_a_turn_that_the_template_does_not_write_is_refused(tokenizers):
+    asked = (CALLED[0], CALLED[1]._replace(weight=0), CALLED[2])
+    example = replace(example_of(*asked), candidates=(), label=None)
+    with pytest.raises(UserError, match=r"does not write turn 2 of record 3 .* remove its calls"):
+        encode_question(tokenizers["plain"], example)
+    assert encode_question(tokenizers["calling"], example)
+
+
 @pytest.mark.parametrize("name", ["plain", "marked"])
 def test_a_turn_of_weight_0_is_context_and_calls_and_other_roles_are_written(name, tokenizers):
     turns = (*TURNS[:2], TURNS[2]._replace(weight=0), *TURNS[3:])
