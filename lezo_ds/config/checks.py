@@ -34,6 +34,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code, options_of
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.template import field_text
+from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 from lezo_ds.zo.passes import can_group
@@ -65,7 +66,7 @@ def checked(config: RunConfig) -> RunConfig:
             num_steps = config.zo.warmup_steps + 1
         zo = checked_optimizer(config.zo, config.peft, config.model.bits, num_steps)
         config = replace(config, zo=zo)
-        make_estimator(zo).check_groups(num_groups(config))
+        _ask_estimator(zo, num_groups(config))
     _refuse_missing(config.method, needed)
     check_world(replace(config, partition_size=None), world_size=1)
     return config
@@ -154,8 +155,13 @@ def checked_optimizer(
     )
     make_schedule(zo, num_steps)
     if zo.examples_per_direction is None:
-        make_estimator(zo).check_groups(num_groups=1)
+        _ask_estimator(zo, 1)
     return zo
+
+
+def _ask_estimator(zo: ZoConfig, number: int) -> None:
+    """Ask the estimator, which may be the user's own, whether it takes this number of groups."""
+    call_of_user(f"zo.estimator={zo.estimator}", make_estimator(zo).check_groups, number)
 
 
 def _rules_of_scoring(config: RunConfig) -> Iterator[Rule]:
