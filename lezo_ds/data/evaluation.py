@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from lezo_ds.data.generation import ended_answers
+from lezo_ds.data.generation import ended_answers, tidy
 from lezo_ds.data.metrics import has_labels, load_score, majority_score
 from lezo_ds.data.objectives import training_objective
 from lezo_ds.data.reader import EncodedSplit, Reader
@@ -140,7 +140,7 @@ def _samples(scorer: Scorer) -> tuple[tuple[Sample, ...], float]:
     tokens = scorer.new_tokens
     ended = ended_answers(tokens, reader.generation, reader.tokenizer)
     shown = range(min(NUM_SAMPLES, len(tokens)))
-    answers = reader.answers(tokens[: len(shown)], with_thoughts=reader.objective.is_reward)
+    answers = reader.answers(tokens[: len(shown)], as_written=reader.objective.is_reward)
     samples = []
     for number, answer in zip(shown, answers, strict=True):
         example = scorer.split.examples[number]
@@ -153,7 +153,7 @@ def _samples(scorer: Scorer) -> tuple[tuple[Sample, ...], float]:
         }
         reward = 0.0 - loss
         samples.append(
-            Sample(example.index, example.prompt, answer, reward, ended[number], rewards)
+            Sample(example.index, example.prompt, tidy(answer), reward, ended[number], rewards)
         )
     return tuple(samples), sum(ended) / len(ended)
 
