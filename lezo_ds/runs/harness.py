@@ -144,12 +144,8 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
     if engine.global_rank > 0:
         return {}
     scores = {**opened.source, "limit": limit, "results": found["results"]}
-    if "run" in scores:
-        _append(Path(scores["run"]) / HARNESS_SCORES, scores)
+    if "run" in scores:  # which keeps them, for `lezo-ds report`
+        path = Path(scores["run"]) / HARNESS_SCORES
+        with failures_named(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(scores) + "\n")
     return {**scores, "table": make_table(found)}
-
-
-def _append(path: Path, scores: dict[str, Any]) -> None:
-    """Keep scores with the run that they are of, for `lezo-ds report`."""
-    with failures_named(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(scores) + "\n")

@@ -41,7 +41,6 @@ from lezo_ds.config import (
     PeftConfig,
     ReadingConfig,
     RunConfig,
-    ZoConfig,
     check_reading,
     config_from_dict,
     find_recipe,
@@ -130,7 +129,7 @@ class Opened(NamedTuple):
         return reading._replace(data=data, generation=generation)
 
 
-def open_run(path: Path, step: str, overrides: Sequence[str] = ()) -> Opened:
+def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
     """Open the weights of a run. A collective.
 
     Args:
@@ -202,7 +201,7 @@ def open_model(
 
     def load_engine() -> ModelEngine:
         shared = shared_by(distributed.world_size(), config)
-        engine = ModelEngine(load(shared, None, config.peft))
+        engine = ModelEngine(load(shared, config.peft))
         if has_adapter:
             _load_adapter(engine, directory, facts.get("base"))
         return engine
@@ -212,23 +211,19 @@ def open_model(
 
 
 def load(
-    config: RunConfig,
-    zo: ZoConfig | None,
-    peft: PeftConfig | None,
-    ds_config: dict[str, Any] | None = None,
+    config: RunConfig, peft: PeftConfig | None, ds_config: dict[str, Any] | None = None
 ) -> Parts:
     """Load the model of a configuration, sharded over all ranks. A collective.
 
     Args:
         config: of a run, or of a model.
-        zo: how directions perturb and update the weights; None if they do not.
         peft: the adapter of the model; None if it has none.
         ds_config: the DeepSpeed JSON, if it is known.
     """
     logger.info("loading %s", config.model.path)
     return load_parts(
         config.model.path,
-        zo,
+        config.zo if config.method in ZEROTH_ORDER else None,
         ds_config or prepare(config),
         config.model.dtype,
         config.seed,
@@ -275,9 +270,8 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, config.model.path))
     # An adapter begins with values of this seed, whatever seed a command samples with.
     shared = shared_by(distributed.world_size(), replace(config, seed=run.header.config["seed"]))
-    zo = config.zo if config.method in ZEROTH_ORDER else None
     peft = config.peft if config.method in TRAINED else None
-    engine = ReplayEngine(load(shared, zo, peft), config.zo)
+    engine = ReplayEngine(load(shared, peft), config.zo)
     header = run.header
     facts = (engine.base.fingerprint, engine.base.table_hash)
     if facts != (header.model_fingerprint, header.parameter_table_hash):

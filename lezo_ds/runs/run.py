@@ -56,6 +56,7 @@ import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -145,11 +146,8 @@ class Run(ABC):
         self.has_stop_file = False
         self._writes = self.engine.global_rank == 0
         self._launchers = launchers()
-        # By the step of a test, which an earlier process may have done.
-        self._by_label: dict[int, Mapping[str, LabelScore] | None] = {}
-        earlier = RunResults.read(self.directory.results)
-        if earlier is not None:
-            self._by_label[earlier.best_step or 0] = earlier.by_label
+        self._by_label: dict[int, Mapping[str, LabelScore] | None] = {}  # by the step of a test
+        self._earlier: RunResults | None = None  # of an earlier process of the run
         self._began = time.monotonic()  # earlier by the seconds that earlier processes have taken
 
     def execute(self) -> RunResults:
@@ -157,10 +155,12 @@ class Run(ABC):
         with distributed.lost_ranks_reported(self._last_good_step):
             self.open()
             self.num_done = self.engine.global_steps
+            self._earlier = RunResults.read(self.directory.results)
+            if self._earlier is not None:
+                self._by_label[self._earlier.best_step or 0] = self._earlier.by_label
             if self._writes:
                 self._prune_snapshots()
-                evaluated = [(each.split, each.step) for each in self.evaluations]
-                seconds = self.directory.cut_logs(self.num_done, evaluated)
+                seconds = self.directory.cut_logs(self.num_done, self.evaluated())
                 self._began = time.monotonic() - seconds
                 self.directory.write_config(self.config)
             # The handler only sets a flag, which is this rank's vote in the next all-reduce. All
@@ -170,7 +170,7 @@ class Run(ABC):
             results = self._results(is_finished=is_finished)
             self.check()  # before the digest of these weights is written
             if self._writes:
-                results.write(self.directory.results)
+                self.directory.write_json(self.directory.results, asdict(results))
                 self.monitors.finish(results)
                 if is_finished and self.config.train.keep_snapshots == 0:
                     remove_directory(self.directory.checkpoints)
@@ -382,7 +382,7 @@ class Run(ABC):
         Raises:
             Stopped: all ranks agreed to stop meanwhile. Nothing is recorded.
         """
-        if self.engine.global_steps != at or self.has_evaluated(split, at):
+        if self.engine.global_steps != at or (split, at) in self.evaluated():
             return
         self.check()
         encoded = self.data.dev if split == "dev" else self.data.test
@@ -399,18 +399,13 @@ class Run(ABC):
             metrics[MAJORITY_CLASS] = result.majority_class
         if result.macro_f1 is not None:
             metrics[MACRO_F1] = result.macro_f1
-        metrics |= {f"rewards/{name}": mean for name, mean in result.rewards.items()}
+        rewards = {f"rewards/{name}": mean for name, mean in result.rewards.items()}
         loss = result.loss if math.isfinite(result.loss) else None
-        evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
-        numbers: dict[str, float | bool | None] = {
-            f"{split}_loss": evaluation.loss,
-            f"{split}_{metric}": result.score,
-        }
-        for name, mean in result.rewards.items():
-            numbers[f"{split}_rewards/{name}"] = mean
+        evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics | rewards)
+        logged: StepMetrics = {"loss": loss, metric: result.score, **rewards}
         if result.share_ended is not None:
-            numbers[f"{split}_share_ended"] = result.share_ended
-        self._log_metrics(numbers)
+            logged["share_ended"] = result.share_ended
+        self._log_metrics({f"{split}_{name}": value for name, value in logged.items()})
         if self._writes and result.samples:
             self.directory.log_samples(at, split, result.samples)
         self.record(evaluation)
@@ -419,10 +414,9 @@ class Run(ABC):
             if result.samples:
                 logger.info("%s", samples_line(result))
 
-    def has_evaluated(self, split: str, step: int) -> bool:
-        """Return whether an evaluation of a split after `step` steps is recorded."""
-        recorded = {(record.split, record.step) for record in self.evaluations}
-        return (split, step) in recorded
+    def evaluated(self) -> set[tuple[str, int]]:
+        """Return the split and the step of each evaluation that is recorded."""
+        return {(evaluation.split, evaluation.step) for evaluation in self.evaluations}
 
     # Files.
 
@@ -438,9 +432,7 @@ class Run(ABC):
         if distributed.on_rank_zero(is_there):
             return
         self.check()  # wrong weights would come back from a snapshot after every restart
-        checksum = None
-        if self._writes:
-            checksum = self.owner().checksum(step)
+        checksum = self.owner().checksum(step) if self._writes else None
         self.engine.write_model(target, journal=checksum)
 
     def save_if_due(self) -> None:
@@ -489,10 +481,8 @@ class Run(ABC):
             best = records.best_evaluation(self.evaluations)
             trained = records.best_evaluation(self.evaluations, first_step=1)
         best_step = None if best is None else best.step
-        scores: dict[int | None, dict[str, float]] = {}  # of the test split, by steps
-        for evaluation in self.evaluations:
-            if evaluation.split == "test":
-                scores[evaluation.step] = evaluation.metrics
+        tests = [evaluation for evaluation in self.evaluations if evaluation.split == "test"]
+        scores: dict[int | None, dict[str, float]] = {test.step: test.metrics for test in tests}
         of_base = scores.get(0, {})
         of_result = scores.get(best_step, {}) if config.method in TRAINED else of_base
         early_stop_step = None
@@ -534,8 +524,7 @@ class Run(ABC):
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
         # A process that only resumes a finished run uses less than the one that trained it.
-        earlier = RunResults.read(self.directory.results)
-        if earlier is not None:
-            peak = max(peak, earlier.peak_memory_bytes)
+        if self._earlier is not None:
+            peak = max(peak, self._earlier.peak_memory_bytes)
         peaks: list[int] = distributed.gather_objects(peak)
         return max(peaks)
