@@ -279,7 +279,5 @@ class RunDirectory:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of Python, of this package and of LIBRARIES."""
-    versions = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
-    for name in LIBRARIES:
-        versions[name] = importlib.metadata.version(name)
-    return versions
+    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__, **libraries}

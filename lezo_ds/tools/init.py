@@ -405,9 +405,8 @@ def _shorter_labels(
     example = data.train.encoded[0]
     if max(example.option_lengths) == 1:
         return labels
-    options = []
-    for ids, length in zip(example.sequences, example.option_lengths, strict=True):
-        options.append(ids[-length:])
+    lengths = zip(example.sequences, example.option_lengths, strict=True)
+    options = [ids[-length:] for ids, length in lengths]
     counts = Counter(token for option in options for token in set(option))
     whole = labels if isinstance(labels, dict) else {label: label for label in labels}
     shorter = {}  # by the text of a label, which several values may have

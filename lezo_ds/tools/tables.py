@@ -228,22 +228,18 @@ def harness_table(directory: Path) -> pd.DataFrame:
 
     Its columns are steps of the run: what the model knew before training is at step 0.
     """
-    rows: dict[tuple[str, str, str], dict[int, str]] = {}
+    rows = []
     for measured in _read_lines(directory / HARNESS_SCORES, HarnessScores):
         examples = "all" if measured.limit is None else str(measured.limit)
         for task, scores in sorted(measured.results.items()):
             for name, value in scores.items():
                 metric = name.partition(",")[0]
                 if isinstance(value, float) and not metric.endswith("_stderr"):
-                    rows.setdefault((task, metric, examples), {})[measured.step] = f"{value:.4f}"
-    steps = sorted({step for by_step in rows.values() for step in by_step})
-    return pd.DataFrame(
-        [
-            {"lm-eval": task, "metric": metric, "examples": examples}
-            | {f"step {step}": by_step.get(step, "-") for step in steps}
-            for (task, metric, examples), by_step in rows.items()
-        ]
-    )
+                    rows.append((task, metric, examples, measured.step, f"{value:.4f}"))
+    keys = ["lm-eval", "metric", "examples"]
+    scores_by_step = pd.DataFrame(rows, columns=[*keys, "step", "score"])
+    table = scores_by_step.pivot_table("score", keys, "step", aggfunc="last", sort=False)
+    return table.sort_index(axis=1).add_prefix("step ").fillna("-").reset_index()
 
 
 def _read_lines(path: Path, kind: type[T]) -> list[T]:
