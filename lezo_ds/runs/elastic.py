@@ -63,8 +63,8 @@ class ReplicaRun(ZerothOrderRun):
         super().__init__(config, data, directory, engine)
         self.replicas = replicas
         self._evaluator = ""  # address of the last replica that left to evaluate
-        self.engine.workers = replicas
-        replicas.num_workers = self.engine.world_size // self.engine.tensor_parallel
+        engine.workers = replicas
+        replicas.num_workers = engine.world_size // engine.tensor_parallel
         replicas.gives_up = self._is_asked_to_stop
 
     def open(self) -> None:

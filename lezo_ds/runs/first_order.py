@@ -313,17 +313,17 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
         self.engine.start(self.trainer.model_wrapped)
         super().begin()
         self.cross_check()
-        self._do_what_is_due()
+        self._go_on()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Count a step, and do what is due after it."""
         zero3.finish_updates()
         self.engine.global_steps += 1
         self.count_step(self.step(), self._bar)
-        self._do_what_is_due()
+        self._go_on()
 
-    def _do_what_is_due(self) -> None:
-        if self.is_over():
+    def _go_on(self) -> None:
+        if self.do_what_is_due():
             raise _Over
 
     def train(self, bar: tqdm[Any]) -> None:

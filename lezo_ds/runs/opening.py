@@ -254,25 +254,25 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
         UserError: the base model is not that of the run, or this version draws other noise.
         LezoError: a snapshot's weights do not have the digest in its manifest.
     """
-    if run.header.noise_version != NOISE_VERSION:
+    header = run.header
+    if header.noise_version != NOISE_VERSION:
         raise UserError(
-            f"run {run.directory.path} has noise version {run.header.noise_version}, "
+            f"run {run.directory.path} has noise version {header.noise_version}, "
             f"not {NOISE_VERSION}",
             fix="use the version of lezo_ds that wrote it, or open one of its snapshots",
         )
     config = run.config
     refuse_code({"zo.law": config.zo.law}, run.overrides)
-    if run.header.config.get("adapter") != start_of(config.peft):
+    if header.config.get("adapter") != start_of(config.peft):
         raise UserError(
             f"peft.path={config.peft.path} is not the adapter that the run started from",
             fix="add peft.path=... with its directory",
         )
-    distributed.on_rank_zero(lambda: assert_same_model_config(run.header, config.model.path))
+    distributed.on_rank_zero(lambda: assert_same_model_config(header, config.model.path))
     # An adapter begins with values of this seed, whatever seed a command samples with.
-    shared = shared_by(distributed.world_size(), replace(config, seed=run.header.config["seed"]))
+    shared = shared_by(distributed.world_size(), replace(config, seed=header.config["seed"]))
     peft = config.peft if config.method in TRAINED else None
     engine = ReplayEngine(load(shared, peft), config.zo)
-    header = run.header
     facts = (engine.base.fingerprint, engine.base.table_hash)
     if facts != (header.model_fingerprint, header.parameter_table_hash):
         raise UserError(

@@ -139,12 +139,12 @@ class Run(ABC):
         self.monitors = Monitors()
         self.evaluations: list[EvaluationRecord] = []
         self.num_steps = 0
-        if self.config.method in TRAINED:
-            self.num_steps = self.config.train.steps or 0
+        if config.method in TRAINED:
+            self.num_steps = config.train.steps or 0
         self.num_done = 0
-        self.eval_every = eval_every(self.config)
+        self.eval_every = eval_every(config)
         self.has_stop_file = False
-        self._writes = self.engine.global_rank == 0
+        self._writes = engine.global_rank == 0
         self._launchers = launchers()
         self._by_label: dict[int, Mapping[str, LabelScore] | None] = {}  # by the step of a test
         self._earlier: RunResults | None = None  # of an earlier process of the run
@@ -206,7 +206,7 @@ class Run(ABC):
     def train(self, bar: tqdm[Any]) -> None:
         """Do what is left of the steps, with evaluations and snapshots. It may raise Stopped."""
         self.cross_check()
-        while not self.is_over():
+        while not self.do_what_is_due():
             self.count_step(self.step(), bar)
 
     def cross_check(self) -> None:
@@ -214,7 +214,7 @@ class Run(ABC):
         if self.num_done < self.num_steps:
             cross_check(self.engine, self.data, self.config)
 
-    def is_over(self) -> bool:
+    def do_what_is_due(self) -> bool:
         """Do what is due between two steps, and return whether no step follows. A collective.
 
         Raises:
