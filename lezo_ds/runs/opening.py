@@ -176,7 +176,8 @@ def open_model(
     has_adapter = bool(sections)
     if not has_adapter:
         directory = resolve_model(model)
-        sections = {"model": {"path": model, "dtype": _stored_dtype(directory)}, "peft": {}}
+        of_model = {"path": model, "dtype": _stored_dtype(directory)}
+        sections = {"model": of_model, "peft": {"kind": "none"}}
     facts = read_facts(directory) or {}
     if has_adapter:
         sections["model"]["bits"] = facts.get("bits")
