@@ -17,6 +17,7 @@ import inspect
 import io
 import json
 import logging
+import math
 import os
 import pkgutil
 import shlex
@@ -158,6 +159,11 @@ def run_train(arguments: argparse.Namespace) -> None:
         launch = f"deepspeed --num_gpus {arguments.gpus or 'N'} --module lezo_ds train ..."
         raise UserError(
             "--gpus and --gpu-memory only plan a run", fix=f"add --dry-run, or start it by {launch}"
+        )
+    if arguments.gpu_memory is not None and not 0 < arguments.gpu_memory < math.inf:
+        raise UserError(
+            f"--gpu-memory {arguments.gpu_memory:g} is not a number above 0",
+            fix="give the GB that a GPU is sold with, such as 24",
         )
     config = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:

@@ -75,6 +75,8 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("train --config demo --gpus 4", "only plan a run; fix: add --dry-run, or .*num_gpus 4 "),
         ("train --config demo --gpu-memory 24", "only plan a run; fix: add --dry-run, or start"),
         ("train --config demo --gpu-memory 24GB", "invalid float value: '24GB'; fix: see"),
+        ("train --config demo --dry-run --gpu-memory nan", "nan is not a number above 0; fix: "),
+        ("train --config demo --dry-run --gpu-memory -24", "-24 is not a number above 0; fix: "),
         ("train --config $UNSET/r.yaml", "names an environment variable that is not set"),
         ("train", "needs a recipe; fix: lezo-ds train --config RECIPE; lezo-ds init MODEL DATA"),
         ("train tickets.yaml", "fix: lezo-ds train --config tickets.yaml"),
