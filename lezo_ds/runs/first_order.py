@@ -41,13 +41,7 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.runs.records import (
-    TrainingState,
-    assert_same_base,
-    best_evaluation,
-    make_header,
-    owner_of,
-)
+from lezo_ds.runs.records import TrainingState, best_evaluation, owner_of
 from lezo_ds.runs.run import Run, StepMetrics
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
@@ -287,20 +281,16 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
     def _open_state(self) -> TrainingState:
         """Read training_state.json on rank 0, or start one, and remove what came after its step."""
         path = self.directory.training_state
-        base = self.engine.base
         if path.exists():
             state = TrainingState.read(path)
-            assert_same_base(state.header, base)
             # Later ones belong to steps that will be done again.
             evaluations = [record for record in state.evaluations if record.step <= state.step]
             self._state = replace(
                 state, world_size=self.engine.world_size, evaluations=tuple(evaluations)
             )
-            self.prepare_resumption(state.step)
+            self.prepare_resumption(state.header, state.step)
         else:
-            header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
-            self._state = TrainingState(header, self.engine.world_size)
-            self.directory.set_aside(self.directory.outputs())
+            self._state = TrainingState(self.prepare_start(), self.engine.world_size)
         self._remove_other_checkpoints()
         remove_snapshots(self.directory.snapshots, range(self._state.step + 1))
         return self._state

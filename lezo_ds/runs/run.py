@@ -80,7 +80,7 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.files import remove_directory
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.journal import EvaluationRecord
+from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.runs import records
 from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.directory import RunDirectory
@@ -449,15 +449,26 @@ class Run(ABC):
         protected = self.protected_steps(is_finished=False)
         prune_snapshots(self.directory.snapshots, num_kept, protected)
 
-    def prepare_resumption(self, num_steps: int) -> None:
-        """Announce it. Move snapshots of other runs or of unrecorded steps aside. For rank 0."""
+    def prepare_start(self) -> Header:
+        """Return the header of a new run. Move what another one has left aside. For rank 0."""
+        self.directory.set_aside(self.directory.outputs())
+        base = self.engine.base
+        return records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
+
+    def prepare_resumption(self, header: Header, num_steps: int) -> None:
+        """Announce the resumption of the run with a header after `num_steps` steps. For rank 0.
+
+        Snapshots of other runs or of unrecorded steps are moved aside. UserError: it has other base
+        weights.
+        """
+        records.assert_same_base(header, self.engine.base)
         if num_steps > 0:  # loading or replaying them may take a while
             logger.info("resuming at step %d of %d", num_steps, self.config.train.steps)
         root = self.directory.snapshots
         _, foreign_steps = own_snapshots(root, self.owner())
         self.directory.set_aside([snapshot_path(root, step) for step in foreign_steps])
 
-    def _log_metrics(self, metrics: Mapping[str, float | bool | None]) -> None:
+    def _log_metrics(self, metrics: StepMetrics) -> None:
         """Append numbers of the current step to metrics.jsonl, and send them to the monitors."""
         if not self._writes:
             return

@@ -54,15 +54,11 @@ class ZerothOrderRun(Run):
     def _open_journal(self) -> list[EvaluationRecord]:
         """Open the journal, or start one, and return its evaluations. For rank 0."""
         path = self.directory.journal
-        base = self.engine.base
         if not path.exists():
-            self.directory.set_aside(self.directory.outputs())
-            header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
-            self.journal = Journal.create(path, header)
+            self.journal = Journal.create(path, self.prepare_start())
             return []
         self.journal = Journal.open(path)
-        records.assert_same_base(self.journal.header, base)
-        self.prepare_resumption(len(self._recorded_steps()))
+        self.prepare_resumption(self.journal.header, len(self._recorded_steps()))
         return records.evaluations_of(self.journal.records)
 
     def step(self) -> StepMetrics:
