@@ -118,17 +118,17 @@ def _test_scores(results: RunResults) -> str:
     scores = f"{results.test:.3f}"
     if results.best_step is not None:
         scores = f"{results.zero_shot:.3f} before, {scores} after"
-    beside = _beside(results.metric, results.majority_class, results.macro_f1)
+    beside = _beside(vars(results))
     return f"{scores} ({', '.join(beside)})" if beside else scores
 
 
-def _beside(metric: str, majority_class: float | None, macro_f1: float | None) -> list[str]:
-    """Return the scores to compare a test score of a metric with."""
+def _beside(scores: Mapping[str, Any]) -> list[str]:
+    """Return what is shown beside a score, of the results of a run or of `score`."""
     beside = []
-    if majority_class is not None:
-        beside.append(f"majority class {majority_class:.3f}")
-    if macro_f1 is not None and metric != "macro_f1":
-        beside.append(f"macro F1 {macro_f1:.3f}")
+    if scores["majority_class"] is not None:
+        beside.append(f"majority class {scores['majority_class']:.3f}")
+    if scores["macro_f1"] is not None and scores["metric"] != "macro_f1":
+        beside.append(f"macro F1 {scores['macro_f1']:.3f}")
     return beside
 
 
@@ -137,7 +137,7 @@ def scores_summary(scores: Mapping[str, Any]) -> str:
     source = scores["model"] if "model" in scores else f"step {scores['step']} of {scores['run']}"
     examples = f"{scores['num_examples']} {_SPLITS[scores['split']]} examples"
     shown = [f"{scores['metric']} {scores['score']:.3f} on {examples}"]
-    shown += _beside(scores["metric"], scores["majority_class"], scores["macro_f1"])
+    shown += _beside(scores)
     if not math.isnan(scores["loss"]):  # NaN: it was not measured
         shown.append(f"loss {number(scores['loss'])}")
     return f"{source}: {', '.join(shown)}"

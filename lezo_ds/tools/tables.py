@@ -153,7 +153,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     settings = ["model", "task", "method", "data.test", "data.num_test", "data.seed"]
     found = ["metric", "model_fingerprint", "test_data", *MEASURED]
     missing = dict.fromkeys([*settings, *found])
-    row = {"directory": str(directory), "finished": False, "peft.kind": "none", **missing}
+    row: dict[str, Any] = {"directory": str(directory), "finished": False, "peft.kind": "none"}
+    row |= {**missing, "answers": [], "labels": []}
     try:
         row |= _settings(recorded_config(directory))
     except DAMAGE as error:
