@@ -42,7 +42,7 @@ from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs.records import TrainingState, best_evaluation, owner_of
-from lezo_ds.runs.run import Run, StepMetrics
+from lezo_ds.runs.run import Run
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
 from lezo_ds.zo.passes import passes_of_step
@@ -309,7 +309,15 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
         """Count a step, and do what is due after it."""
         zero3.finish_updates()
         self.engine.global_steps += 1
-        self.count_step(self.step(), self._bar)
+        trainer = self.trainer
+        self.count_step(
+            {
+                "loss": trainer.mean_loss,
+                "learning_rate": trainer.rate,
+                "applied": not trainer.accelerator.optimizer_step_was_skipped,
+            },
+            self._bar,
+        )
         self._go_on()
 
     def _go_on(self) -> None:
@@ -345,15 +353,6 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
                 f"the checkpoint {checkpoint} cannot be loaded: {type(error).__name__}: {error}",
                 fix="restore it from a copy, or use another run_dir",
             ) from error
-
-    def step(self) -> StepMetrics:
-        """Return the numbers of the step that the Trainer has done."""
-        trainer = self.trainer
-        return {
-            "loss": trainer.mean_loss,
-            "learning_rate": trainer.rate,
-            "applied": not trainer.accelerator.optimizer_step_was_skipped,
-        }
 
     def record(self, evaluation: EvaluationRecord) -> None:
         """Record the evaluation. If it is the best so far, keep the weights too."""

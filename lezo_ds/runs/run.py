@@ -203,12 +203,6 @@ class Run(ABC):
             return False
         return True
 
-    def train(self, bar: tqdm[Any]) -> None:
-        """Do what is left of the steps, with evaluations and snapshots. It may raise Stopped."""
-        self.cross_check()
-        while not self.do_what_is_due():
-            self.count_step(self.step(), bar)
-
     def cross_check(self) -> None:
         """Compare a training pass with the model alone, if steps follow. A collective."""
         if self.num_done < self.num_steps:
@@ -249,8 +243,8 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def step(self) -> StepMetrics:
-        """Bring the run forward by a step, and return the numbers of the newest step."""
+    def train(self, bar: tqdm[Any]) -> None:
+        """Do what is left of the steps, with evaluations and snapshots. It may raise Stopped."""
 
     @abstractmethod
     def record(self, evaluation: EvaluationRecord) -> None:

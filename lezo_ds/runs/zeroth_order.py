@@ -19,6 +19,9 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
+
+from tqdm import tqdm
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.snapshots import SnapshotOwner
@@ -61,7 +64,13 @@ class ZerothOrderRun(Run):
         self.prepare_resumption(self.journal.header, len(self._recorded_steps()))
         return records.evaluations_of(self.journal.records)
 
+    def train(self, bar: tqdm[Any]) -> None:
+        self.cross_check()
+        while not self.do_what_is_due():
+            self.count_step(self.step(), bar)
+
     def step(self) -> StepMetrics:
+        """Bring the run forward by a step, and return the numbers of the newest step."""
         assert isinstance(self.engine, LezoEngine), "a run that only scores has no steps"
         began = time.monotonic()
         step = self.engine.global_steps
