@@ -174,11 +174,14 @@ def model_card(
     loaded = base
     if revision is not None:
         loaded += f'", revision="{plain(revision)}'
+    trained = _TRAINED[config.peft.kind]
+    if merged:
+        trained += ", which are added to the weights here,"
     card = _CARD.format(
         header=_header(config, _LIBRARIES[kind], opened_by, license_of).to_yaml(),
         base=base,
         task=plain(config.data.task),
-        trained=_trained(config, merged=merged),
+        trained=trained,
         optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
         step=step,
         num_steps=run.num_steps,
@@ -244,13 +247,6 @@ def _hub_name(name: str) -> str | None:
         return None
     found = re.match(r"[\w-][\w.-]*/[\w-][\w.-]*(?=/[\w.-]+$|$)", name)
     return found and found[0]
-
-
-def _trained(config: RunConfig, *, merged: bool) -> str:
-    trained = _TRAINED[config.peft.kind]
-    if merged:
-        trained += ", which are added to the weights here,"
-    return trained
 
 
 def _remarks(run: RecordedRun) -> str:

@@ -110,9 +110,7 @@ class ZerothOrderRun(Run):
         self.engine.load_checkpoint(self.directory.snapshots, steps, step, owner)
 
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
-        if self._starts_from_snapshot():
-            return (0,)
-        return ()
+        return (0,) if self._starts_from_snapshot() else ()
 
     def _starts_from_snapshot(self) -> bool:
         """Return whether the weights before the first step are restored from a snapshot."""
