@@ -397,8 +397,8 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
         self.engine.load_model(snapshot, step)
 
     def _is_base(self, step: int) -> bool:
-        """Return whether step 0 needs no snapshot: a prefix may start differently elsewhere."""
-        return step == 0 and self.config.peft.kind != "prefix"
+        """Return whether the weights after a step are the initial ones, which need no snapshot."""
+        return step == 0 and not self.starts_from_snapshot()
 
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
         best = best_evaluation(self.evaluations)

@@ -414,6 +414,12 @@ class Run(ABC):
 
     # Files.
 
+    def starts_from_snapshot(self) -> bool:
+        """Return whether the weights before the first step are restored from a snapshot."""
+        # A prefix starts from activations of the base model. Another machine rounds these
+        # differently, so a replay there needs their exact bits.
+        return self.config.method in TRAINED and self.config.peft.kind == "prefix"
+
     def save(self) -> None:
         """Write a snapshot of the current step, and what a run resumes from, unless it is there."""
         step = self.engine.global_steps

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.snapshots import SnapshotOwner
-from lezo_ds.config import TRAINED, may_differ_on_resume
+from lezo_ds.config import may_differ_on_resume
 from lezo_ds.engine import LezoEngine, ReplayEngine
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord, Journal, read_journal
@@ -51,7 +51,7 @@ class ZerothOrderRun(Run):
         self.restore(None)
         self.engine.journal = self.journal
         self.engine.watch_weights()
-        if self._starts_from_snapshot() and self.engine.global_steps == 0:
+        if self.starts_from_snapshot() and self.engine.global_steps == 0:
             self.save()  # unless it is there
 
     def _open_journal(self) -> list[EvaluationRecord]:
@@ -110,13 +110,7 @@ class ZerothOrderRun(Run):
         self.engine.load_checkpoint(self.directory.snapshots, steps, step, owner)
 
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
-        return (0,) if self._starts_from_snapshot() else ()
-
-    def _starts_from_snapshot(self) -> bool:
-        """Return whether the weights before the first step are restored from a snapshot."""
-        # A prefix starts from activations of the base model. Another machine rounds these
-        # differently, so a replay there needs their exact bits.
-        return self.config.method in TRAINED and self.config.peft.kind == "prefix"
+        return (0,) if self.starts_from_snapshot() else ()
 
     def num_skipped_steps(self) -> int:
         return sum(1 for record in self._recorded_steps() if not record.applied)
