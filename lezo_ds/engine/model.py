@@ -61,7 +61,7 @@ class ModelEngine:
         self.global_steps = 0
         self.stop_requested = False
         self.stop_agreed = False
-        self.workers: Workers = Ranks(self.world_size // self.tensor_parallel)
+        self.workers: Workers = Ranks(self.num_workers)
         self.journal: Journal | None = None
 
     @property
@@ -78,6 +78,16 @@ class ModelEngine:
     def tensor_parallel(self) -> int:
         """Number of ranks that split each weight and run the same passes. It is 1 under ZeRO-3."""
         return tensor_parallel_size(self.sharded.ds_config)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers of this launch: ranks that split each weight are one worker."""
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def worker(self) -> int:
+        """Index of the worker that this process belongs to, among those of this launch."""
+        return self.global_rank // self.tensor_parallel
 
     @property
     def device(self) -> torch.device:

@@ -286,11 +286,9 @@ def _of_all_ranks(engine: ModelEngine, scores: Sequence[Callable[[], Tensor]]) -
         scores: computes the scores of each sequence. A collective.
     """
     number = len(scores)
-    worker = distributed.rank() // engine.tensor_parallel
-    num_workers = distributed.world_size() // engine.tensor_parallel
     own: dict[int, Tensor] = {}
-    for first in range(0, number, num_workers):
-        place = (first + worker) % number
+    for first in range(0, number, engine.num_workers):
+        place = (first + engine.worker) % number
         own[place] = scores[place]().cpu()
     found: dict[int, Tensor] = {}
     for of_rank in distributed.gather_objects(own):

@@ -64,7 +64,7 @@ class ReplicaRun(ZerothOrderRun):
         self.replicas = replicas
         self._evaluator = ""  # address of the last replica that left to evaluate
         engine.workers = replicas
-        replicas.num_workers = engine.world_size // engine.tensor_parallel
+        replicas.num_workers = engine.num_workers
         replicas.gives_up = self._is_asked_to_stop
 
     def open(self) -> None:

@@ -50,8 +50,6 @@ class _Model:
     def __init__(self, engine: ModelEngine) -> None:
         self._engine = engine
         self._module: Any = engine.module
-        self._num_workers = engine.world_size // engine.tensor_parallel
-        self._worker = engine.global_rank // engine.tensor_parallel
         self._num_calls = 0
         self.config: Any = self._module.config
         self.device = engine.device
@@ -79,13 +77,13 @@ class _Model:
         return tokens
 
     def _is_own_call(self) -> bool:
-        worker = self._num_calls % self._num_workers
+        worker = self._num_calls % self._engine.num_workers
         self._num_calls += 1
-        return worker == self._worker
+        return worker == self._engine.worker
 
     def finish(self, call: Callable[[Tensor], object]) -> None:
         """Call the model with one token until all ranks have run equally many calls."""
-        while self._num_calls % self._num_workers:
+        while self._num_calls % self._engine.num_workers:
             call(torch.zeros((1, 1), dtype=torch.int64, device=self.device))
 
 
