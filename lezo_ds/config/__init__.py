@@ -46,7 +46,6 @@ from lezo_ds.config.schema import (
     Dtype,
     Method,
     PeftConfig,
-    ReadingConfig,
     RunConfig,
     ZoConfig,
 )

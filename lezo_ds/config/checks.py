@@ -26,7 +26,6 @@ from lezo_ds.config.schema import (
     TRAINED,
     ZEROTH_ORDER,
     PeftConfig,
-    ReadingConfig,
     RunConfig,
     ZoConfig,
 )
@@ -50,7 +49,7 @@ def checked(config: RunConfig) -> RunConfig:
     Raises:
         UserError: Two values contradict each other, or the method needs a value that is not set.
     """
-    check_reading(config.reading)
+    check_reading(config)
     if config.method not in TRAINED:
         _refuse_broken(_rules_of_scoring(config))
         return config
@@ -71,13 +70,13 @@ def checked(config: RunConfig) -> RunConfig:
     return config
 
 
-def check_reading(reading: ReadingConfig) -> None:
+def check_reading(config: RunConfig) -> None:
     """Refuse values that contradict each other, of those by which a model reads and answers.
 
     Raises:
         UserError: The first contradiction.
     """
-    _refuse_broken(_rules_of_reading(reading))
+    _refuse_broken(_rules_of_reading(config))
 
 
 def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
@@ -164,18 +163,20 @@ def _needed(zo: ZoConfig) -> dict[str, object]:
     return {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity}
 
 
-def _rules_of_reading(reading: ReadingConfig) -> Iterator[Rule]:
-    data = reading.data
-    generation = reading.generation
+def _rules_of_reading(config: RunConfig) -> Iterator[Rule]:
+    data = config.data
+    generation = config.generation
     if data.task == CUSTOM:
         task = describe_task(data)
+        objective = config.train.objective
+        objectives = [objective] if isinstance(objective, str) else objective
         yield (
             data.train is None and data.path is None,
             "a task of your own needs data.train",
             "add data.train=FILE",
         )
         yield (
-            not (task.has_answers or any(map(names_code, reading.objectives))),
+            not (task.has_answers or any(map(names_code, objectives))),
             "data.prompt alone does not say what the model shall answer",
             "add data.labels, data.choices, data.completion, or a reward: "
             "train.objective=module:name",
@@ -193,7 +194,7 @@ def _rules_of_reading(reading: ReadingConfig) -> Iterator[Rule]:
         "add data.chat_template=true",
     )
     yield (
-        reading.method == "icl" and data.in_chat,
+        config.method == "icl" and data.in_chat,
         "method=icl shows no examples in a chat template",
         "set method=zero_shot, or write the examples into the conversations",
     )
