@@ -263,14 +263,14 @@ class _Choices(MultipleChoice):
         texts: templates of the texts, or of one field with a list of them.
         known: what `label_field` holds for the first, second, ... choice; None if it has the number
             of a choice, or its text.
-        are_numbers: which of these two; None if the records do not say so.
+        are_numbers: which of these two. `survey` finds it out.
     """
 
     prompt: Template
     label_field: str
     texts: Sequence[Template]
     known: Labels | None
-    are_numbers: bool | None = None
+    are_numbers: bool = False
 
     def build_example(self, record: Record) -> Example:
         filled = self.prompt.fill_prompt(record)
