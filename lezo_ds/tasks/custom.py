@@ -377,22 +377,21 @@ class _WrittenAnswers(Generation):
     system_prompt: str | None
 
     def build_example(self, record: Record) -> Example:
-        if any(self._turns(template, record) for template in (self.prompt, self.completion)):
-            return self._conversation(record)
-        filled = self.prompt.fill_prompt(record)
-        texts = [] if self.completion is None else self.completion.texts(record)
+        asked = self._turns(self.prompt, record)
+        answered = self._turns(self.completion, record)
+        prompt = asked[-1].content if asked else self.prompt.fill_prompt(record)
+        texts = [] if answered or self.completion is None else self.completion.texts(record)
         texts = [text for text in texts if text.strip()]
         answers = tuple(map(str.strip, texts))
+        if asked or answered or self.in_chat:
+            asked = asked or (Message(USER, prompt),)
+            answered = answered or tuple(Message(ASSISTANT, text) for text in answers[:1])
+            return self._conversation(asked, answered, answers)
         gold = answers[:1]  # the one to train on
-        label = 0 if answers else None
-        if not self.in_chat:
-            if filled.endswith("\n"):  # the first line of code may be indented
-                gold = tuple(text.rstrip().lstrip("\r\n") for text in texts[:1])
-            gold = tuple(f"{after(filled, text)}\n" for text in gold)
-            return Example(filled, gold, label, references=answers)
-        turns = (Message(USER, filled), *(Message(ASSISTANT, text) for text in gold))
-        messages = with_system(turns, self.system_prompt)
-        return Example(filled, gold, label, references=answers, messages=messages)
+        if prompt.endswith("\n"):  # the first line of code may be indented
+            gold = tuple(text.rstrip().lstrip("\r\n") for text in texts[:1])
+        gold = tuple(f"{after(prompt, text)}\n" for text in gold)
+        return Example(prompt, gold, 0 if gold else None, references=answers)
 
     def survey(self, records: Sequence[Record]) -> Task:
         if self.completion is not None:
@@ -416,20 +415,18 @@ class _WrittenAnswers(Generation):
             return ()
         return read_messages(record, field)
 
-    def _conversation(self, record: Record) -> Example:
-        """Return the example of a prompt or an answer that is a list of turns, as in TRL's layout.
+    def _conversation(
+        self,
+        asked: tuple[Message, ...],
+        answered: tuple[Message, ...],
+        references: tuple[str, ...],
+    ) -> Example:
+        """Return the example of turns, of which only those of the answer are learned.
 
-        Only the turns of the answer are learned.
+        `references` are all right answers; () if the last turn is the only one.
         """
-        asked = self._turns(self.prompt, record)
-        if not asked:
-            asked = (Message(USER, self.prompt.fill_prompt(record)),)
-        answered = self._turns(self.completion, record)
         if answered[: len(asked)] == asked:  # a whole conversation, as in pairs of preference
             answered = answered[len(asked) :]
-        if not answered and self.completion is not None:
-            texts = [text.strip() for text in self.completion.texts(record)]
-            answered = tuple(Message(ASSISTANT, text) for text in texts[:1] if text)
         trained = [row for row, turn in enumerate(answered) if turn.is_trained]
         answered = answered[: max(trained, default=-1) + 1]  # what follows the last has no use
         gold = tuple(turn.content for turn in answered[-1:])
@@ -438,7 +435,7 @@ class _WrittenAnswers(Generation):
             asked[-1].content,
             gold,
             0 if gold else None,
-            references=gold,
+            references=references or gold,
             messages=with_system((*context, *answered), self.system_prompt),
         )
 
