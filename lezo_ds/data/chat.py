@@ -62,6 +62,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers (5.23) lo
 _END_OF_THOUGHT = "</think>"
 """What ends a thought where the template drops thoughts, as DeepSeek's does."""
 
+_NO_EXAMPLE = Example("", (), None)
 _QUESTION = Message(USER, "A question")
 _ANSWER = "31415926535897932"  # digits, which no filter of a template changes
 _THOUGHT = "27182818284590452"
@@ -86,7 +87,7 @@ def lead_of_answers(tokenizer: PromptTokenizer, system_prompt: str | None) -> st
     It is None if an answer follows what the template writes before one that is there.
     """
     turns = with_system((_QUESTION,), system_prompt)
-    template = _Template(tokenizer, Example("", (), None, 0))
+    template = _Template(tokenizer)
     before = template.before_answer(turns)
     if before == template.around_answer(turns)[0]:
         return None
@@ -100,7 +101,7 @@ def _as_written(tokenizer: PromptTokenizer, answer: str) -> str:
     Raises:
         UserError: the template changes what is around it.
     """
-    template = _Template(tokenizer, Example("", (), None, 0))
+    template = _Template(tokenizer)
     before, after = template.around_answer((_QUESTION,))
     written = template.write((_QUESTION, Message(ASSISTANT, answer)))
     if not (written.startswith(before) and written.endswith(after)):
@@ -175,7 +176,7 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
     It may be another token than the EOS of the tokenizer, as in models of the Llama 3 family, or
     a text such as <|im_end|> where the tokenizer has no such token.
     """
-    _, after = _Template(tokenizer, Example("", (), None, 0)).around_answer((_QUESTION,))
+    _, after = _Template(tokenizer).around_answer((_QUESTION,))
     ids = tokenizer.backend.encode(after.strip(), add_special_tokens=False)
     known = tokenizer.backend.added_tokens_decoder
     text = list(takewhile(lambda token: token not in known or not known[token].special, ids))
@@ -191,7 +192,7 @@ def _next_turn_end(tokenizer: PromptTokenizer) -> str:
     GLM's templates write nothing after an answer. Its models write <|user|> themselves, which
     their generation_config.json has among the tokens that end answers.
     """
-    template = _Template(tokenizer, Example("", (), None, 0))
+    template = _Template(tokenizer)
     _, after = template.around_answer((_QUESTION,))
     followed = template.write((_QUESTION, Message(ASSISTANT, _ANSWER), _QUESTION))
     _, _, next_turn = followed.rpartition(_ANSWER)
@@ -214,7 +215,7 @@ def _greedy_tokens(tokenizer: PromptTokenizer) -> set[int]:
 @cache
 def find_thought(tokenizer: PromptTokenizer) -> Thought | None:
     """Return the marks of what a model thinks before it answers, as the chat template has them."""
-    template = _Template(tokenizer, Example("", (), None, 0))
+    template = _Template(tokenizer)
     opened = template.write((_QUESTION,), opened=True)
     before, _ = template.around_answer((_QUESTION,))
     thoughts = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}  # either name
@@ -320,10 +321,10 @@ def turns_apart(example: Example) -> list[Example]:
 
 @dataclass(frozen=True)
 class _Template:
-    """The chat template of a tokenizer, as it writes the turns of one example."""
+    """The chat template of a tokenizer, as it writes turns, by default those of one example."""
 
     tokenizer: PromptTokenizer
-    example: Example
+    example: Example = _NO_EXAMPLE
 
     @cached_property
     def conversation(self) -> str:

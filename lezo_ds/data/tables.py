@@ -243,21 +243,9 @@ _Records = Iterator[tuple[str, int, object]]
 """(unit, number, record): "line" or "row", its number from 1, and the record or a ValueError."""
 
 
-def codec_of(path: Path, encoding: str) -> str:
-    """Return the codec that reads a table, and with which another one has the same first bytes.
-
-    A table that begins with the byte order mark of UTF-8, as spreadsheets write it, is in UTF-8.
-    """
-    with path.open("rb") as file:
-        has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
-    return "utf-8-sig" if has_mark else encoding
-
-
 def _encoding_fix(path: Path) -> str:
     """Return how a table in the encoding that it probably has is read; "" if it is hardly text."""
-    with path.open("rb") as file:
-        sample = b"".join(file.readlines(_GUESSED_BYTES))
-    best = charset_normalizer.from_bytes(sample).best()
+    best = charset_normalizer.from_bytes(_sample(path)).best()
     if best is None:
         return ""
     # Of the encodings in which the text is the same, Windows' Western one is the most frequent.
@@ -265,25 +253,39 @@ def _encoding_fix(path: Path) -> str:
     return f"set data.encoding={name} (init, predict: --encoding {name}), or save it in UTF-8"
 
 
-def _warn_of_utf_8(path: Path, encoding: str) -> None:
-    """Warn about a table that is read in another encoding and begins as if it were in UTF-8."""
+def _sample(path: Path) -> bytes:
+    """Return the first lines of a table, from which its encoding is guessed."""
     with path.open("rb") as file:
-        sample = b"".join(file.readlines(_GUESSED_BYTES))
+        return b"".join(file.readlines(_GUESSED_BYTES))
+
+
+def _codec_of(path: Path, encoding: str) -> str:
+    """Return the codec that reads a table, and with which another one has the same first bytes.
+
+    A table that begins with the byte order mark of UTF-8, as spreadsheets write it, is in UTF-8. A
+    table in another encoding that begins as if it were in UTF-8 is named.
+    """
+    sample = _sample(path)
+    if sample.startswith(codecs.BOM_UTF8):
+        return "utf-8-sig"
     with suppress(ValueError):
-        if sample.decode("utf-8-sig") != sample.decode(codec_of(path, encoding)):
+        if sample.decode(UTF_8) != sample.decode(encoding):
             logger.warning("%s: it is read as %s, and looks like UTF-8", path.name, encoding)
+    return encoding
 
 
 class Layout(NamedTuple):
     """How a table is written.
 
     Attributes:
+        codec: what reads its bytes, and writes the same first ones.
         delimiter: what separates values.
         has_separator_line: whether line 1 is one such as sep=; that spreadsheets write and read.
         skips_spaces: whether a space after each separator belongs to it.
         quoting: csv.QUOTE_NONE if a quotation mark is a character as any other.
     """
 
+    codec: str
     delimiter: str
     has_separator_line: bool
     skips_spaces: bool
@@ -319,8 +321,8 @@ def _layout(path: Path, encoding: str, _: tuple[int, int]) -> Layout:
     and the first rows in as many values.
     """
     usual = "\t" if kind_of(path) == ".tsv" else ","
-    _warn_of_utf_8(path, encoding)
-    with path.open(encoding=codec_of(path, encoding), newline="") as file:
+    codec = _codec_of(path, encoding)
+    with path.open(encoding=codec, newline="") as file:
         start = file.readline()
         named = _SEPARATOR_LINE.fullmatch(start)
         lines = [] if named else [start]
@@ -329,8 +331,8 @@ def _layout(path: Path, encoding: str, _: tuple[int, int]) -> Layout:
     delimiter = named[1] if named else _separator(usual, lines)
     names = next(csv.reader([header], delimiter=delimiter), [])
     skips_spaces = len(names) > 1 and all(name.startswith(" ") for name in names[1:])
-    layout = Layout(delimiter, bool(named), skips_spaces)
-    each_is_row, joined = _joined_lines(path, encoding, layout)
+    layout = Layout(codec, delimiter, bool(named), skips_spaces)
+    each_is_row, joined = _joined_lines(path, layout)
     if each_is_row and delimiter == "\t":
         layout = layout._replace(quoting=csv.QUOTE_NONE)
         message = "%s: each line is a row, and quotation marks are part of the texts"
@@ -366,7 +368,7 @@ def _separator(usual: str, lines: Sequence[str]) -> str:
     return ";" if usual not in header and ";" in header else usual
 
 
-def _joined_lines(path: Path, encoding: str, layout: Layout) -> tuple[bool, range | None]:
+def _joined_lines(path: Path, layout: Layout) -> tuple[bool, range | None]:
     """Look for quotation marks that join rows, since they are part of texts.
 
     Returns:
@@ -374,14 +376,13 @@ def _joined_lines(path: Path, encoding: str, layout: Layout) -> tuple[bool, rang
         And the first lines that one joins though several of them are rows, or None. The first value
         of such a row is not empty: a value of several lines may have indented ones.
     """
-    codec = codec_of(path, encoding)
     skipped = int(layout.has_separator_line)
     joined = None
     are_joined = False
     each_is_row = True
     with (
-        path.open(encoding=codec, newline="") as file,
-        path.open(encoding=codec, newline="") as raw,
+        path.open(encoding=layout.codec, newline="") as file,
+        path.open(encoding=layout.codec, newline="") as raw,
     ):
         rows = layout.rows(file)
         lines = layout._replace(quoting=csv.QUOTE_NONE).rows(raw)
@@ -424,7 +425,7 @@ def _read_table(path: Path, encoding: str) -> _Records:
     """Yield the rows of a table with a header; every value is text. Blank lines are skipped."""
     csv.field_size_limit(2**31 - 1)  # a text may be long
     layout = layout_of(path, encoding)
-    with path.open(encoding=codec_of(path, encoding), newline="") as file:
+    with path.open(encoding=layout.codec, newline="") as file:
         reader = layout.rows(file)
         # A quoted value may have several lines, so a row starts after the last line of the row
         # before.
@@ -506,9 +507,8 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. RepeatedKeyError: it has several values with one key."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [key for key, _ in pairs]
-        (key, _), *_ = Counter(names).most_common(1)
-        raise RepeatedKeyError(f"has the key {key!r} {names.count(key)} times in one object")
+        ((key, number),) = Counter(key for key, _ in pairs).most_common(1)
+        raise RepeatedKeyError(f"has the key {key!r} {number} times in one object")
     return values
 
 

@@ -41,7 +41,6 @@ from lezo_ds.data.tables import (
     TABLES,
     UTF_8,
     check_kind,
-    codec_of,
     json_texts,
     kind_of,
     layout_of,
@@ -335,8 +334,7 @@ def _write_table(source: Path, encoding: str, target: Path, rows: Rows) -> None:
         rows = ({**row, PREDICTED: " ".join(str(row[PREDICTED]).split())} for row in rows)
     pairs = zip(read_file(source, encoding), rows, strict=True)
     labelled = ({**record, **row} for (_, record), row in pairs)
-    codec = codec_of(source, encoding)
-    with target.open("w", encoding=codec, errors=_UNWRITABLE, newline="") as file:
+    with target.open("w", encoding=layout.codec, errors=_UNWRITABLE, newline="") as file:
         if layout.has_separator_line:
             file.write(f"sep={layout.delimiter}\n")
         first = next(labelled)
