@@ -86,7 +86,8 @@ class TaskData:
         """
         size = config.train.micro_batch_size
         rows = self._in_order(config, self.step_rows(config, step))
-        # A conversation may be several examples, one for each turn.
+        # A batch that is larger than the data, or that crosses the end of an epoch, repeats
+        # examples. A conversation may be several, one for each turn.
         repetitions = num_earlier([self.train.examples[row].index for row in rows])
 
         def build(index: int) -> MicroBatch:
