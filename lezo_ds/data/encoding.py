@@ -34,7 +34,7 @@ from transformers.utils import (
 )
 
 from lezo_ds.data.control_tokens import has_marks
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, first_line
 from lezo_ds.tasks.base import EncodedExample, Example, TokenIds
 
 logger = logging.getLogger(__name__)
@@ -149,11 +149,12 @@ def load_tokenizer(
         if backend.chat_template is None and of_processor.is_file():  # older models for images
             backend.chat_template = json.loads(of_processor.read_text())["chat_template"]
     except Exception as error:  # transformers raises many unrelated types here
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "correct model.path, or save config.json and the tokenizer's files there"
         if (Path(path) / "tokenizer.model").is_file() and not is_sentencepiece_available():
             fix = "pip install sentencepiece protobuf"  # transformers asks for another package
-        raise UserError(f"cannot load the tokenizer of {path}: {reason}", fix=fix) from error
+        raise UserError(
+            f"cannot load the tokenizer of {path}: {first_line(error)}", fix=fix
+        ) from error
     options = template_options or {}
     template = str(backend.chat_template)
     for name, value in options.items():

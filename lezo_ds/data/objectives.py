@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
-from lezo_ds.data.rewards import Rewards, judges_answers, make_rewards
+from lezo_ds.data.rewards import Reward, Rewards, judges_answers
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code
@@ -169,7 +169,7 @@ def load_objective(objective: str | Mapping[str, float], task: Task) -> Objectiv
         if not (names_code(name) and judges_answers(function))
     ]
     if not others:
-        rewards = make_rewards({name: (functions[name], weights[name]) for name in weights})
+        rewards = Rewards(tuple(Reward(name, functions[name], weights[name]) for name in weights))
         return Objective(build_batch=None, loss=rewards.loss, rewards=rewards)
     name = others[0]
     if not isinstance(objective, str):

@@ -355,8 +355,7 @@ def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> 
 
     def build(numbered: tuple[int, Row]) -> Example:
         number, (place, record) = numbered
-        where = f"record {number} {of_split}{place}"
-        return replace(checked_example(task, where, record), record=record, place=where)
+        return checked_example(task, f"record {number} {of_split}{place}", record)
 
     built = usable(enumerate(rows, start=1), build, skip=data.skip_unusable)
     answerable = [
@@ -375,7 +374,7 @@ def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> 
 
 
 def checked_example(task: Task, where: str, record: Record | ValueError) -> Example:
-    """Return the example of a record.
+    """Return the example of a record, with the record and its place.
 
     Args:
         task: the task of the record.
@@ -403,7 +402,7 @@ def checked_example(task: Task, where: str, record: Record | ValueError) -> Exam
             f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}",
             fix="remove records without a label (-1 in the test splits of the hub)",
         )
-    return example
+    return replace(example, record=record, place=where)
 
 
 def _check_field(task: Task, where: str, record: Record, name: str, expected_type: type) -> None:

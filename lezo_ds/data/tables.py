@@ -33,7 +33,7 @@ from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from lezo_ds.checkpoints.checkpoint import hub_problem
-from lezo_ds.errors import HubError, UserError
+from lezo_ds.errors import HubError, UserError, first_line
 from lezo_ds.tasks.base import ArrowRecord, Record
 from lezo_ds.tasks.conversations import are_objects, are_turns
 
@@ -231,7 +231,7 @@ def read_hub(
     try:
         loaded = datasets.load_dataset(hub_id, config, split=list(splits))
     except Exception as error:  # each library below raises its own types
-        reason = problem or f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = problem or first_line(error)
         name = f"{hub_id} ({config or 'default'})"
         message = f"cannot load {name} from the Hugging Face hub: {reason}"
         raise HubError(message, fix=fix) from error

@@ -238,7 +238,7 @@ def _records(
     """
     for number, (place, record) in enumerate(read_file(source, encoding), start=1):
         where = f"record {number}{place}"
-        example = replace(checked_example(task, where, record), record=record, place=where)
+        example = checked_example(task, where, record)
         for name in record:
             if name in taken or (OF_LABEL in taken and name.startswith(OF_LABEL)):
                 raise UserError(f"{where} has a field {name} already", fix="rename it")

@@ -82,7 +82,6 @@ class Description:
     messages: str | None = None
     chat_template: bool = False
     system_prompt: str | None = None
-    metric: str | None = None
 
     def keys_set(self, *names: str) -> list[str]:
         """Return which of these keys are set, as a recipe names them."""
@@ -95,14 +94,6 @@ def make_task(described: Description) -> Task:
     Raises:
         UserError: keys are missing or exclude each other, or a template is wrong.
     """
-    task = _task_of(described)
-    if described.metric is not None:
-        return replace(task, metric=described.metric)
-    return task if task.has_answers else replace(task, metric=REWARD)
-
-
-def _task_of(described: Description) -> Task:
-    """Check which keys are set together, and return their task, with the metric of its kind."""
     if described.messages is not None:
         _refuse_others(
             "messages", described, "prompt", "label_field", "labels", "choices", "completion"
@@ -445,6 +436,7 @@ def _written_answers(described: Description, prompt: Template, completion: Templ
     return _WrittenAnswers(
         **_fields(prompt.fields, completion.fields if completion else ()),
         has_answers=completion is not None,
+        metric=REWARD if completion is None else Generation.metric,
         prompt=prompt,
         completion=completion,
         in_chat=described.chat_template,
