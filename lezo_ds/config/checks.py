@@ -51,7 +51,11 @@ def checked(config: RunConfig) -> RunConfig:
     """
     check_reading(config)
     if config.method not in TRAINED:
-        _refuse_broken(_rules_of_scoring(config))
+        if config.peft.path is not None:
+            raise UserError(
+                f"peft.path is an adapter, and method={config.method} scores the model without one",
+                fix=f"run lezo-ds evaluate --model {config.peft.path}, or set peft.path=null",
+            )
         return config
     _refuse_broken(_rules_of_training(config))
     needed: dict[str, object] = {"train.steps": config.train.steps or config.train.epochs}
@@ -137,14 +141,6 @@ def checked_optimizer(
     if zo.examples_per_direction is None:
         make_estimator(zo).check_groups(num_groups=1)
     return zo
-
-
-def _rules_of_scoring(config: RunConfig) -> Iterator[Rule]:
-    yield (
-        config.peft.path is not None,
-        f"peft.path is an adapter, and method={config.method} scores the model without one",
-        f"run lezo-ds evaluate --model {config.peft.path}, or set peft.path=null",
-    )
 
 
 def _refuse_broken(rules: Iterable[Rule]) -> None:

@@ -113,14 +113,8 @@ def _as_written(tokenizer: PromptTokenizer, answer: str) -> str:
 
 
 def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
-    """Return the token ids of a conversation for the model to continue by an answer.
-
-    The last turn is left out if it is the assistant's.
-    """
-    asked = example.messages
-    if asked[-1].role == ASSISTANT:
-        asked = asked[:-1]
-    question = _Template(tokenizer, example).write(asked, opened=True)
+    """Return the token ids of a conversation for the model to continue by an answer."""
+    question = _Template(tokenizer, example).write(example.asked, opened=True)
     (ids,) = tokenizer.encode_written([question])
     return ids
 

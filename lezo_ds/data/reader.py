@@ -86,10 +86,7 @@ class EncodedSplit:
     @cached_property
     def num_common(self) -> int:
         """Number of tokens with which all prompts begin; 0 if they are few."""
-        # All prompts lie between the first and the last in lexical order, and begin as these two
-        # do. One token of a prompt is left to continue.
-        number = num_alike(min(self.prompts)[:-1], max(self.prompts))
-        return number if number >= FEWEST_COMMON else 0
+        return _num_common([ids[:-1] for ids in self.prompts])  # a token is left to continue
 
     @cached_property
     def num_start(self) -> int:
@@ -98,8 +95,7 @@ class EncodedSplit:
             encoded.sequences[number][: encoded.targets(number)[0] - 1]
             for encoded, number in all_candidates(self.encoded)
         ]
-        number = num_alike(min(starts), max(starts))
-        return number if number >= FEWEST_COMMON else 0
+        return _num_common(starts)
 
     def fingerprint(self) -> str:
         """Return a hash of all that decides losses and scores, in its order: 32 hex digits."""
@@ -119,6 +115,13 @@ class EncodedSplit:
         # Journals of versions up to 0.4 have a list of null prompts here, which was mostly empty.
         digest.update(json.dumps((self.prompts, [])).encode())
         return digest.hexdigest()[:32]
+
+
+def _num_common(sequences: Sequence[TokenIds]) -> int:
+    """Return the number of tokens with which all sequences begin; 0 if they are few."""
+    # All lie between the first and the last in lexical order, and begin as these two do.
+    number = num_alike(min(sequences), max(sequences))
+    return number if number >= FEWEST_COMMON else 0
 
 
 class _Texts(NamedTuple):

@@ -117,13 +117,11 @@ def _trl_arguments(
     prompts: list[Any] = []
     completions: list[Any] = []
     for answer, example in zip(answers, examples, strict=True):
-        turns = example.messages
-        if not turns:
+        if not example.messages:
             prompts.append(example.prompt)
             completions.append(answer)
             continue
-        asked = turns[:-1] if turns[-1].role == ASSISTANT else turns
-        prompts.append([{"role": turn.role, "content": turn.content} for turn in asked])
+        prompts.append([{"role": turn.role, "content": turn.content} for turn in example.asked])
         completions.append([{"role": ASSISTANT, "content": answer}])
     names = dict.fromkeys(name for record in records for name in record)
     fields = {

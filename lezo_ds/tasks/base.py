@@ -113,6 +113,12 @@ class Example:
         return self.place or f"record {self.index + 1}"
 
     @property
+    def asked(self) -> tuple[Message, ...]:
+        """The turns of the conversation that the model reads before it answers."""
+        turns = self.messages
+        return turns[:-1] if turns and turns[-1].role == "assistant" else turns
+
+    @property
     def gold_texts(self) -> tuple[str, ...]:
         """The right candidate, or nothing."""
         if self.label is None:

@@ -110,12 +110,20 @@ def make_task(described: Description) -> Task:
         )
     assert described.prompt is not None
     prompt = _with_fields("data.prompt", described.prompt)
+    completion = None
     if described.completion is not None:
         _refuse_others("completion", described, "label_field", "labels", "choices")
         completion = _with_fields("data.completion", described.completion)
-        return _written_answers(described, prompt, completion)
     if not described.keys_set("labels", "choices"):
-        return _written_answers(described, prompt, None)
+        return _WrittenAnswers(
+            **_fields(prompt.fields, completion.fields if completion else ()),
+            has_answers=completion is not None,
+            metric=Generation.metric if completion else REWARD,
+            prompt=prompt,
+            completion=completion,
+            in_chat=described.chat_template,
+            system_prompt=described.system_prompt,
+        )
     if described.label_field is None:
         raise UserError(
             "data.label_field is missing",
@@ -429,19 +437,6 @@ class _WrittenAnswers(Generation):
             references=references or gold,
             messages=with_system((*context, *answered), self.system_prompt),
         )
-
-
-def _written_answers(described: Description, prompt: Template, completion: Template | None) -> Task:
-    """Return the task of records with a prompt, whose answers the model writes."""
-    return _WrittenAnswers(
-        **_fields(prompt.fields, completion.fields if completion else ()),
-        has_answers=completion is not None,
-        metric=REWARD if completion is None else Generation.metric,
-        prompt=prompt,
-        completion=completion,
-        in_chat=described.chat_template,
-        system_prompt=described.system_prompt,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
