@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, Posit
 from pydantic.dataclasses import dataclass
 
 from lezo_ds.config.key_types import Day, ExactStrings, Named, Strings, split
-from lezo_ds.config.reading import Reader
+from lezo_ds.config.reading import ConfigReader
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
@@ -366,4 +366,4 @@ class RunConfig:
     defaults."""
 
 
-READER = Reader(RunConfig)
+READER = ConfigReader(RunConfig)

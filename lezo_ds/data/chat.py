@@ -266,12 +266,9 @@ def encode_conversation(
         first = num_begin_ids(tokenizer, ids) + 1
         moved = [(start - num_cut, stop - num_cut) for start, stop in spans]
         spans = [(start, stop) for start, stop in moved if start >= first]
-    learned = []
-    for start, stop in spans:
-        start = max(start, 1)  # the first token of a sequence has no logits that predict it
-        stop = min(stop, max_length)
-        if start < stop:
-            learned.append((start, stop))
+    # The first token of a sequence has no logits that predict it.
+    within = [(max(start, 1), min(stop, max_length)) for start, stop in spans]
+    learned = [(start, stop) for start, stop in within if start < stop]
     if not learned:
         raise UserError(
             f"{example.where} leaves no turn of the assistant in data.max_length={max_length}",

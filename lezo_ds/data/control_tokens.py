@@ -111,11 +111,9 @@ class ControlTokens:
             return kept
         for token in tokens:
             marked = _marked(token, [token])
-            try:
+            with suppress(ValueError):
                 self.backend(marked, add_special_tokens=False, sanitize_control_tokens=True)
-            except ValueError:
-                continue
-            kept.add(token)
+                kept.add(token)
         return kept
 
     @cached_property

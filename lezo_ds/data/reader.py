@@ -168,8 +168,6 @@ class Reader:
             is_training: whether they are trained on. The model then writes answers to them only if
                 the objective reads answers.
         """
-        if not examples:
-            return EncodedSplit((), ())
         if not self.data.in_chat and any(example.messages for example in examples):
             self._refuse_turns()
         system_prompt = self.data.system_prompt or ""

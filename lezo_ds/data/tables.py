@@ -535,7 +535,7 @@ def _read_parquet(path: Path, _: str) -> _Records:
         yield "row", row, record
 
 
-def _arrow_records(table: pa.RecordBatch | pa.Table) -> list[Record]:
+def _arrow_records(table: pa.RecordBatch | pa.Table) -> Sequence[Record]:
     """Return the rows of a table."""
     names = table.schema.names
     columns = [
@@ -546,7 +546,7 @@ def _arrow_records(table: pa.RecordBatch | pa.Table) -> list[Record]:
     class_names = _class_names(table.schema)
     for record in records:
         record.class_names = class_names
-    return list[Record](records)
+    return records
 
 
 def _class_names(schema: pa.Schema) -> dict[str, list[str]]:

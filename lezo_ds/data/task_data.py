@@ -261,13 +261,6 @@ def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
     num_stopped = 0
     num_long = 0
     num_calls = sum(example.references == ("",) for example in split.examples)
-    if num_calls:
-        logger.warning(
-            "%d of %d right answers to score are calls of tools without a text: no answer can "
-            "equal them; with data.messages, the tokens of calls are scored",
-            num_calls,
-            len(split.examples),
-        )
     for example, encoded in zip(split.examples, split.encoded, strict=True):
         if not example.references:
             continue
@@ -276,23 +269,19 @@ def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
             num_stopped += 1
         elif encoded.num_gold_tokens() - 1 > settings.max_new_tokens:  # the last one ends it
             num_long += 1
-    if num_stopped:
-        logger.warning(
-            "%d of %d right answers to score have several lines or other texts that end an answer "
-            "(%s): no answer can equal them; to end answers at the end of the sequence, set "
-            "generation.stop=[]",
-            num_stopped,
-            len(split.examples),
-            ", ".join(map(repr, settings.stops)),
-        )
-    if num_long:
-        logger.warning(
-            "%d of %d right answers to score have more than generation.max_new_tokens=%d tokens: "
-            "no answer can equal them; set it higher",
-            num_long,
-            len(split.examples),
-            settings.max_new_tokens,
-        )
+    stops = ", ".join(map(repr, settings.stops))
+    problems = {
+        "are calls of tools without a text: no answer can equal them; with data.messages, the "
+        "tokens of calls are scored": num_calls,
+        f"have several lines or other texts that end an answer ({stops}): no answer can equal "
+        "them; to end answers at the end of the sequence, set generation.stop=[]": num_stopped,
+        f"have more than generation.max_new_tokens={settings.max_new_tokens} tokens: no answer can "
+        "equal them; set it higher": num_long,
+    }
+    total = len(split.examples)
+    for problem, number in problems.items():
+        if number:
+            logger.warning("%d of %d right answers to score %s", number, total, problem)
 
 
 def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:

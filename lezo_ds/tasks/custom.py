@@ -385,7 +385,11 @@ class _WrittenAnswers(Generation):
         if asked or answered or self.in_chat:
             asked = asked or (Message(USER, prompt),)
             answered = answered or tuple(Message(ASSISTANT, text) for text in answers[:1])
-            return self._conversation(asked, answered, answers)
+            if answered[: len(asked)] == asked:  # a whole conversation, as in pairs of preference
+                answered = answered[len(asked) :]
+            context = [turn._replace(weight=0) if turn.is_trained else turn for turn in asked]
+            example = _of_turns((*context, *answered), self.system_prompt, answers)
+            return replace(example, prompt=prompt)
         gold = answers[:1]  # the one to train on
         if prompt.endswith("\n"):  # the first line of code may be indented
             gold = tuple(text.rstrip().lstrip("\r\n") for text in texts[:1])
@@ -414,30 +418,6 @@ class _WrittenAnswers(Generation):
             return ()
         return read_messages(record, field)
 
-    def _conversation(
-        self,
-        asked: tuple[Message, ...],
-        answered: tuple[Message, ...],
-        references: tuple[str, ...],
-    ) -> Example:
-        """Return the example of turns, of which only those of the answer are learned.
-
-        `references` are all right answers; () if the last turn is the only one.
-        """
-        if answered[: len(asked)] == asked:  # a whole conversation, as in pairs of preference
-            answered = answered[len(asked) :]
-        trained = [row for row, turn in enumerate(answered) if turn.is_trained]
-        answered = answered[: max(trained, default=-1) + 1]  # what follows the last has no use
-        gold = tuple(turn.content for turn in answered[-1:])
-        context = tuple(turn._replace(weight=0) for turn in asked)
-        return Example(
-            asked[-1].content,
-            gold,
-            0 if gold else None,
-            references=references or gold,
-            messages=with_system((*context, *answered), self.system_prompt),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Conversations(Chat):
@@ -452,12 +432,21 @@ class _Conversations(Chat):
     def build_example(self, record: Record) -> Example:
         messages = read_messages(record, self.field)
         check_tools(record)
-        trained = [row for row, message in enumerate(messages) if message.is_trained]
-        if not trained:
-            return Example(messages[-1].content, (), None)
-        last = trained[-1]  # what follows it has no use
-        asked = "" if last == 0 else messages[last - 1].content
-        gold = (messages[last].content,)
-        system_prompt = read_system(record) or self.system_prompt
-        turns = with_system(messages[: last + 1], system_prompt)
-        return Example(asked, gold, 0, references=gold, messages=turns)
+        return _of_turns(messages, read_system(record) or self.system_prompt)
+
+
+def _of_turns(
+    turns: tuple[Message, ...], system_prompt: str | None, references: tuple[str, ...] = ()
+) -> Example:
+    """Return the example of a conversation, up to its last turn to learn: what follows has no use.
+
+    `references` are all right answers; () if this turn is the only one.
+    """
+    trained = [row for row, turn in enumerate(turns) if turn.is_trained]
+    if not trained:
+        return Example(turns[-1].content, (), None, messages=with_system(turns, system_prompt))
+    last = trained[-1]
+    asked = turns[last - 1].content if last else ""
+    gold = (turns[last].content,)
+    messages = with_system(turns[: last + 1], system_prompt)
+    return Example(asked, gold, 0, references=references or gold, messages=messages)

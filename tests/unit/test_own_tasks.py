@@ -43,7 +43,7 @@ def task_of(data, **values):
 
 
 def example_of(record, **data):
-    return task_of(data).example(record)
+    return task_of(data).survey([record]).example(record)
 
 
 def plain(turns):
