@@ -44,7 +44,6 @@ from lezo_ds.config.schema import (
     ZEROTH_ORDER,
     DataConfig,
     Dtype,
-    Method,
     PeftConfig,
     RunConfig,
     ZoConfig,

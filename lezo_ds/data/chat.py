@@ -35,9 +35,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from lezo_ds.data.control_tokens import has_marks
 from lezo_ds.data.encoding import (
     PromptTokenizer,
-    cut_left,
     num_alike,
-    num_begin_ids,
 )
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import Thought
@@ -260,10 +258,10 @@ def encode_conversation(
     ids = ids[:end]
     num_cut = max(len(ids) - max_length, 0)
     if num_cut and keep_end:
-        ids = list(cut_left(tokenizer, ids, max_length))
+        ids = list(tokenizer.cut_left(ids, max_length))
         # A token of the question is left after those that begin every sequence. An answer that
         # begins before it is not learned.
-        first = num_begin_ids(tokenizer, ids) + 1
+        first = tokenizer.num_begin_ids(ids) + 1
         moved = [(start - num_cut, stop - num_cut) for start, stop in spans]
         spans = [(start, stop) for start, stop in moved if start >= first]
     # The first token of a sequence has no logits that predict it.

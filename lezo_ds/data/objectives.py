@@ -163,11 +163,7 @@ def load_objective(objective: str | Mapping[str, float], task: Task) -> Objectiv
     """
     weights = {objective: 1.0} if isinstance(objective, str) else objective
     functions: dict[str, Any] = {name: OBJECTIVES.find(name) for name in weights}
-    others = [
-        name
-        for name, function in functions.items()
-        if not (names_code(name) and judges_answers(function))
-    ]
+    others = [name for name in functions if not judges_answers(functions[name])]
     if not others:
         rewards = Rewards(tuple(Reward(name, functions[name], weights[name]) for name in weights))
         return Objective(build_batch=None, loss=rewards.loss, rewards=rewards)

@@ -48,7 +48,6 @@ class StepBatches:
         """Return the batch of a step, with the micro-batches at `indices` laid out."""
         batch = self._data.step_batch(self._config, step)
         for index in indices:
-            if index < len(batch):
-                batch[index]
+            batch[index]
         batch.read.clear()  # what the step itself reads is added again
         return batch

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -180,7 +181,7 @@ class Reader:
             )
 
         found = usable(self._texts(examples), self._encoded, skip=self.data.skip_unusable)
-        pairs = [pair for _, parts in found for pair in parts]
+        pairs = list(chain.from_iterable(found))
         if len(pairs) > len(found):
             logger.info(
                 "%d conversations are %d sequences, one for each turn to learn: the chat template "
@@ -188,20 +189,17 @@ class Reader:
                 len(found),
                 len(pairs),
             )
+        texts, encoded = zip(*pairs, strict=True)
         where = "on the left" if self.task.keeps_end else "at their end"
-        were_cut = [encoded.truncated for _, encoded in pairs]
-        warn_of_cuts(were_cut, self._max_length, where)
-        self._warn_of_unread([texts.read for texts, _ in pairs])
+        warn_of_cuts([each.truncated for each in encoded], self._max_length, where)
+        read = [each.read for each in texts]
+        self._warn_of_unread(read)
         prompts: tuple[TokenIds, ...] = ()
         is_answered = self.generation is not None and not is_training
         if is_answered or self.objective.reads_answers:
-            prompts = self._prompts([texts.read for texts, _ in pairs])
-        split = EncodedSplit(
-            tuple(texts.shown for texts, _ in pairs),
-            tuple(encoded for _, encoded in pairs),
-            prompts,
-            reads_records=self.objective.is_reward,
-        )
+            prompts = self._prompts(read)
+        shown = tuple(each.shown for each in texts)
+        split = EncodedSplit(shown, encoded, prompts, reads_records=self.objective.is_reward)
         self._check_model(split)
         return split
 

@@ -86,8 +86,8 @@ def load_splits(task: Task, data: DataConfig) -> Splits:
     return _own_splits(task, data)
 
 
-def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tuple[T, U]]:
-    """Return the pairs (item, use(item)) of the items for which `use` raises no UserError.
+def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[U]:
+    """Return what `use` makes of the items for which it raises no UserError.
 
     The other items are refused together, so that the first does not hide the rest.
 
@@ -105,7 +105,7 @@ def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tup
     errors = []
     for item in items:
         try:
-            used.append((item, use(item)))
+            used.append(use(item))
         except UserError as error:
             errors.append(str(error).partition("; fix: "))
     if not errors:
@@ -358,9 +358,7 @@ def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> 
         return checked_example(task, f"record {number} {of_split}{place}", record)
 
     built = usable(enumerate(rows, start=1), build, skip=data.skip_unusable)
-    answerable = [
-        example for _, example in built if example.label is not None or not task.has_answers
-    ]
+    answerable = [example for example in built if example.label is not None or not task.has_answers]
     if not answerable:
         raise UserError(
             f"none of the {len(rows)} records {of_split} has an answer",
