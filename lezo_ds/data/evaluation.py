@@ -144,10 +144,9 @@ def _samples(scorer: Scorer) -> tuple[tuple[Sample, ...], float]:
     assert reader.generation is not None
     tokens = scorer.new_tokens
     ended = ended_answers(tokens, reader.generation, reader.tokenizer)
-    shown = range(min(NUM_SAMPLES, len(tokens)))
-    answers = reader.answers(tokens[: len(shown)], with_thoughts=reader.objective.is_reward)
+    answers = reader.answers(tokens[:NUM_SAMPLES], with_thoughts=reader.objective.is_reward)
     samples = []
-    for number, answer in zip(shown, answers, strict=True):
+    for number, answer in enumerate(answers):
         example = scorer.split.examples[number]
         loss, *scores = scorer.objective_values[number].tolist()
         judges = reader.objective.rewards

@@ -88,9 +88,8 @@ class Scorer:
 
     def gold_loss(self) -> float:
         """Return the mean loss of the right candidates' tokens."""
-        right = []
-        for total, example in zip(self.log_probabilities, self.split.encoded, strict=True):
-            right.append(total[example.gold])
+        pairs = zip(self.log_probabilities, self.split.encoded, strict=True)
+        right = [total[example.gold] for total, example in pairs]
         return self._mean(-torch.stack(right))
 
     def answers(self) -> list[str]:
@@ -175,9 +174,8 @@ class Scorer:
 
         It is filled with -inf.
         """
-        means = []
-        for total, example in zip(self.log_probabilities, self.split.encoded, strict=True):
-            means.append(total / torch.tensor(example.option_lengths))
+        pairs = zip(self.log_probabilities, self.split.encoded, strict=True)
+        means = [total / torch.tensor(example.option_lengths) for total, example in pairs]
         return pad_sequence(means, batch_first=True, padding_value=float("-inf"))
 
     @cached_property

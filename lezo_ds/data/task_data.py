@@ -119,8 +119,7 @@ class TaskData:
         """Return the examples of a step, one micro-batch after the other."""
         size = config.train.micro_batch_size
         # A micro-batch is padded to its longest example, so sorting by length reduces padding.
-        by_length = sorted((self._length(row), row) for row in drawn)
-        rows = np.array([row for _, row in by_length])
+        rows = np.array(sorted(drawn, key=lambda row: (self._length(row), row)))
         if self.packed and FEWEST_DEALT <= size < len(rows):
             rows = deal(rows, len(rows) // size)
         group_size = config.zo.examples_per_direction

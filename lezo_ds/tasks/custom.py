@@ -411,12 +411,9 @@ class _WrittenAnswers(Generation):
 
     def _turns(self, template: Template | None, record: Record) -> tuple[Message, ...]:
         """Return the turns in the only field of a template, or nothing if it gives text."""
-        if template is None or template.pieces != (("", template.fields[0]),):
+        if template is None or not are_objects(template.only_value(record)):
             return ()
-        (field,) = template.fields
-        if not are_objects(field_value(record, field)):
-            return ()
-        return read_messages(record, field)
+        return read_messages(record, template.fields[0])
 
 
 @dataclass(frozen=True, kw_only=True)
