@@ -13,7 +13,7 @@ from typing import Any
 
 from lezo_ds.config.components import (
     DESCRIBING_KEYS,
-    describe_task,
+    described_task,
     make_estimator,
     make_law,
     make_schedule,
@@ -155,7 +155,7 @@ def check_reading(config: RunConfig) -> None:
     data = config.data
     generation = config.generation
     if data.task == CUSTOM:
-        task = describe_task(data)
+        task = described_task(data)
         objective = config.train.objective
         objectives = [objective] if isinstance(objective, str) else objective
         _refuse_if(

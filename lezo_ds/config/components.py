@@ -98,7 +98,7 @@ def find_task(data: DataConfig) -> Task:
         UserError: No component has its name, the description is incomplete, or the metric does not
             fit the task.
     """
-    task = describe_task(data) if data.task == CUSTOM else TASKS.find(data.task)
+    task = described_task(data) if data.task == CUSTOM else TASKS.find(data.task)
     if isinstance(task, type):
         task = call_of_user(f"data.task={data.task}", task)
     if data.metric is not None:
@@ -107,7 +107,7 @@ def find_task(data: DataConfig) -> Task:
     return task
 
 
-def describe_task(data: DataConfig) -> Task:
+def described_task(data: DataConfig) -> Task:
     """Return the task that a configuration with `data.task` custom describes. It imports nothing.
 
     Raises:

@@ -296,9 +296,10 @@ def _rows_by_context(sequences: Sequence[TokenIds]) -> list[list[int]]:
 def _rows_by_example(encoded: Sequence[EncodedExample]) -> list[list[int]]:
     """Return the items of each example, its candidates, in order of the length of examples."""
     items = iter(range(sum(len(example.sequences) for example in encoded)))
-    rows = [list(islice(items, len(example.sequences))) for example in encoded]
-    order = sorted(range(len(encoded)), key=lambda number: encoded[number].num_tokens)
-    return [rows[number] for number in order]
+    rows = [
+        (example.num_tokens, list(islice(items, len(example.sequences)))) for example in encoded
+    ]
+    return [row for _, row in sorted(rows)]
 
 
 def _rows_by_length(lengths: Sequence[int]) -> list[list[int]]:

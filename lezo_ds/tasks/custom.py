@@ -83,10 +83,6 @@ class Description:
     chat_template: bool = False
     system_prompt: str | None = None
 
-    def keys_set(self, *names: str) -> list[str]:
-        """Return which of these keys are set, as a recipe names them."""
-        return [f"data.{name}" for name in names if getattr(self, name) is not None]
-
 
 def make_task(described: Description) -> Task:
     """Return the task that a recipe describes.
@@ -114,7 +110,7 @@ def make_task(described: Description) -> Task:
     if described.completion is not None:
         _refuse_others("completion", described, "label_field", "labels", "choices")
         completion = _with_fields("data.completion", described.completion)
-    if not described.keys_set("labels", "choices"):
+    if described.labels is None and described.choices is None:
         return _WrittenAnswers(
             **_fields(prompt.fields, completion.fields if completion else ()),
             has_answers=completion is not None,
@@ -147,7 +143,7 @@ def _with_fields(key: str, text: str) -> Template:
 
 
 def _refuse_others(name: str, described: Description, *others: str) -> None:
-    both = ", ".join(described.keys_set(*others))
+    both = ", ".join(f"data.{key}" for key in others if getattr(described, key) is not None)
     if both:
         raise UserError(f"data.{name} and {both} cannot be set together", fix=f"remove {both}")
 
