@@ -62,6 +62,9 @@ class Settings:
         learning_rate, schedule: linear and cosine fall to 0, sqrt is the root of linear.
         optimizer: of sgd, momentum, adam, adam_matrix (one second moment for each matrix) and muon.
         beta, beta2: of the moments.
+        horizon: number of steps of Adam's moments; 0 for all. AdaMeZO (arXiv 2605.00650) has few.
+        guided: whether the estimate is only a direction. A step follows it as far as the loss of
+            the batch changes there, which two more passes measure (MeZO-GV, arXiv 2601.04710).
         guide: share of a direction's output side that follows the first moment (power iteration).
         decay: of the distance from the base weights.
         average: last share of the steps whose weights are averaged.
@@ -84,6 +87,8 @@ class Settings:
     optimizer: str = "sgd"
     beta: float = 0.9
     beta2: float = 0.99
+    horizon: int = 0
+    guided: bool = False
     guide: float = 0.0
     decay: float = 0.0
     average: float = 0.0
@@ -299,6 +304,16 @@ def slopes(reader: Reader, batch: Batch, directions: list[Direction], settings: 
     return (centered / (centered.square().mean().sqrt() + 1e-12)).flatten()
 
 
+def slope_along(reader: Reader, batch: Batch, steps: Sequence[Tensor], scale: float) -> float:
+    """Return the slope of a batch's mean loss along a change of all matrices."""
+    losses = []
+    for change in (scale, -2 * scale, scale):  # there, to the other side, and back
+        for matrix, step in zip(reader.matrices, steps, strict=True):
+            matrix.weight += change * step
+        losses.append(float(reader.losses(batch)[0].mean()))
+    return (losses[0] - losses[1]) / (2 * scale)
+
+
 def gradient_cosine(reader: Reader, batch: Batch) -> float:
     """Return the cosine of the gradient, and of its part that is due to the last tokens alone."""
     weights = [matrix.weight for matrix in reader.matrices]
@@ -331,6 +346,7 @@ class Optimizer:
         self.steps = 0
         self.first: Tensor | None = None
         self.second: Tensor | None = None
+        self.last: list[Tensor] = []
 
     def update(self, gradient: Tensor) -> Tensor:
         self.steps += 1
@@ -347,6 +363,8 @@ class Optimizer:
                 return self.first
             case "muon":
                 return orthogonalized(self.first) * math.sqrt(max(gradient.shape)) * size
+            case "adam" if self.settings.horizon:
+                return self.truncated_adam(gradient) * size
             case "adam" | "adam_matrix":
                 square = gradient.square()
                 if self.settings.optimizer == "adam_matrix":
@@ -357,6 +375,19 @@ class Optimizer:
                 deviation = (self.second / (1 - beta2**self.steps)).sqrt()
                 return mean / (deviation + 1e-8) * size
         sys.exit(f"error: there is no optimizer {self.settings.optimizer}")
+
+    def truncated_adam(self, gradient: Tensor) -> Tensor:
+        """Return Adam's update by the moments of the last steps alone."""
+        self.last = [gradient, *self.last][: self.settings.horizon]
+        mean = torch.zeros_like(gradient)
+        square = torch.zeros_like(gradient)
+        of_mean = of_square = 0.0  # the sums of the weights
+        for age, earlier in enumerate(self.last):
+            mean += self.settings.beta**age * earlier
+            square += self.settings.beta2**age * earlier.square()
+            of_mean += self.settings.beta**age
+            of_square += self.settings.beta2**age
+        return mean / of_mean / ((square / of_square).sqrt() + 1e-8)
 
 
 def rate(settings: Settings, step: int) -> float:
@@ -371,7 +402,7 @@ def rate(settings: Settings, step: int) -> float:
 
 
 def sentences_of(settings: Settings, reader: Reader) -> tuple[Sentences, Sentences, Sentences]:
-    """Return the sentences for training, validation and the test."""
+    """Return the sentences of all steps, and those for validation and the test."""
 
     def read(split: str) -> list[dict[str, Any]]:
         path = ASSETS / settings.data / f"{split}.jsonl"
@@ -381,7 +412,8 @@ def sentences_of(settings: Settings, reader: Reader) -> tuple[Sentences, Sentenc
     random.Random(0).shuffle(records)
     number = min(MOST_TRAINING, len(records) - 200)
     held_out = records[number : number + NUM_VALIDATION]
-    splits = (records[:number], held_out, read("validation"))
+    of_steps = [records[row] for row in order_of(settings, number)]
+    splits = (of_steps, held_out, read("validation"))
     training, validating, testing = (reader.sentences(split) for split in splits)
     return training, validating, testing
 
@@ -394,7 +426,7 @@ def order_of(settings: Settings, number: int) -> list[int]:
         epoch = list(range(number))
         shuffler.shuffle(epoch)
         order += epoch
-    return order
+    return order[: settings.batch_size * settings.steps]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -405,14 +437,13 @@ def run(settings: Settings) -> dict[str, Any]:
     num_rows = settings.batch_size * settings.directions
     optimizers = [Optimizer(settings, num_rows) for _ in weights]
     random_numbers = torch.Generator(device=DEVICE).manual_seed(1000 + settings.seed)
-    order = order_of(settings, len(train.hidden))
     curve = {}
     averages: list[Tensor] = []
     num_averaged = 0
     began = time.monotonic()
     for step in range(settings.steps):
-        chosen = order[step * settings.batch_size : (step + 1) * settings.batch_size]
-        batch = batch_of(train, chosen)
+        first = step * settings.batch_size
+        batch = batch_of(train, range(first, first + settings.batch_size))
         if settings.cosine:
             print(f"step {step}: cosine {gradient_cosine(reader, batch):.3f}", flush=True)
             continue
@@ -421,11 +452,18 @@ def run(settings: Settings) -> dict[str, Any]:
             moments = [optimizer.first for optimizer in optimizers]
             directions = follow(directions, moments, settings.guide)
         found = slopes(reader, batch, directions, settings)
-        for weight, of_base, optimizer, (outputs, inputs) in zip(
-            weights, base, optimizers, directions, strict=True
-        ):
+        gradients = []
+        for outputs, inputs in directions:
             scaled = (outputs * found[:, None, None]).flatten(0, 1)
-            gradient = scaled.T @ inputs.flatten(0, 1) / num_rows
+            gradients.append(scaled.T @ inputs.flatten(0, 1) / num_rows)
+        if settings.guided:
+            # A mean has a variance of about 1 / num_rows, and a direction one of 1.
+            guide = [gradient * math.sqrt(num_rows) for gradient in gradients]
+            slope = slope_along(reader, batch, guide, settings.scale)
+            gradients = [slope * direction for direction in guide]
+        for weight, of_base, optimizer, gradient in zip(
+            weights, base, optimizers, gradients, strict=True
+        ):
             weight -= rate(settings, step) * optimizer.update(gradient)
             weight -= rate(settings, step) * settings.decay * (weight - of_base)
         if step >= settings.steps * (1 - settings.average):

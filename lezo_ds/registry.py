@@ -12,6 +12,7 @@ import dataclasses
 import pkgutil
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
@@ -69,10 +70,14 @@ class Registry(dict[str, T]):
                 component = pkgutil.resolve_name(name)
             self._check_kind(component)
         except (Exception, SystemExit) as error:  # the module may raise anything
-            raise UserError(
-                f"{self._key}={name} names no {self._noun}: {type(error).__name__}: {error}",
-                fix="correct the name, or put the module in the recipe's folder or on PYTHONPATH",
-            ) from error
+            problem = f"{self._key}={name} names no {self._noun}: {type(error).__name__}: {error}"
+            where = ""
+            fix = "correct the name, or put the module in the recipe's folder or on PYTHONPATH"
+            for frame, line in traceback.walk_tb(error.__traceback__):
+                if frame.f_code.co_name == "<module>":  # what a module does when it is imported
+                    where = f" ({frame.f_code.co_filename} line {line})"
+                    fix = "correct the module, or install what it imports"
+            raise UserError(problem + where, fix=fix) from error
         return component
 
     def _check_kind(self, component: object) -> None:

@@ -33,6 +33,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code, options_of
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.template import field_text
+from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 from lezo_ds.zo.passes import can_group
@@ -65,7 +66,7 @@ def checked(config: RunConfig) -> RunConfig:
             num_steps = config.zo.warmup_steps + 1
         zo = checked_optimizer(config.zo, config.peft, config.model.bits, num_steps)
         config = replace(config, zo=zo)
-        make_estimator(zo).check_groups(num_groups(config))
+        _ask_estimator(zo, num_groups(config))
     _refuse_missing(config.method, needed)
     check_world(replace(config, partition_size=None), world_size=1)
     return config
@@ -90,8 +91,26 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
     return replace(steps, train=replace(steps.train, epochs=config.train.epochs))
 
 
-def check_arguments(values: Mapping[str, object]) -> None:
-    """Refuse arguments of `lezo_ds.initialize`, by the keys of a recipe that have their rules."""
+def check_arguments(
+    zo: object, ds_config: object, peft: object, values: Mapping[str, object]
+) -> None:
+    """Refuse arguments of `lezo_ds.initialize` of a wrong type, or that a recipe refuses, too.
+
+    Args:
+        zo: Its `config`, a ZoConfig.
+        ds_config: A mapping.
+        peft: A PeftConfig or None.
+        values: The others, by the keys of a recipe.
+    """
+    expected = (
+        ("config", zo, ZoConfig, "pass lezo_ds.config.ZoConfig(...)"),
+        ("ds_config", ds_config, Mapping, "pass lezo_ds.config.deepspeed.load_ds_config(...)"),
+        ("peft", peft, PeftConfig | None, "pass lezo_ds.config.PeftConfig(...) or None"),
+    )
+    for name, value, type_of_value, fix in expected:
+        if not isinstance(value, type_of_value):
+            kind = type(value).__name__
+            raise UserError(f"{name} in lezo_ds.initialize is of type {kind}", fix=fix)
     READER.read({"run_dir": "", **values}, "lezo_ds.initialize")
 
 
@@ -127,8 +146,13 @@ def checked_optimizer(
     )
     make_schedule(zo, num_steps)
     if zo.examples_per_direction is None:
-        make_estimator(zo).check_groups(num_groups=1)
+        _ask_estimator(zo, 1)
     return zo
+
+
+def _ask_estimator(zo: ZoConfig, number: int) -> None:
+    """Ask the estimator, which may be the user's own, whether it takes this number of groups."""
+    call_of_user(f"zo.estimator={zo.estimator}", make_estimator(zo).check_groups, number)
 
 
 def _refuse_if(is_broken: bool, problem: str, fix: str) -> None:

@@ -19,7 +19,6 @@ from tokens to characters.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -111,8 +110,23 @@ def _as_written(tokenizer: PromptTokenizer, answer: str) -> str:
 
 
 def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
-    """Return the token ids of a conversation for the model to continue by an answer."""
-    question = _Template(tokenizer, example).write(example.asked, opened=True)
+    """Return the token ids of a conversation for the model to continue by an answer.
+
+    A last turn that is the right answer is left out. Any other last turn of the assistant is the
+    start of the answer.
+
+    Raises:
+        UserError: the template cannot write the conversation, or leaves out a turn.
+    """
+    template = _Template(tokenizer, example)
+    template.check_all_written()
+    *before, last = example.messages
+    if last.is_trained:
+        question = template.write(before, opened=True)
+    elif last.role == ASSISTANT:
+        question = template.write_started()
+    else:
+        question = template.write(example.messages, opened=True)
     (ids,) = tokenizer.encode_written([question])
     return ids
 
@@ -345,6 +359,10 @@ class _Template:
         """Return the text of turns; if `opened`, with the words that begin the assistant's turn."""
         return str(self._apply(turns, tokenize=False, add_generation_prompt=opened))
 
+    def write_started(self) -> str:
+        """Return the text of the example up to the last word of its last turn."""
+        return str(self._apply(self.example.messages, tokenize=False, continue_final_message=True))
+
     def around_answer(
         self, turns: Sequence[Message], others: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[str, str]:
@@ -560,8 +578,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
     OpenAI's files have the arguments of a call as a string of JSON, and templates want an object.
     """
-    others = copy.deepcopy(dict(message.others))
-    turn = {"role": message.role, "content": message.content, **others}
+    turn = message.as_dict()
     for call in turn.get("tool_calls", ()):
         with suppress(KeyError, TypeError, ValueError):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])

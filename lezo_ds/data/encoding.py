@@ -90,11 +90,16 @@ class PromptTokenizer:
         return list(map(tuple, encoded["input_ids"]))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids as the model generated it, without special tokens."""
-        decoded = self.backend.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        """Return the text of token ids as the model generated it, without special tokens.
+
+        A text that follows another is meant: some decoders strip a space of one that begins.
+        """
+        before = self.backend.encode("a", add_special_tokens=False)
+        start, text = (
+            self.backend.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for part in (before, [*before, *ids])
         )
-        return str(decoded)
+        return str(text.removeprefix(start))
 
     def num_begin_ids(self, ids: Sequence[int]) -> int:
         """Return with how many of `begin_ids` some ids begin: all, or 0."""

@@ -20,6 +20,7 @@ and of the position of the token, so a drawn answer depends on nothing else in i
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +52,8 @@ from lezo_ds.forward.rope import may_outgrow
 from lezo_ds.tasks.base import TokenIds
 
 _HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_BLANK_LINES = re.compile(r"^(?:[^\S\n]*\n)+")
+_SINGLE_SPACE = re.compile(r"^ (?!\s)")
 
 
 def generation_settings(
@@ -64,9 +67,8 @@ def generation_settings(
     `end_ids` are further tokens, and `end_texts` further texts, that end an answer.
     """
     stops = (NEWLINE,) if config.stop is None else (*config.stop, *end_texts)
-    # A stop has at most one token for each of its bytes. One more token is decoded before them,
-    # because some decoders strip a space at the start.
-    num_last = 1 + max((len(stop.encode()) for stop in stops), default=0)
+    # A stop has at most one token for each of its bytes.
+    num_last = max((len(stop.encode()) for stop in stops), default=0)
 
     def has_ended(ids: Sequence[int]) -> bool:
         written = tokenizer.decode(ids[-num_last:])
@@ -286,9 +288,11 @@ def read_answers(
     *,
     with_thoughts: bool = False,
 ) -> list[str]:
-    """Return the answers in new tokens [rows, n]: their text up to the first stop, stripped.
+    """Return the answers in new tokens [rows, n]: their text up to the first stop.
 
-    What the model thinks before it answers is left out, unless `with_thoughts`.
+    Left out are blank lines before it, white space after it, one space that parts it from the
+    prompt, and what the model thinks before it answers, unless `with_thoughts`. The first line of
+    code keeps its indentation.
     """
     answers = []
     for new_tokens in tokens.tolist():
@@ -298,7 +302,9 @@ def read_answers(
             ids = after_thought(ids, settings.thought, tokenizer)
         written = tokenizer.decode(ids)
         found = [written.find(stop) for stop in settings.stops if stop in written]
-        answers.append(written[: min(found, default=None)].strip())
+        answer = written[: min(found, default=None)].rstrip()
+        answer = _BLANK_LINES.sub("", answer)
+        answers.append(_SINGLE_SPACE.sub("", answer))
     return answers
 
 

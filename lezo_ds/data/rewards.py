@@ -113,16 +113,24 @@ class Reward:
 def _trl_arguments(
     answers: Sequence[str], examples: Sequence[Example], records: Sequence[Record]
 ) -> dict[str, Any]:
-    """Return the arguments of a function of TRL's: turns of a chat are lists of dicts."""
+    """Return the arguments of a function of TRL's: turns of a chat are lists of dicts.
+
+    A completion begins with the start of the answer that its prompt has, as in TRL.
+    """
     prompts: list[Any] = []
     completions: list[Any] = []
     for answer, example in zip(answers, examples, strict=True):
-        if not example.messages:
+        turns = example.messages
+        if not turns:
             prompts.append(example.prompt)
             completions.append(answer)
             continue
-        prompts.append([{"role": turn.role, "content": turn.content} for turn in example.asked])
-        completions.append([{"role": ASSISTANT, "content": answer}])
+        asked, start = [*turns], ""
+        if turns[-1].role == ASSISTANT:
+            *asked, last = turns
+            start = "" if last.is_trained else last.content
+        prompts.append([turn.as_dict() for turn in asked])
+        completions.append([{"role": ASSISTANT, "content": start + answer}])
     names = dict.fromkeys(name for record in records for name in record)
     fields = {
         name: [record.get(name) for record in records] for name in names if name not in _TRL_COLUMNS

@@ -106,7 +106,10 @@ def _refuse_misread(path: Path, rows: Sequence[Row]) -> None:
         (place, problem), *_ = problems
         fix = "write one object a line, or one list of objects, in UTF-8"
         if kind_of(path) in TABLES:
-            fix = "let line 1 name the columns, and remove what is before it"
+            fix = (
+                "let line 1 name all columns, remove what is before it, and quote texts that "
+                "have the separator"
+            )
         raise UserError(f"{path} has no record: the first row{place} {problem}", fix=fix)
     for _, record in rows[:1]:
         if isinstance(record, Mapping):
@@ -422,7 +425,11 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _read_table(path: Path, encoding: str) -> _Records:
-    """Yield the rows of a table with a header; every value is text. Blank lines are skipped."""
+    """Yield the rows of a table with a header; every value is text.
+
+    Blank lines are skipped, and rows of empty cells at the end, as spreadsheets write them. Other
+    such rows are records.
+    """
     csv.field_size_limit(2**31 - 1)  # a text may be long
     layout = layout_of(path, encoding)
     with path.open(encoding=layout.codec, newline="") as file:
@@ -432,19 +439,25 @@ def _read_table(path: Path, encoding: str) -> _Records:
         first = 2 if layout.has_separator_line else 1
         line = first
         header: list[str] | None = None
+        empty: list[tuple[str, int, object]] = []  # rows since the last one that has text
         try:
             for values in reader:
                 if header is None:
                     _check_names(path, values)
                     header = values
-                elif "".join(values).strip():  # else the line is blank
+                elif values:
                     record: object = dict(zip(header, values, strict=False))
                     if len(values) != len(header):
                         record = ValueError(f"has {len(values)} values for {len(header)} columns")
-                    yield "line", line, record
+                    empty.append(("line", line, record))
+                    if "".join(values).strip():
+                        yield from empty
+                        empty = []
                 line = reader.line_num + first
         except csv.Error as error:
             raise csv.Error(f"line {line}: {error}") from error
+    if empty:
+        logger.warning("%s: %d rows of empty cells at the end are left out", path.name, len(empty))
 
 
 def json_texts(path: Path) -> Iterator[tuple[str, int, str]]:

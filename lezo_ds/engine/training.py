@@ -286,7 +286,8 @@ def initialize(
             everything that is trainable is in blocks and all blocks are dropped.
     """
     model = os.fspath(model)
-    check_arguments({"model.path": model, "model.dtype": dtype, "model.bits": bits, "seed": seed})
+    values = {"model.path": model, "model.dtype": dtype, "model.bits": bits, "seed": seed}
+    check_arguments(config, ds_config, peft, values)
     config = checked_optimizer(config, peft, bits, num_steps)
     parts = load_parts(model, config, ds_config, dtype, seed, peft, partition_size, bits)
     return LezoEngine(parts, config, seed, num_steps)

@@ -135,7 +135,7 @@ class WeightFiles:
                     found.setdefault(name, stored_as)
         missing = sorted(names.keys() - found.keys())
         if missing:
-            examples = ", ".join(sorted(self.tensors)[:3])
+            examples = ", ".join(sorted(self.tensors)[:3]) or "no tensor with a name"
             raise UserError(
                 f"{self.directory} lacks {len(missing)} of the model's {len(names)} parameters, "
                 f"such as {missing[0]}; it has {examples}, ...",

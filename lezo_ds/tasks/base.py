@@ -17,6 +17,7 @@ or a `Scorer`, which lezo_ds/data passes in.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -72,6 +73,11 @@ class Message(NamedTuple):
         """Whether the model learns to write this turn."""
         return self.role == "assistant" and self.weight == 1
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the turn in transformers' layout."""
+        others = copy.deepcopy(dict(self.others))
+        return {"role": self.role, "content": self.content, **others}
+
 
 @dataclass(frozen=True)
 class Example:
@@ -111,12 +117,6 @@ class Example:
     def where(self) -> str:
         """What messages call the record."""
         return self.place or f"record {self.index + 1}"
-
-    @property
-    def asked(self) -> tuple[Message, ...]:
-        """The turns of the conversation that the model reads before it answers."""
-        turns = self.messages
-        return turns[:-1] if turns and turns[-1].role == "assistant" else turns
 
     @property
     def gold_texts(self) -> tuple[str, ...]:

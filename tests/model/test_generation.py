@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from assets import tokenizer_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -346,6 +347,28 @@ def test_an_answer_is_read_up_to_the_first_of_its_stops(tokenizer, stops, ids, a
     settings = settings_of(tokenizer, 5, *stops)
     assert settings.stop_ids == stop_ids
     assert read_answers(torch.tensor([ids]), settings, tokenizer) == [answer]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "answer"),
+    [
+        (["\u2581\u2581\u2581\u2581x", "\n", "\u2581y"], "    x\n y"),  # indented code
+        (["\n", "\u2581\u2581", "\n", "\u2581\u2581", "y", "\n"], "  y"),  # after blank lines
+        (["\u2581y", "x"], "yx"),  # a space parts the word from the prompt
+    ],
+)
+def test_the_first_line_of_an_answer_keeps_its_indentation(pieces, answer):
+    """A decoder as Llama 2's strips a space at the start of all that it decodes."""
+    words = sorted({"\u2581a", *pieces})
+    split = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    spaces = decoders.Replace("\u2581", " ")
+    decoder = decoders.Sequence([spaces, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    fast = tokenizer_of(words, split, decoder, adds_bos=False)
+    ids = fast.convert_tokens_to_ids(pieces)
+    assert fast.decode(ids) == "".join(pieces).replace("\u2581", " ").removeprefix(" ")
+    tokenizer = PromptTokenizer(fast, begin_ids=(), pad_id=1, end_ids=(2,))
+    settings = settings_of(tokenizer, 8)
+    assert read_answers(torch.tensor([[*ids, 2, 1]]), settings, tokenizer) == [answer]
 
 
 def test_a_row_ends_with_a_stop_of_several_tokens_in_what_was_written():

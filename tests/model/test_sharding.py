@@ -14,6 +14,7 @@ from assets import REPOSITORY
 from deepspeed.accelerator import get_accelerator
 from eager_noise import draw, join_master
 from own_memory import forget_peak, needs_peak, peak_memory
+from peft import LoraConfig
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_runs import (
@@ -399,6 +400,21 @@ def test_initialize_has_the_rules_of_a_recipe(zo, others, message, monkeypatch):
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)
     with pytest.raises(UserError, match=message):
         lezo_ds.initialize("no model", ZoConfig(**(TRAINS | zo)), {}, **others)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": TRAINS}, "config in lezo_ds.initialize is of type dict; fix: pass .*ZoConfig"),
+        ({"ds_config": "zero3.json"}, "ds_config in .* is of type str; fix: pass .*load_ds_config"),
+        ({"peft": "lora"}, "peft in lezo_ds.initialize is of type str; fix: pass .*PeftConfig"),
+        ({"peft": LoraConfig()}, "peft in lezo_ds.initialize is of type LoraConfig; fix"),
+    ],
+)
+def test_initialize_refuses_arguments_of_another_type(arguments, message):
+    others = {"config": ZoConfig(**TRAINS), "ds_config": {}} | arguments
+    with pytest.raises(UserError, match=message):
+        lezo_ds.initialize("no model", **others)
 
 
 def test_a_missing_compiler_shows_before_offloaded_weights_are_loaded(monkeypatch):

@@ -175,6 +175,14 @@ def test_a_conversation_that_the_template_cannot_write_is_refused(name, turns, m
     assert "\n" not in str(error.value)
 
 
+def test_a_question_with_a_turn_that_the_template_does_not_write_is_refused(tokenizers):
+    asked = (CALLED[0], CALLED[1]._replace(weight=0), CALLED[2])
+    example = replace(example_of(*asked), candidates=(), label=None)
+    with pytest.raises(UserError, match=r"does not write turn 2 of record 3 .* remove its calls"):
+        encode_question(tokenizers["plain"], example)
+    assert encode_question(tokenizers["calling"], example)
+
+
 @pytest.mark.parametrize("name", ["plain", "marked"])
 def test_a_turn_of_weight_0_is_context_and_calls_and_other_roles_are_written(name, tokenizers):
     turns = (*TURNS[:2], TURNS[2]._replace(weight=0), *TURNS[3:])
@@ -367,6 +375,18 @@ def test_a_long_question_is_cut_on_the_left_and_keeps_its_answer(tokenizers):
     assert cut.truncated
     assert cut.sequences[0] == whole.sequences[0][:kept] + whole.sequences[0][kept + 5 :]
     assert texts_of(tokenizer, cut) == texts_of(tokenizer, whole) == WRITTEN[:1]
+
+
+def test_the_start_of_an_answer_is_continued(tokenizers):
+    tokenizer = tokenizers["plain"]
+    turns = (Message("user", "Où?"), Message("assistant", "Let me think.\n<think>", 0))
+    asked = [{"role": turn.role, "content": turn.content} for turn in turns]
+    expected = tokenizer.backend.apply_chat_template(
+        asked, tokenize=False, continue_final_message=True
+    )
+    assert expected.endswith("assistant\nLet me think.\n<think>")
+    (ids,) = tokenizer.encode_written([expected])
+    assert encode_question(tokenizer, Example("", (), None, 0, messages=turns)) == ids
 
 
 def test_a_question_ends_where_the_assistant_begins(tokenizers):

@@ -78,8 +78,9 @@ def test_a_bare_folder_next_to_the_recipe_hides_no_installed_package(recipe_fold
     [
         ("number = 1", "judges:number", "TypeError: 1 is not callable"),
         ("", "judges:absent", "AttributeError: module 'judges' has no attribute 'absent'"),
-        ("1 / 0", "judges:judge", "ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(0)", "judges:judge", "SystemExit: 0"),
+        ("\n1 / 0", "judges:judge", "ZeroDivisionError: division by zero (FILE line 2)"),
+        ("import sys; sys.exit(0)", "judges:judge", "SystemExit: 0 (FILE line 1)"),
+        ("import no", "judges:judge", "ModuleNotFoundError: No module named 'no' (FILE line 1)"),
         ("", "absent:judge", "ModuleNotFoundError: No module named 'absent'"),
     ],
 )
@@ -87,7 +88,8 @@ def test_a_name_without_a_component_is_refused_with_the_cause(code, name, expect
     write_modules(recipe_folder, judges=code)
     with pytest.raises(UserError) as caught:
         Registry("metric", "data.metric").find(name)
-    assert f"data.metric={name} names no metric: {expected}; fix: " in str(caught.value)
+    message = str(caught.value).replace(str(recipe_folder / "judges.py"), "FILE")
+    assert f"data.metric={name} names no metric: {expected}; fix: " in message
     sys.modules.pop("judges", None)
 
 

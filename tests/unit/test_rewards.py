@@ -86,6 +86,32 @@ def test_turns_of_a_chat_are_lists_as_in_trl():
     assert objective.loss(answers, chat).tolist() == [-1.0, 0.0]
 
 
+def turns_reward(prompts, completions, **kwargs):
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "7", "name": "f", "tool_call_id": "c1"}
+    assert prompts == [[QUESTION, call, result], [QUESTION]]
+    assert completions[0] == [{"role": "assistant", "content": "4"}]
+    assert completions[1] == [{"role": "assistant", "content": "Well: <think>8"}]
+    return [1, 2]
+
+
+QUESTION = {"role": "user", "content": "Hello"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+def test_turns_have_all_their_keys_and_an_answer_its_start_as_in_trl():
+    question = Message("user", "Hello")
+    called = Message("assistant", "", 0, {"tool_calls": [CALL]})
+    result = Message("tool", "7", 1, {"name": "f", "tool_call_id": "c1"})
+    begun = (question, Message("assistant", "Well: <think>", 0))
+    examples = [
+        replace(TEXTS.examples[0], messages=turns) for turns in ((question, called, result), begun)
+    ]
+    objective = load_objective(named("turns_reward"), SQUAD)
+    chat = replace(TEXTS, examples=tuple(examples))
+    assert objective.loss(["4", "8"], chat).tolist() == [-1.0, -2.0]
+
+
 def test_several_rewards_are_a_weighted_sum_of_those_that_apply():
     weights = {named("accuracy_reward"): 2.0, named("hard_ones_reward"): 0.5, named("brevity"): 1}
     objective = load_objective(weights, SQUAD)

@@ -57,6 +57,20 @@ def test_a_separator_that_is_not_that_of_the_suffix_is_found_and_said(
     assert caplog.messages == [f"{path.name}: the separator is {delimiter!r}"]
 
 
+def test_rows_of_empty_cells_are_records_unless_nothing_follows_them(tmp_path, caplog):
+    path = tmp_path / "t.csv"
+    path.write_text("text,label\n\na,b\n,\n\n" + '"",""\n' + "c,d\n,\n , \n")
+    found = read_source("data.train", str(path))
+    assert [list(record.values()) for _, record in found] == [
+        ["a", "b"],
+        ["", ""],
+        ["", ""],
+        ["c", "d"],
+    ]
+    assert [place for place, _ in found] == [f" ({path} line {line})" for line in (3, 4, 6, 7)]
+    assert caplog.messages == ["t.csv: 2 rows of empty cells at the end are left out"]
+
+
 def test_blank_lines_before_the_header_are_named(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("\n\ntext,label\na,b\n")
@@ -154,7 +168,8 @@ def test_a_table_whose_rows_are_all_refused_is_one_error(tmp_path):
     path.write_text("# export of May\ntext,label\na,b\n")
     assert refusal_of(path) == (
         f"{path} has no record: the first row ({path} line 2) has 2 values for 1 columns; "
-        "fix: let line 1 name the columns, and remove what is before it"
+        "fix: let line 1 name all columns, remove what is before it, and quote texts that have the "
+        "separator"
     )
 
 

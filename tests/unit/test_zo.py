@@ -9,6 +9,7 @@ import contextlib
 import math
 import statistics
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
@@ -17,7 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.config import ZoConfig, make_estimator, make_law, make_layer_policy
+from lezo_ds.config import (
+    ZoConfig,
+    checked_optimizer,
+    make_estimator,
+    make_law,
+    make_layer_policy,
+)
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Spsa, mean_losses
@@ -372,6 +379,10 @@ class Wrong(Spsa):
     def __init__(self, **_):
         self.rank
 
+class Exiting(Spsa):
+    def check_groups(self, num_groups):
+        raise SystemExit(0)
+
 class Lawless(DenseLaw):
     def __init__(self):
         pass
@@ -389,5 +400,8 @@ def test_a_component_of_ones_own_that_cannot_be_made_is_named_by_its_key(tmp_pat
         make_layer_policy(zo, num_layers=4)
     with pytest.raises(UserError, match=r"^zo.estimator=wrong_components:Wrong failed: Attrib"):
         make_estimator(zo)
+    exiting = replace(zo, estimator="wrong_components:Exiting", layer_policy="uniform")
+    with pytest.raises(UserError, match=r"^zo.estimator=wrong_components:Exiting failed: SystemE"):
+        checked_optimizer(replace(exiting, learning_rate=1e-3), None, None, 4)
     with pytest.raises(UserError, match=r"^zo.law=wrong_components:Lawless failed: TypeError"):
         make_law(ZoConfig(law="wrong_components:Lawless"))
