@@ -70,7 +70,7 @@ _NAMES = "label"
 class Description:
     """The keys of the section `data` that describe a task (see lezo_ds/config/schema.py).
 
-    None is a key that is not set. `lezo_ds/config/run_config.py` copies them from the
+    None is a key that is not set. `lezo_ds/config/components.py` copies them from the
     configuration.
     """
 
