@@ -125,7 +125,8 @@ def _trl_arguments(
             prompts.append(example.prompt)
             completions.append(answer)
             continue
-        asked, start = [*turns], ""
+        asked = [*turns]
+        start = ""
         if turns[-1].role == ASSISTANT:
             *asked, last = turns
             start = "" if last.is_trained else last.content

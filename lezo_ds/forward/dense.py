@@ -145,7 +145,7 @@ class DensePerturber(Perturber):
         return cast_floats(output, active[0].parameter.dtype) if is_norm else output
 
     def rows_of(self, table: TrainedParameter, rows: Tensor) -> Tensor:
-        weight = _weight(table)._replace(rows=rows.reshape(-1))
+        weight = _weight(table)._replace(rows=rows.reshape(-1).long())  # ids may be int32
         ((copy,),) = self._directions.perturb([weight], self.state.current.probes)
         return copy.view(*rows.shape, -1)
 

@@ -404,6 +404,15 @@ def test_a_module_and_its_children_that_own_parameters_get_each_copy_right(only,
         assert_equal_to_rounding(logits, expected)
 
 
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_token_ids_of_32_bits_are_read_as_those_of_64(family):
+    model, batch = tiny_model(family), token_batch()
+    narrow = replace(batch, inputs={"input_ids": batch.inputs["input_ids"].int()})
+    perturbed = PerturbedForward(model, tunable(model), directions=DIRECTIONS)
+    expected = run(perturbed, model, batch, perturbation(BOTH))
+    assert all(map(torch.equal, run(perturbed, model, narrow, perturbation(BOTH)), expected))
+
+
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
     model, batch = ToyModel(), token_batch(SELECTIONS["some entries"])
     before = bits(model)
