@@ -445,7 +445,7 @@ def _read_table(path: Path, encoding: str) -> _Records:
                 if header is None:
                     _check_names(path, values)
                     header = values
-                elif values:
+                elif len(values) > 1 or "".join(values).strip():  # else the line is blank
                     record: object = dict(zip(header, values, strict=False))
                     if len(values) != len(header):
                         record = ValueError(f"has {len(values)} values for {len(header)} columns")
