@@ -9,7 +9,8 @@ directory ──build_checked──► module on the meta device ──adapter�
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.forward.adapters import Adapter, PrefixAdapter, adapter_files, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_all_but, quantized_matrices
 from lezo_ds.sharding import tensor_parallel, zero3
+from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.parameters import parameter_ids, table_hash
 from lezo_ds.sharding.quantization import quantization_of, quantize_parameters
 from lezo_ds.sharding.quantized_shards import QuantizedFlatShard, QuantizedRectangleShard
@@ -38,6 +40,8 @@ from lezo_ds.sharding.tensor_parallel import EMBEDDINGS
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.laws import TrainedPart
 from lezo_ds.zo.updates import UpdatePrecision
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,25 @@ def load_sharded_model(
     if adapter is not None:
         adapter.fill(weights, module, seed)
         if peft is not None and peft.path is not None:
-            weights.load(weights.adapter_shards, adapter_files(adapter, Path(peft.path)))
+            files = adapter_files(adapter, Path(peft.path))
+            weights.load(weights.adapter_shards, files)
+            _warn_of_unread(files, weights.adapter_shards)
         weights.keep_initial()
     return ShardedModel(module, weights, layout, base, ds_config, adapter, engine)
+
+
+def _warn_of_unread(files: WeightFiles, shards: Sequence[Shard]) -> None:
+    """Log the tensors of an adapter that no shard has, such as those of a vision tower."""
+    read = {tensor for shard in shards for tensor in files.stored_as(shard.name) or ()}
+    unread = sorted(files.tensors.keys() - read)
+    if unread:
+        logger.warning(
+            "%s: %d of %d tensors are left out, such as %s: no text runs through their modules",
+            files.directory,
+            len(unread),
+            len(files.tensors),
+            unread[0],
+        )
 
 
 def _fingerprint(digest: str, buffers: Mapping[str, Tensor]) -> str:

@@ -7,6 +7,7 @@ run has passed them.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -92,26 +93,30 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
 
 
 def check_arguments(
-    zo: object, ds_config: object, peft: object, values: Mapping[str, object]
+    model: object, zo: object, ds_config: object, peft: object, values: Mapping[str, object]
 ) -> None:
     """Refuse arguments of `lezo_ds.initialize` of a wrong type, or that a recipe refuses, too.
 
     Args:
+        model: A name or path.
         zo: Its `config`, a ZoConfig.
-        ds_config: A mapping.
+        ds_config: A mapping, a name or path, or None.
         peft: A PeftConfig or None.
         values: The others, by the keys of a recipe.
     """
+    path = (str, os.PathLike)
+    none = type(None)
     expected = (
+        ("model", model, path, "pass the model's directory or its id on the Hub"),
         ("config", zo, ZoConfig, "pass lezo_ds.config.ZoConfig(...)"),
-        ("ds_config", ds_config, Mapping, "pass lezo_ds.config.deepspeed.load_ds_config(...)"),
-        ("peft", peft, PeftConfig | None, "pass lezo_ds.config.PeftConfig(...) or None"),
+        ("ds_config", ds_config, (*path, Mapping, none), "pass DeepSpeed's JSON as a dict or file"),
+        ("peft", peft, (PeftConfig, none), "pass lezo_ds.config.PeftConfig(...) or None"),
     )
     for name, value, type_of_value, fix in expected:
         if not isinstance(value, type_of_value):
             kind = type(value).__name__
             raise UserError(f"{name} in lezo_ds.initialize is of type {kind}", fix=fix)
-    READER.read({"run_dir": "", **values}, "lezo_ds.initialize")
+    READER.read({"run_dir": "", "model.path": str(model), **values}, "lezo_ds.initialize")
 
 
 def checked_optimizer(

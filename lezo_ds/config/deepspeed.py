@@ -15,11 +15,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hjson
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from lezo_ds.config.checks import check_world
@@ -73,6 +75,12 @@ def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
         micro_batch_size=config.train.micro_batch_size,
         tensor_parallel=config.tensor_parallel,
     )
+    if config.method != "adamw" and "gradient_clipping" in ds_config:
+        logger.warning(
+            "%s: gradient_clipping has no effect with method=%s, which has no gradient",
+            config.deepspeed,
+            config.method,
+        )
     if tensor_parallel_size(ds_config) > 1 and (config.partition_size or needs_zero3(config)):
         raise UserError(
             "partition_size, method=adamw and peft.kind=prefix need ZeRO-3, and tensor parallelism "
@@ -105,10 +113,10 @@ def check_shares(config: RunConfig, ds_config: Mapping[str, Any], world_size: in
 
 
 def load_ds_config(
-    path: str | Path | None,
+    path: str | os.PathLike[str] | Mapping[str, Any] | None,
     dtype: str,
     world_size: int,
-    micro_batch_size: int,
+    micro_batch_size: int | None,
     tensor_parallel: int | None = None,
 ) -> dict[str, Any]:
     """Return a DeepSpeed JSON, checked by DeepSpeed and completed for deepspeed.initialize.
@@ -119,11 +127,12 @@ def load_ds_config(
     keys of its own are left out with a warning.
 
     Args:
-        path: A file, or the name of one in ds_configs, such as zero3_bf16. None is ZeRO-3 with
-            defaults.
+        path: A file, the name of one in ds_configs, such as zero3_bf16, or the content of one. None
+            is ZeRO-3 with defaults.
         dtype: The type of the weights: fp32, bf16 or fp16.
         world_size: The number of ranks.
-        micro_batch_size: The number of examples in a forward pass of a rank.
+        micro_batch_size: The number of examples in a forward pass of a rank. None is that of the
+            JSON, or 1.
         tensor_parallel: The number of ranks that split each weight, whatever the JSON says of
             sharding. None takes that of the JSON.
 
@@ -131,10 +140,16 @@ def load_ds_config(
         UserError: The file cannot be read, or has settings that cannot be used, all of which are
             named.
     """
-    source = str(path or "the default")
-    config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-    if path is not None:
-        config = _read_json(str(path))
+    config: dict[str, Any]
+    if path is None:
+        source = "the default"
+        config = {"zero_optimization": {"stage": 3}}
+    elif isinstance(path, Mapping):
+        source = "ds_config"
+        config = json.loads(json.dumps(path, default=str), object_pairs_hook=_written_keys)
+    else:
+        source = str(path)
+        config = _read_json(source)
     for name in ("zero_optimization", "tensor_parallel", dtype):
         if not isinstance(config.get(name, {}), dict):
             raise UserError(
@@ -148,6 +163,8 @@ def load_ds_config(
         logger.warning("%s: %s left out, since the recipe's keys decide", source, names)
     _check_tensor_parallel(config, world_size, source)
     size = tensor_parallel_size(config)
+    if micro_batch_size is None:
+        micro_batch_size = config.get("train_micro_batch_size_per_gpu", 1)
     contradiction = "it contradicts the recipe"
     limits = {
         **_LIMITS,
@@ -277,7 +294,9 @@ def _read_json(name: str) -> dict[str, Any]:
         path = shipped.get(name, Path(name))
     try:
         text = path.read_text(encoding="utf-8-sig")  # Windows programs write a mark
-        values = json.loads(text, object_pairs_hook=_written_keys)
+        if not text.strip():
+            raise ValueError("it is empty")
+        values = hjson.loads(text, object_pairs_hook=_written_keys)  # as DeepSpeed reads it
         if not isinstance(values, dict):
             raise ValueError("it is no object")
     except OSError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from lezo_ds.data.generation import ended_answers
+from lezo_ds.data.generation import ended_answers, tidy
 from lezo_ds.data.objectives import training_objective
 from lezo_ds.data.reader import EncodedSplit, Reader
 from lezo_ds.data.scorer import Model, Scorer
@@ -144,7 +144,7 @@ def _samples(scorer: Scorer) -> tuple[tuple[Sample, ...], float]:
     assert reader.generation is not None
     tokens = scorer.new_tokens
     ended = ended_answers(tokens, reader.generation, reader.tokenizer)
-    answers = reader.answers(tokens[:NUM_SAMPLES], with_thoughts=reader.objective.is_reward)
+    answers = reader.answers(tokens[:NUM_SAMPLES], as_written=reader.objective.is_reward)
     samples = []
     for number, answer in enumerate(answers):
         example = scorer.split.examples[number]
@@ -157,7 +157,7 @@ def _samples(scorer: Scorer) -> tuple[tuple[Sample, ...], float]:
         }
         reward = 0.0 - loss
         samples.append(
-            Sample(example.index, example.prompt, answer, reward, ended[number], rewards)
+            Sample(example.index, example.prompt, tidy(answer), reward, ended[number], rewards)
         )
     return tuple(samples), sum(ended) / len(ended)
 

@@ -286,26 +286,31 @@ def read_answers(
     settings: GenerationSettings,
     tokenizer: PromptTokenizer,
     *,
-    with_thoughts: bool = False,
+    as_written: bool = False,
 ) -> list[str]:
     """Return the answers in new tokens [rows, n]: their text up to the first stop.
 
-    Left out are blank lines before it, white space after it, one space that parts it from the
-    prompt, and what the model thinks before it answers, unless `with_thoughts`. The first line of
-    code keeps its indentation.
+    Unless `as_written`, answers are `tidy`, and lack what the model thinks before it answers.
     """
     answers = []
     for new_tokens in tokens.tolist():
         # The stop token itself counts, because it may hold text before a newline.
         ids = up_to_stop(new_tokens, settings)
-        if settings.thought is not None and not with_thoughts:
+        if settings.thought is not None and not as_written:
             ids = after_thought(ids, settings.thought, tokenizer)
         written = tokenizer.decode(ids)
         found = [written.find(stop) for stop in settings.stops if stop in written]
-        answer = written[: min(found, default=None)].rstrip()
-        answer = _BLANK_LINES.sub("", answer)
-        answers.append(_SINGLE_SPACE.sub("", answer))
+        answer = written[: min(found, default=None)]
+        answers.append(answer if as_written else tidy(answer))
     return answers
+
+
+def tidy(answer: str) -> str:
+    """Return an answer without white space after it, or blank lines or a single space before it.
+
+    The first line of code keeps its indentation.
+    """
+    return _SINGLE_SPACE.sub("", _BLANK_LINES.sub("", answer.rstrip()))
 
 
 def up_to_stop(tokens: Sequence[int], settings: GenerationSettings) -> Sequence[int]:

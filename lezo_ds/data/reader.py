@@ -227,16 +227,16 @@ class Reader:
         prompts = [split.prompts[row] for row in rows]
         return prompt_batch(prompts, self.generation, split.num_common)
 
-    def answers(self, tokens: Tensor, *, with_thoughts: bool = False) -> list[str]:
+    def answers(self, tokens: Tensor, *, as_written: bool = False) -> list[str]:
         """Return the answers in the new tokens [examples, n] of a `prompt_batch`."""
         assert self.generation is not None
-        return read_answers(tokens, self.generation, self.tokenizer, with_thoughts=with_thoughts)
+        return read_answers(tokens, self.generation, self.tokenizer, as_written=as_written)
 
     def loss(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed loss of each example of an `objective_batch`: a LossFunction."""
         if self.objective.reads_answers:
             # A reward may judge thoughts, too.
-            answers = self.answers(outputs, with_thoughts=self.objective.is_reward)
+            answers = self.answers(outputs, as_written=self.objective.is_reward)
             return self.objective.loss(answers, batch)
         return self.objective.loss(outputs, batch)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lezo_ds.data.generation import tidy
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.tasks.base import Example, Record
@@ -61,9 +62,11 @@ def _is_of_trl(function: Any) -> bool:
     if _is_marked(function):  # it gets answers and records, whatever it calls them
         return False
     try:
-        return "completions" in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some functions of C have no signature
         return False
+    takes_names = {each.kind for each in parameters.values()} == {inspect.Parameter.VAR_KEYWORD}
+    return takes_names or "completions" in parameters
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,10 @@ class Reward:
     weight: float = 1.0
 
     def scores(self, answers: Sequence[str], examples: Sequence[Example]) -> Tensor:
-        """Return the reward of each answer, float64 [answers], NaN where it does not apply."""
+        """Return the reward of each answer, float64 [answers], NaN where it does not apply.
+
+        Answers are as the model wrote them. Functions of TRL's get these, and others `tidy` ones.
+        """
         # Copies: what the function changes in a record must not reach its later calls. A rank that
         # judges other answers, or a run that starts again, would else see other records.
         records = [copy.deepcopy(example.record) for example in examples]
@@ -89,11 +95,11 @@ class Reward:
         if _is_of_trl(self.function):
             arguments = _trl_arguments(answers, examples, records)
             values = call_of_user(key, self.function, **arguments)
-            if isinstance(values, list | tuple):
-                values = [math.nan if value is None else value for value in values]
         else:
-            values = call_of_user(key, self.function, list(answers), records)
+            values = call_of_user(key, self.function, [*map(tidy, answers)], records)
         numbers = values.tolist() if hasattr(values, "tolist") else values
+        if _is_of_trl(self.function) and isinstance(numbers, list | tuple):
+            numbers = [math.nan if value is None else value for value in numbers]
         try:
             rewards = torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError):

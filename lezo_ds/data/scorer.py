@@ -210,7 +210,7 @@ class Scorer:
                 outputs = tokens[items]
             if judges is None:
                 return reader.loss(outputs, batch).unsqueeze(1)
-            answers = reader.answers(outputs, with_thoughts=True)
+            answers = reader.answers(outputs, as_written=True)
             scores = judges.scores(answers, batch.examples)
             return torch.cat([judges.loss_of(scores).unsqueeze(1), scores], dim=1)
 

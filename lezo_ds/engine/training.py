@@ -20,6 +20,7 @@ from lezo_ds.config import (
     make_schedule,
     probes_per_pass,
 )
+from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.engine.model import Parts, load_parts
 from lezo_ds.engine.replay import ReplayEngine
 from lezo_ds.errors import DivergenceError, UserError
@@ -249,9 +250,9 @@ def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
 
 
 def initialize(
-    model: str,
+    model: str | os.PathLike[str],
     config: ZoConfig,
-    ds_config: Mapping[str, Any],
+    ds_config: Mapping[str, Any] | str | os.PathLike[str] | None,
     dtype: str = "fp32",
     seed: int = 0,
     peft: PeftConfig | None = None,
@@ -266,7 +267,8 @@ def initialize(
     Args:
         model: hub id, or directory with config.json and safetensors files.
         config: settings of the zeroth-order optimizer.
-        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`. With
+        ds_config: DeepSpeed's JSON as a dict, a file, or a name in ds_configs; None is ZeRO-3 with
+            defaults (see `lezo_ds.config.deepspeed.load_ds_config`). With
             `tensor_parallel.autotp_size` of N, groups of N ranks split the weights and run the same
             passes.
         dtype: "fp32", "bf16" or "fp16".
@@ -285,9 +287,18 @@ def initialize(
             model, it has no transformer blocks, or its weights or the adapter do not fit; or
             everything that is trainable is in blocks and all blocks are dropped.
     """
-    model = os.fspath(model)
-    values = {"model.path": model, "model.dtype": dtype, "model.bits": bits, "seed": seed}
-    check_arguments(config, ds_config, peft, values)
+    values = {
+        "model.dtype": dtype,
+        "model.bits": bits,
+        "seed": seed,
+        "partition_size": partition_size,
+        "train.steps": num_steps,
+    }
+    check_arguments(model, config, ds_config, peft, values)
     config = checked_optimizer(config, peft, bits, num_steps)
-    parts = load_parts(model, config, ds_config, dtype, seed, peft, partition_size, bits)
+    distributed.init_distributed()
+    world_size = distributed.world_size()
+    completed = load_ds_config(ds_config, dtype, world_size, micro_batch_size=None)
+    path = os.fspath(model)
+    parts = load_parts(path, config, completed, dtype, seed, peft, partition_size, bits)
     return LezoEngine(parts, config, seed, num_steps)

@@ -6,6 +6,7 @@ StepBatch        all micro-batches of a step, the same on every rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
 
 
@@ -131,6 +133,20 @@ class MicroBatch:
     token_examples: Tensor | None = None
     num_start: int = 0
 
+    def __post_init__(self) -> None:
+        for name, tensors in (("inputs", self.inputs), ("labels", self.labels)):
+            if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
+                raise UserError(
+                    f"the {name} of a micro-batch are of type {type(tensors).__name__}, or have a "
+                    "value that is no tensor",
+                    fix="pass a dict of tensors by name",
+                )
+        if not 0 <= self.weight < math.inf:
+            raise UserError(
+                f"the weight of a micro-batch is {self.weight}",
+                fix="pass the number of examples or tokens that its losses count",
+            )
+
     @property
     def device(self) -> torch.device:
         """Device of the inputs."""
@@ -198,9 +214,19 @@ class StepBatch:
 
     @classmethod
     def of(cls, batch: StepBatch | Sequence[MicroBatch]) -> StepBatch:
-        """Return a batch, which may be a sequence of micro-batches that are laid out already."""
+        """Return a batch, which may be a sequence of micro-batches that are laid out already.
+
+        Raises:
+            UserError: it has other things, or nothing.
+        """
         if isinstance(batch, StepBatch):
             return batch
+        is_sequence = isinstance(batch, Sequence) and len(batch) > 0
+        if not is_sequence or not all(isinstance(each, MicroBatch) for each in batch):
+            raise UserError(
+                "the batch of a step is no list of MicroBatch objects",
+                fix="pass [lezo_ds.forward.batch.MicroBatch(inputs, weight), ...]",
+            )
         weights = [micro_batch.weight for micro_batch in batch]
         sizes = [micro_batch.num_examples for micro_batch in batch]
         num_examples = sum(sizes) if len(set(sizes)) == 1 else None

@@ -99,6 +99,10 @@ class Monitors:
                 wandb.config.update(settings, allow_val_change=True)
             if monitor.comet_monitor is not None:
                 monitor.comet_monitor.experiment.log_parameters(settings, nested_support=True)
+            if monitor.csv_monitor is not None:
+                # DeepSpeed would write the header of the files of a resumed run again.
+                files = Path(monitor.csv_monitor.log_dir).glob("*.csv")
+                monitor.csv_monitor.filenames += [file.stem for file in files]
         except Exception as error:  # each library has types of its own
             raise UserError(
                 f"a monitor cannot start: {first_line(error)}",

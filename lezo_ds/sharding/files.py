@@ -91,6 +91,7 @@ class WeightFiles:
         single: str | None = None,
     ) -> None:
         self.directory = directory
+        self._is_adapter = single is not None
         self._prefix = prefix
         self._mapped: _MappedTensors | None = None
         self._block = fp8_block(directory) or (1, 1)
@@ -136,10 +137,13 @@ class WeightFiles:
         missing = sorted(names.keys() - found.keys())
         if missing:
             examples = ", ".join(sorted(self.tensors)[:3]) or "no tensor with a name"
+            fix = "use a checkpoint that belongs to the config.json"
+            if self._is_adapter:
+                fix = "merge it once with peft, and set model.path to that"
             raise UserError(
                 f"{self.directory} lacks {len(missing)} of the model's {len(names)} parameters, "
                 f"such as {missing[0]}; it has {examples}, ...",
-                fix="use a checkpoint that belongs to the config.json",
+                fix=fix,
             )
         for name, tensors in found.items():
             if not tensors:

@@ -7,6 +7,7 @@ tests/runs/test_matrix.py trains, resumes, replays and exports them.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from thorough import thorough
 from tiny_adapters import (
     PREFIX_LENGTH,
@@ -198,6 +200,34 @@ def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
         make_adapter(peft)
 
 
+def _warnings_of_start(directory, peft):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("lezo_ds.checkpoints.sharded_model").addHandler(handler)
+    start_engine(directory, peft, learning_rate=1.0)
+    return messages
+
+
+@pytest.mark.distributed
+def test_factors_of_an_adapter_that_the_model_lacks_are_named(tmp_path):
+    """As those of the vision tower of a model that is trained on text."""
+    directory = write_families(["llama"], tmp_path)["llama"]
+    start = tmp_path / "start"
+    get_peft_model(load(directory), LoraConfig(r=3, target_modules=["q_proj"])).save_pretrained(
+        start
+    )
+    file = start / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.vision_tower.q_proj.lora_A.weight"
+    save_file({**tensors, name: torch.ones(3, 4)}, file)
+    peft = PeftConfig(
+        kind="lora", path=str(start), lora_rank=3, lora_alpha=8.0, lora_targets="q_proj"
+    )
+    ((message,),) = run_ranks(_warnings_of_start, 1, directory, peft)
+    assert f"1 of {len(tensors) + 1} tensors are left out, such as {name}: no text" in message
+
+
 def _saved_by_peft(root, **changes):
     """Return what `read_adapter` reads of an adapter of peft, and the adapter."""
     lora = LoraConfig(**({"r": 3, "target_modules": ["q_proj", "up_proj"]} | changes))
@@ -217,6 +247,7 @@ def test_the_targets_of_a_pattern_are_the_modules_that_peft_adapted(tmp_path):
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
         ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\]"),
+        ({"layers_to_transform": 0}, "layers_to_transform=0"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
         ({"target_parameters": ["mlp.down_proj.weight"]}, "target_parameters="),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.base_layer.weight"),

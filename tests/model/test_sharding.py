@@ -370,7 +370,7 @@ def test_fp16_is_refused_where_the_processor_does_not_compute_in_it(monkeypatch)
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)  # the refusal comes first
     with pytest.raises(UserError, match="in which this machine does not compute; fix: add"):
-        lezo_ds.initialize("model", ZoConfig(**TRAINS), {}, dtype="fp16")
+        lezo_ds.initialize("model", ZoConfig(**TRAINS), None, dtype="fp16")
 
 
 TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
@@ -399,22 +399,28 @@ TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
 def test_initialize_has_the_rules_of_a_recipe(zo, others, message, monkeypatch):
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)
     with pytest.raises(UserError, match=message):
-        lezo_ds.initialize("no model", ZoConfig(**(TRAINS | zo)), {}, **others)
+        lezo_ds.initialize("no model", ZoConfig(**(TRAINS | zo)), None, **others)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"config": TRAINS}, "config in lezo_ds.initialize is of type dict; fix: pass .*ZoConfig"),
-        ({"ds_config": "zero3.json"}, "ds_config in .* is of type str; fix: pass .*load_ds_config"),
+        ({"ds_config": "zero3.json"}, "cannot read the DeepSpeed configuration zero3.json"),
+        ({"ds_config": {"zero_optimization": {"stage": 2}}}, "does not use ZeRO stage 3"),
+        ({"ds_config": 3}, "ds_config in .* is of type int; fix: pass DeepSpeed's JSON"),
+        ({"model": ["opt"]}, "model in .* is of type list; fix: pass the model's directory"),
+        ({"num_steps": "10"}, "train.steps=.* in lezo_ds.initialize is not an integer"),
+        ({"partition_size": 0}, "partition_size=0 in lezo_ds.initialize is not"),
         ({"peft": "lora"}, "peft in lezo_ds.initialize is of type str; fix: pass .*PeftConfig"),
         ({"peft": LoraConfig()}, "peft in lezo_ds.initialize is of type LoraConfig; fix"),
     ],
 )
-def test_initialize_refuses_arguments_of_another_type(arguments, message):
-    others = {"config": ZoConfig(**TRAINS), "ds_config": {}} | arguments
+def test_initialize_refuses_arguments_of_another_type(arguments, message, monkeypatch):
+    monkeypatch.setattr(distributed, "init_distributed", lambda: None)
+    usual = {"model": "no model", "config": ZoConfig(**TRAINS), "ds_config": None}
     with pytest.raises(UserError, match=message):
-        lezo_ds.initialize("no model", **others)
+        lezo_ds.initialize(**usual | arguments)
 
 
 def test_a_missing_compiler_shows_before_offloaded_weights_are_loaded(monkeypatch):
@@ -429,7 +435,7 @@ def test_a_missing_compiler_shows_before_offloaded_weights_are_loaded(monkeypatc
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)
     monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr("lezo_ds.engine.model.kernels_of", kernels)
-    ds_config = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+    ds_config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     with pytest.raises(UserError, match="without g"):
         lezo_ds.initialize("no model", ZoConfig(**TRAINS), ds_config)
     assert asked == ["cuda", "cpu"]

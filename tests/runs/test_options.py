@@ -161,14 +161,17 @@ def test_monitors_get_every_step_and_evaluation(recipe, tmp_path):
         assert [(int(row[0]), float(row[1])) for row in rows] == expected
 
 
-def test_tensorboard_shows_the_settings_and_a_resumed_run_as_one(recipe, tmp_path):
-    keys = ["train.report_to=[tensorboard]", "train.eval_every=4"]
+def test_monitors_show_the_settings_and_a_resumed_run_as_one(recipe, tmp_path):
+    keys = ["train.report_to=[tensorboard,csv]", "train.eval_every=4"]
     train(recipe, tmp_path / "run", *keys, "train.steps=4")
     train(recipe, tmp_path / "run", *keys, "train.steps=8")
     shown = EventAccumulator(str(tmp_path / "run" / "monitors" / "run"))
     shown.Reload()
     assert [point.step for point in shown.Scalars("train/loss")] == list(range(1, 9))
     assert all(point.value > 0 for point in shown.Scalars("train/tokens_per_second"))
+    (path,) = (tmp_path / "run" / "monitors").rglob("train_loss.csv")
+    steps = [line.partition(",")[0] for line in path.read_text().splitlines()]
+    assert steps == ["step", *map(str, range(1, 9))]
     first, last = (
         point.tensor_proto.string_val[0] for point in shown.Tensors("settings/text_summary")
     )

@@ -282,8 +282,8 @@ def test_a_thought_is_no_part_of_an_answer(name, written, answer, tokenizers):
     settings = GenerationSettings(99, (), 0, stops=(), thought=find_thought(tokenizer))
     tokens = torch.tensor([ids])
     assert read_answers(tokens, settings, tokenizer) == [answer]
-    whole = read_answers(tokens, settings, tokenizer, with_thoughts=True)
-    assert whole == [tokenizer.decode(ids).strip()]
+    whole = read_answers(tokens, settings, tokenizer, as_written=True)
+    assert whole == [tokenizer.decode(ids)]
 
 
 @pytest.mark.parametrize(

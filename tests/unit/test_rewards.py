@@ -6,6 +6,7 @@ import asyncio
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_own_tasks import ANSWER, config_of
 
@@ -49,6 +50,10 @@ def hard_ones_reward(prompts, completions, level, **kwargs):
     return [length if which > 1 else None for length, which in zip(lengths, level, strict=False)]
 
 
+def by_name_reward(**fields):
+    return np.array([None, len(fields["completions"][1])], dtype=object)
+
+
 async def easy_ones_reward(completions, level, **kwargs):
     await asyncio.sleep(0)
     return tuple(None if which > 1 else 3 for which in level)
@@ -71,6 +76,12 @@ def test_a_reward_function_of_trl_gets_prompts_completions_and_fields_by_name():
     objective = load_objective(named("accuracy_reward"), SQUAD)
     assert objective.is_reward and objective.reads_answers
     assert objective.loss(["4", "8"], TEXTS).tolist() == [-1.0, 0.0]
+
+
+def test_a_reward_of_trl_may_take_all_by_name_and_return_an_array_with_none():
+    objective = load_objective(named("by_name_reward"), SQUAD)
+    assert objective.is_reward
+    assert objective.loss(["4", " 8\n"], TEXTS).tolist() == [0.0, -3.0]
 
 
 def test_a_reward_may_be_async_and_return_a_tuple():
@@ -123,6 +134,11 @@ def test_several_rewards_are_a_weighted_sum_of_those_that_apply():
 @reward
 def marked(completions, others):  # called by position, whatever its parameters are called
     return [len(text) + len(record) for text, record in zip(completions, others, strict=True)]
+
+
+def test_rewards_of_trl_get_answers_as_written_and_others_tidy_ones():
+    chosen = load_objective(named("brevity"), SQUAD)
+    assert chosen.loss(["4", "\n\n  10 \n"], TEXTS).tolist() == [1.0, 4.0]
 
 
 def test_the_decorator_decides_how_a_reward_is_called():

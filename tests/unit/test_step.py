@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, replace
 
@@ -163,6 +164,23 @@ def test_a_batch_of_ones_own_counts_its_examples():
     assert named.num_examples == 3
     assert StepBatch.of([bare, bare]).num_examples == 12
     assert StepBatch.of([bare, named]).num_examples is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda ids: StepBatch.of([]), "no list of MicroBatch objects; fix: pass"),
+        (lambda ids: StepBatch.of([{"input_ids": ids}]), "no list of MicroBatch objects"),
+        (lambda ids: StepBatch.of(MicroBatch({"input_ids": ids}, 1)), "no list of MicroBatch"),
+        (lambda ids: MicroBatch({"input_ids": ids.tolist()}, 1), "the inputs of .* no tensor"),
+        (lambda ids: MicroBatch({"input_ids": ids}, 1, ids), "the labels of .* type Tensor"),
+        (lambda ids: MicroBatch({"input_ids": ids}, math.nan), "the weight of .* is nan"),
+        (lambda ids: MicroBatch({"input_ids": ids}, -7), "the weight of .* is -7"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make(torch.ones((1, 2), dtype=torch.int64))
 
 
 def test_what_is_not_one_loss_for_each_example_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _ANY_VALUE = {
 }
 """Settings of peft that a plain LoRA may have. Others change the product or the base model."""
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
+_UNSET = ("null", "false", '""', "[]", "{}")
 _SAME_BASE = ("gaussian", "orthogonal", "eva")
 """Values of init_lora_weights with which peft leaves the weights of the base model as they are."""
 
@@ -190,7 +192,9 @@ class LoraAdapter:
         problems = [
             f"{key}={value}"
             for key, value in config.items()
-            if value and key not in _ANY_VALUE and value not in (plain.get(key), *_SAME_BASE)
+            if key not in _ANY_VALUE
+            and json.dumps(value) not in _UNSET  # 0 is a layer
+            and value not in (plain.get(key), *_SAME_BASE)
         ]
         problems += [name for name in shapes if not name.endswith(_FACTORS)]
         if problems:
