@@ -30,12 +30,16 @@ import gc
 import itertools
 import math
 import re
+import secrets
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import NamedTuple
 
 import pandas as pd
@@ -60,7 +64,6 @@ from lezo_ds.forward.directions import directions_of
 from lezo_ds.noise import Elements, UpdateTarget
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tasks.base import EncodedExample
-from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.tools.sizes import OPT_SHAPES, opt_config
 from lezo_ds.zo.laws import DenseLaw, LowRankLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
@@ -273,6 +276,33 @@ def random_config(shape: str, task: str, changes: Sequence[str]) -> RunConfig:
         "train.steps=1",
     ]
     return load_config(None, [*keys, *changes])
+
+
+@contextmanager
+def folder_on_every_node(write: Callable[[Path], None]) -> Iterator[Path]:
+    """Yield a temporary folder that holds what `write` puts into it. A collective.
+
+    Each node usually has a temporary directory of its own, but nodes may also share one. So rank 0
+    only draws the folder's name. The rank that is the first to make the folder in its file system
+    writes the files there, and removes them when all ranks have left the context.
+    """
+    # Nobody can guess the name, so nobody else can have prepared a link of this name.
+    name = distributed.on_rank_zero(lambda: f"lezo_ds-{secrets.token_hex(16)}")
+    folder = Path(gettempdir(), name)
+    try:
+        folder.mkdir(mode=0o700)
+        is_owner = True
+    except FileExistsError:
+        is_owner = False
+    try:
+        if is_owner:
+            write(folder)
+        distributed.barrier()  # from here on, the files are complete on every node
+        yield folder
+        distributed.barrier()  # no rank reads them any more
+    finally:
+        if is_owner:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_random_model(shape: str, dtype: str, folder: Path) -> None:

@@ -17,6 +17,7 @@ import inspect
 import io
 import json
 import logging
+import math
 import os
 import pkgutil
 import shlex
@@ -45,6 +46,7 @@ _RECIPE_HELP = (
     "a YAML file, the name of a shipped recipe, or paper (with model= task= method= [peft=])"
 )
 
+_BEST = "best"  # the step with the lowest validation loss
 _UNUSABLE = {errno.ENAMETOOLONG, errno.EACCES}
 """OSError codes that indicate a bad user-supplied path, wherever it is first used."""
 
@@ -159,6 +161,11 @@ def run_train(arguments: argparse.Namespace) -> None:
         raise UserError(
             "--gpus and --gpu-memory only plan a run", fix=f"add --dry-run, or start it by {launch}"
         )
+    if arguments.gpu_memory is not None and not 0 < arguments.gpu_memory < math.inf:
+        raise UserError(
+            f"--gpu-memory {arguments.gpu_memory:g} is not a number above 0",
+            fix="give the GB that a GPU is sold with, such as 24",
+        )
     config = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(dump_yaml(config_to_dict(config)), end="")
@@ -212,7 +219,7 @@ def _add_weights(parser: _Parser) -> Callable[..., Any]:
     add("--config", help="with --model: take everything else from this recipe")
     add(
         "--step",
-        default="best",
+        default=_BEST,
         help="step of the run: best (lowest validation loss), last, or a number",
     )
     return add
@@ -235,6 +242,8 @@ def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = 
     overrides = [*keys, *arguments.overrides]
     if arguments.run is not None:
         return open_run(arguments.run, arguments.step, overrides)
+    if arguments.step != _BEST:
+        raise UserError("--step is for --run: a model has one step", fix="remove --step")
     return open_model(arguments.model, overrides, arguments.config, needs_task=needs_task)
 
 
@@ -243,6 +252,8 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         raise UserError("--lm-eval needs lm-eval", fix="pip install 'lezo_ds[lm-eval]'")
     if arguments.lm_eval is None and arguments.limit is not None:
         raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
+    if arguments.lm_eval is not None and arguments.split != "test":
+        raise UserError("--split is for the task of a recipe", fix="remove --split or --lm-eval")
     opened = _open_weights(arguments)
     if arguments.lm_eval is not None:
         from lezo_ds.runs.harness import run_tasks
@@ -340,7 +351,7 @@ def _export(parser: _Parser) -> None:
     add = parser.add_argument
     add("--run", type=_path, help="directory of the run")
     add("--journal", type=_path, help="a run as a file: written with --run, otherwise read")
-    add("--step", default="best", help="best (lowest validation loss), last, or a number")
+    add("--step", default=_BEST, help="best (lowest validation loss), last, or a number")
     add("--out", type=_path, help="output directory")
     add(
         "--merge",
@@ -358,6 +369,10 @@ def run_export(arguments: argparse.Namespace) -> None:
     from lezo_ds.runs.export import export_run, write_journal
 
     if arguments.out is None:
+        if arguments.merge or arguments.overrides or arguments.step != _BEST:
+            raise UserError(
+                "--step, --merge and keys are for --out: a journal has all steps", fix="remove them"
+            )
         if _is_left_to_rank_zero("export --journal"):
             return
         num_bytes = write_journal(arguments.run, arguments.journal)

@@ -197,7 +197,7 @@ def load_model_config(directory: Path) -> Any:
         del config.quantization_config  # the weights are dequantized where they are read
     parts = [getattr(config, name) for name in config.sub_configs]
     # A part that a model does not have, such as an audio encoder, is None.
-    for section in (config, *(part for part in parts if part is not None)):
+    for section in filter(None, (config, *parts)):
         num_layers = getattr(section, "num_hidden_layers", 0)
         if isinstance(num_layers, int) and num_layers > _MOST_LAYERS:
             raise UserError(
@@ -353,15 +353,14 @@ def check_files(model: nn.Module, directory: Path) -> None:
     They are small, so each rank has all of them. They are not trained, and an export has them.
     """
     names = parameter_names(model)
-    state = model.state_dict()
     files = open_weights(model, directory)
-    files.find(names, {name: tuple(state[name].shape) for name in names})
-    parameters = {alias for aliases in names.values() for alias in aliases}
-    others = [name for name in state.keys() - parameters if files.stored_as(name) is not None]
-    shapes = {name: tuple(state[name].shape) for name in others}
-    for name, tensors in files.find({name: (name,) for name in others}, shapes).items():
-        stored = files.read(tensors, Region.run(0, state[name].numel()))
-        state[name].copy_(stored.view_as(state[name]))
+    files.find(names, {name: tuple(model.get_parameter(name).shape) for name in names})
+    buffers = dict(persistent_buffers(model))
+    stored = {name: (name,) for name in buffers if files.stored_as(name) is not None}
+    shapes = {name: tuple(buffers[name].shape) for name in stored}
+    for name, tensors in files.find(stored, shapes).items():
+        buffer = buffers[name]
+        buffer.copy_(files.read(tensors, Region.run(0, buffer.numel())).view_as(buffer))
 
 
 def open_weights(model: nn.Module, directory: Path) -> WeightFiles:

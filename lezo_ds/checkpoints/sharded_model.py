@@ -28,6 +28,7 @@ from lezo_ds.checkpoints.checkpoint import (
 )
 from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import tensor_parallel_size
+from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import Adapter, PrefixAdapter, adapter_files, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_all_but, quantized_matrices
 from lezo_ds.sharding import tensor_parallel, zero3
@@ -113,7 +114,15 @@ def load_sharded_model(
     `lezo_ds.engine.initialize` describes the arguments. `trained` is the part of the weights, or of
     the adapter, that is trained. `precision` is how updates are stored; None if there are none.
     `bits` quantizes the matrices of the blocks, which are then not trained.
+
+    Raises:
+        UserError: this machine does not compute in `dtype`, or see `lezo_ds.engine.initialize`.
     """
+    if dtype == "fp16" and not distributed.supports_fp16():
+        raise UserError(
+            f"{model} has model.dtype=fp16, in which this machine does not compute",
+            fix="add model.dtype=bf16, or fp32, which keeps all bits",
+        )
     if distributed.local_rank() == 0:
         resolve_model(model)  # downloads it; the other ranks of the node then read the cache
     distributed.barrier()

@@ -67,9 +67,9 @@ def write_snapshot(
     target: Path,
     facts: Mapping[str, Any],
     *,
-    card: Card | None = None,
-    texts: Mapping[str, str] | None = None,
-    merge: bool = False,
+    card: Card | None,
+    texts: Mapping[str, str] | None,
+    merge: bool,
 ) -> None:
     """Write the model, or its adapter, to a directory. A collective.
 
@@ -380,7 +380,7 @@ def newest_snapshot(root: Path, step: int, owner: SnapshotOwner | None = None) -
     return None
 
 
-def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> None:
+def prune_snapshots(root: Path, keep: int, protected: Iterable[int]) -> None:
     """Remove all snapshots, and unfinished ones, except the newest `keep` and the protected steps.
 
     At least one is kept.
@@ -390,7 +390,7 @@ def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> Non
     remove_snapshots(root, [*snapshot_steps(root)[-keep:], *protected])
 
 
-def remove_snapshots(root: Path, protected: Iterable[int] = ()) -> None:
+def remove_snapshots(root: Path, protected: Iterable[int]) -> None:
     """Remove all snapshots except those of the protected steps."""
     for step in set(snapshot_steps(root)) - set(protected):
         shutil.rmtree(snapshot_path(root, step), ignore_errors=True)

@@ -18,7 +18,6 @@ from lezo_ds.config import PeftConfig, ZoConfig, check_partition, make_law, trai
 from lezo_ds.config.deepspeed import offloads_weights, tensor_parallel_size
 from lezo_ds.data.generation import generate
 from lezo_ds.distributed.workers import Ranks, Workers
-from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch, StepBatch, to_device
 from lezo_ds.forward.directions import directions_of
 from lezo_ds.forward.perturbed_forward import PerturbedForward
@@ -259,11 +258,6 @@ def load_parts(
     """
     distributed.init_distributed()
     check_partition(partition_size, distributed.world_size())
-    if dtype == "fp16" and not distributed.supports_fp16():
-        raise UserError(
-            f"{model} has model.dtype=fp16, in which this machine does not compute",
-            fix="add model.dtype=bf16, or fp32, which keeps all bits",
-        )
     directions = None
     if zo is not None:
         directions = directions_of(make_law(zo))

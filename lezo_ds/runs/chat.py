@@ -69,8 +69,6 @@ def chat(opened: Opened) -> None:
     settings = generation_settings(tokenizer, config.generation, *end_of_turn(tokenizer))
     settings = replace(settings, thought=find_thought(tokenizer))
     prompt_room(data.max_length, settings.max_new_tokens)  # before weights are loaded
-    if distributed.rank() == 0:
-        settings = replace(settings, streamer=_AnswerStreamer(tokenizer, settings.thought))
     control_tokens = ControlTokens(tokenizer.backend, in_chat=True)
     engine = opened.load_engine()
     logger.info("Write a line to the model. An empty line or Ctrl-D ends the chat.")
@@ -79,6 +77,8 @@ def chat(opened: Opened) -> None:
         turns.append(Message(USER, control_tokens.mark(line)))
         ids = _encode_last_turns(config, tokenizer, turns)
         refuse_unknown(tokenizer, [ids], engine.module.config)
+        if distributed.rank() == 0:
+            settings = replace(settings, streamer=_AnswerStreamer(tokenizer, settings.thought))
         batch = prompt_batch([ids], settings)
         if config.generation.temperature > 0:
             key = sample_key(config.seed, len(turns), 0, 0)
@@ -117,9 +117,6 @@ class _AnswerStreamer:
         if self._thought is not None and not self._is_answering:
             ids = after_thought(self._held, self._thought, self._tokenizer)
             self._printer.on_finalized_text(self._tokenizer.decode(ids))
-        self._held = []
-        self._is_answering = False
-        self._has_prompt = False
         self._printer.end()
 
 

@@ -37,12 +37,6 @@ from lezo_ds.tasks.base import TokenIds
 
 logger = logging.getLogger(__name__)
 
-NUM_SEQUENCES = 2
-"""Sequences that are scored alone: the shortest and the longest of a micro-batch.
-
-Under ZeRO-3, a sequence takes as long as a gather of the whole model, so ranks share them.
-"""
-
 NUM_NEW_TOKENS = 4
 """Most tokens that are written for a comparison."""
 
@@ -170,7 +164,7 @@ def read_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]) -> list
         return _read_answers_twice(engine, data, rows)
     batch = to_device(data.training_batch(rows), engine.device)
     sequences = _sequences(data.reader.objective_batch(data.train, rows), rows)
-    chosen = _shortest_to_longest([len(sequence.ids) for sequence in sequences])
+    chosen = _shortest_and_longest([len(sequence.ids) for sequence in sequences])
     sequences = [sequences[place] for place in chosen]
     # Rank 0's, so that processors that round differently have one verdict.
     training = distributed.broadcast_object(_scores(engine.run_at_theta(batch), batch).cpu())
@@ -200,18 +194,17 @@ def _sequences(batch: MicroBatch, rows: Sequence[int]) -> list[ReadSequence]:
     return sequences
 
 
-def _shortest_to_longest(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of at most `NUM_SEQUENCES` lengths, from the shortest to the longest.
+def _shortest_and_longest(lengths: Sequence[int]) -> list[int]:
+    """Return the indices of the shortest and the longest sequence, or of the only one.
 
+    No more are scored alone: under ZeRO-3, each takes as long as a gather of the whole model.
     Of equally short ones, the last one is least likely to be the first in a shared row.
 
-    >>> _shortest_to_longest([5, 9, 2, 2])
-    [3, 1]
+    >>> _shortest_and_longest([5, 9, 2, 2]), _shortest_and_longest([5])
+    ([3, 1], [0])
     """
     by_length = sorted(range(len(lengths)), key=lambda index: (lengths[index], -index))
-    last = len(lengths) - 1
-    places = {last * number // (NUM_SEQUENCES - 1) for number in range(NUM_SEQUENCES)}
-    return [by_length[place] for place in sorted(places)]
+    return list(dict.fromkeys((by_length[0], by_length[-1])))
 
 
 def _scores(outputs: Tensor, batch: MicroBatch) -> Tensor:
@@ -258,7 +251,7 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
     batch = to_device(replace(batch, prompts=shorter), engine.device)
     written = engine.run_at_theta(batch).tolist()  # without keys, the first choices
     prompts = [data.train.prompts[row] for row in rows]
-    chosen = _shortest_to_longest([len(prompt) for prompt in prompts])
+    chosen = _shortest_and_longest([len(prompt) for prompt in prompts])
     written_here = [up_to_stop(written[place], settings) for place in chosen]
     answers = distributed.broadcast_object(written_here)
     pairs = zip(chosen, answers, strict=True)

@@ -29,7 +29,7 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -251,15 +251,13 @@ class RunDirectory:
         return entries
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl. It is not synced."""
-        with failures_named(self._metrics), self._metrics.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        """Append a line to metrics.jsonl."""
+        append_lines(self._metrics, [entry])
 
     def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
-        """Append the answers that an evaluation shows to samples.jsonl. It is not synced."""
-        with failures_named(self.samples), self.samples.open("a") as file:
-            for sample in samples:
-                file.write(json.dumps({"step": step, "split": split, **vars(sample)}) + "\n")
+        """Append the answers that an evaluation shows to samples.jsonl."""
+        where = {"step": step, "split": split}
+        append_lines(self.samples, [where | vars(sample) for sample in samples])
 
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the answers to the test examples by the weights after `step` steps."""
@@ -277,9 +275,14 @@ class RunDirectory:
             write_atomically(path, content)
 
 
+def append_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON lines to a file of a run, without a sync. LezoError: it cannot be written."""
+    with failures_named(path), path.open("a") as file:
+        for entry in entries:
+            file.write(json.dumps(entry) + "\n")
+
+
 def library_versions() -> dict[str, str]:
     """Return the versions of Python, of this package and of LIBRARIES."""
-    versions = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
-    for name in LIBRARIES:
-        versions[name] = importlib.metadata.version(name)
-    return versions
+    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__, **libraries}

@@ -63,8 +63,8 @@ class ReplicaRun(ZerothOrderRun):
         super().__init__(config, data, directory, engine)
         self.replicas = replicas
         self._evaluator = ""  # address of the last replica that left to evaluate
-        self.engine.workers = replicas
-        replicas.num_workers = self.engine.world_size // self.engine.tensor_parallel
+        engine.workers = replicas
+        replicas.num_workers = engine.world_size // engine.tensor_parallel
         replicas.gives_up = self._is_asked_to_stop
 
     def open(self) -> None:
@@ -192,7 +192,7 @@ class ReplicaRun(ZerothOrderRun):
         """Record the evaluations that the replicas of this round have brought along."""
         assert self.replicas.role is not None, "there was a round"
         for evaluation in self.replicas.role.evaluations:
-            if not self.has_evaluated(evaluation.split, evaluation.step):
+            if (evaluation.split, evaluation.step) not in self.evaluated():
                 super().record(evaluation)
         self.replicas.evaluations = []
 
@@ -239,12 +239,11 @@ class ReplicaRun(ZerothOrderRun):
         ranks, for which these evaluations are collectives.
         """
         step = self.engine.global_steps
-        evaluations = self.evaluations
-        recorded = {(evaluation.split, evaluation.step) for evaluation in evaluations}
+        recorded = self.evaluated()
         due = {("dev", number) for number in range(0, step + 1, self.eval_every)}
         if self._is_over():
             due |= {("dev", step), ("test", 0)}
-            best = records.best_evaluation(evaluations)
+            best = records.best_evaluation(self.evaluations)
             if best is not None and due <= recorded:  # only then is the best step known
                 due = {("test", best.step)}
         brought = {(evaluation.split, evaluation.step) for evaluation in self.replicas.evaluations}

@@ -41,14 +41,8 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.runs.records import (
-    TrainingState,
-    assert_same_base,
-    best_evaluation,
-    make_header,
-    owner_of,
-)
-from lezo_ds.runs.run import Run, StepMetrics
+from lezo_ds.runs.records import TrainingState, best_evaluation, owner_of
+from lezo_ds.runs.run import Run
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
 from lezo_ds.zo.passes import passes_of_step
@@ -287,20 +281,16 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
     def _open_state(self) -> TrainingState:
         """Read training_state.json on rank 0, or start one, and remove what came after its step."""
         path = self.directory.training_state
-        base = self.engine.base
         if path.exists():
             state = TrainingState.read(path)
-            assert_same_base(state.header, base)
             # Later ones belong to steps that will be done again.
             evaluations = [record for record in state.evaluations if record.step <= state.step]
             self._state = replace(
                 state, world_size=self.engine.world_size, evaluations=tuple(evaluations)
             )
-            self.prepare_resumption(state.step)
+            self.prepare_resumption(state.header, state.step)
         else:
-            header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
-            self._state = TrainingState(header, self.engine.world_size)
-            self.directory.set_aside(self.directory.outputs())
+            self._state = TrainingState(self.prepare_start(), self.engine.world_size)
         self._remove_other_checkpoints()
         remove_snapshots(self.directory.snapshots, range(self._state.step + 1))
         return self._state
@@ -313,17 +303,25 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
         self.engine.start(self.trainer.model_wrapped)
         super().begin()
         self.cross_check()
-        self._do_what_is_due()
+        self._go_on()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Count a step, and do what is due after it."""
         zero3.finish_updates()
         self.engine.global_steps += 1
-        self.count_step(self.step(), self._bar)
-        self._do_what_is_due()
+        trainer = self.trainer
+        self.count_step(
+            {
+                "loss": trainer.mean_loss,
+                "learning_rate": trainer.rate,
+                "applied": not trainer.accelerator.optimizer_step_was_skipped,
+            },
+            self._bar,
+        )
+        self._go_on()
 
-    def _do_what_is_due(self) -> None:
-        if self.is_over():
+    def _go_on(self) -> None:
+        if self.do_what_is_due():
             raise _Over
 
     def train(self, bar: tqdm[Any]) -> None:
@@ -355,15 +353,6 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
                 f"the checkpoint {checkpoint} cannot be loaded: {type(error).__name__}: {error}",
                 fix="restore it from a copy, or use another run_dir",
             ) from error
-
-    def step(self) -> StepMetrics:
-        """Return the numbers of the step that the Trainer has done."""
-        trainer = self.trainer
-        return {
-            "loss": trainer.mean_loss,
-            "learning_rate": trainer.rate,
-            "applied": not trainer.accelerator.optimizer_step_was_skipped,
-        }
 
     def record(self, evaluation: EvaluationRecord) -> None:
         """Record the evaluation. If it is the best so far, keep the weights too."""
@@ -408,8 +397,8 @@ class FirstOrderRun(Run, TrainerCallback):  # type: ignore[misc]
         self.engine.load_model(snapshot, step)
 
     def _is_base(self, step: int) -> bool:
-        """Return whether step 0 needs no snapshot: a prefix may start differently elsewhere."""
-        return step == 0 and self.config.peft.kind != "prefix"
+        """Return whether the weights after a step are the initial ones, which need no snapshot."""
+        return step == 0 and not self.starts_from_snapshot()
 
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
         best = best_evaluation(self.evaluations)

@@ -14,7 +14,6 @@ Ranks that split the weights by tensor parallelism run the same batches.
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
@@ -36,8 +35,8 @@ from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.data.generation import runs_in_step
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
-from lezo_ds.files import failures_named
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.runs.directory import append_lines
 from lezo_ds.runs.opening import Opened
 from lezo_ds.runs.results import HARNESS_SCORES
 
@@ -145,12 +144,6 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
     if engine.global_rank > 0:
         return {}
     scores = {**opened.source, "limit": limit, "results": found["results"]}
-    if "run" in scores:
-        _append(Path(scores["run"]) / HARNESS_SCORES, scores)
+    if "run" in scores:  # which keeps them, for `lezo-ds report`
+        append_lines(Path(scores["run"]) / HARNESS_SCORES, [scores])
     return {**scores, "table": make_table(found)}
-
-
-def _append(path: Path, scores: dict[str, Any]) -> None:
-    """Keep scores with the run that they are of, for `lezo-ds report`."""
-    with failures_named(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(scores) + "\n")

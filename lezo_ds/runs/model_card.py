@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from lezo_ds.checkpoints.checkpoint import resolve_model
-from lezo_ds.config import RunConfig, load_yaml
+from lezo_ds.config import RunConfig, config_to_dict, flatten, load_yaml
 from lezo_ds.config.paths import DATA_KEYS, public_name, split_revision
 from lezo_ds.data.chat import end_of_turn, lead_of_answers
 from lezo_ds.data.encoding import load_tokenizer
@@ -174,11 +174,14 @@ def model_card(
     loaded = base
     if revision is not None:
         loaded += f'", revision="{plain(revision)}'
+    trained = _TRAINED[config.peft.kind]
+    if merged:
+        trained += ", which are added to the weights here,"
     card = _CARD.format(
         header=_header(config, _LIBRARIES[kind], opened_by, license_of).to_yaml(),
         base=base,
         task=plain(config.data.task),
-        trained=_trained(config, merged=merged),
+        trained=trained,
         optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
         step=step,
         num_steps=run.num_steps,
@@ -211,18 +214,15 @@ def _header(
 ) -> ModelCardData:
     """Return what the hub reads of a card."""
     name, _ = split_revision(config.model.path)
-    sources = []
-    for key in DATA_KEYS:
-        section, field = key.split(".")
-        source = getattr(getattr(config, section), field) or ""
-        sources.append(_hub_name(source.partition(":")[0]))
+    values = flatten(config_to_dict(config))
+    sources = [(values[key] or "").partition(":")[0] for key in DATA_KEYS]
     # The weights may also read images or sound, of which a run knows nothing.
     task = "text-generation" if opened_by == _AUTO_CLASS else None
     return ModelCardData(
         library_name=library,
         tags=["lezo_ds", config.method],
         base_model=_hub_name(name),
-        datasets=sorted({source for source in sources if source is not None}) or None,
+        datasets=sorted(set(filter(None, map(_hub_name, sources)))) or None,
         pipeline_tag=task,
         **_license(license_of),
     )
@@ -247,13 +247,6 @@ def _hub_name(name: str) -> str | None:
         return None
     found = re.match(r"[\w-][\w.-]*/[\w-][\w.-]*(?=/[\w.-]+$|$)", name)
     return found and found[0]
-
-
-def _trained(config: RunConfig, *, merged: bool) -> str:
-    trained = _TRAINED[config.peft.kind]
-    if merged:
-        trained += ", which are added to the weights here,"
-    return trained
 
 
 def _remarks(run: RecordedRun) -> str:

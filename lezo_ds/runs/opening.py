@@ -40,7 +40,6 @@ from lezo_ds.config import (
     Dtype,
     PeftConfig,
     RunConfig,
-    ZoConfig,
     check_reading,
     config_from_dict,
     find_recipe,
@@ -129,7 +128,7 @@ class Opened(NamedTuple):
         return replace(config, data=data, generation=generation)
 
 
-def open_run(path: Path, step: str, overrides: Sequence[str] = ()) -> Opened:
+def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
     """Open the weights of a run. A collective.
 
     Args:
@@ -176,7 +175,8 @@ def open_model(
     has_adapter = bool(sections)
     if not has_adapter:
         directory = resolve_model(model)
-        sections = {"model": {"path": model, "dtype": _stored_dtype(directory)}, "peft": {}}
+        of_model = {"path": model, "dtype": _stored_dtype(directory)}
+        sections = {"model": of_model, "peft": {"kind": "none"}}
     facts = read_facts(directory) or {}
     if has_adapter:
         sections["model"]["bits"] = facts.get("bits")
@@ -201,7 +201,7 @@ def open_model(
 
     def load_engine() -> ModelEngine:
         shared = shared_by(distributed.world_size(), config)
-        engine = ModelEngine(load(shared, None, config.peft))
+        engine = ModelEngine(load(shared, config.peft))
         if has_adapter:
             _load_adapter(engine, directory, facts.get("base"))
         return engine
@@ -211,23 +211,19 @@ def open_model(
 
 
 def load(
-    config: RunConfig,
-    zo: ZoConfig | None,
-    peft: PeftConfig | None,
-    ds_config: dict[str, Any] | None = None,
+    config: RunConfig, peft: PeftConfig | None, ds_config: dict[str, Any] | None = None
 ) -> Parts:
     """Load the model of a configuration, sharded over all ranks. A collective.
 
     Args:
         config: of a run, or of a model.
-        zo: how directions perturb and update the weights; None if they do not.
         peft: the adapter of the model; None if it has none.
         ds_config: the DeepSpeed JSON, if it is known.
     """
     logger.info("loading %s", config.model.path)
     return load_parts(
         config.model.path,
-        zo,
+        config.zo if config.method in ZEROTH_ORDER else None,
         ds_config or prepare(config),
         config.model.dtype,
         config.seed,
@@ -258,26 +254,25 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
         UserError: the base model is not that of the run, or this version draws other noise.
         LezoError: a snapshot's weights do not have the digest in its manifest.
     """
-    if run.header.noise_version != NOISE_VERSION:
+    header = run.header
+    if header.noise_version != NOISE_VERSION:
         raise UserError(
-            f"run {run.directory.path} has noise version {run.header.noise_version}, "
+            f"run {run.directory.path} has noise version {header.noise_version}, "
             f"not {NOISE_VERSION}",
             fix="use the version of lezo_ds that wrote it, or open one of its snapshots",
         )
     config = run.config
     refuse_code({"zo.law": config.zo.law}, run.overrides)
-    if run.header.config.get("adapter") != start_of(config.peft):
+    if header.config.get("adapter") != start_of(config.peft):
         raise UserError(
             f"peft.path={config.peft.path} is not the adapter that the run started from",
             fix="add peft.path=... with its directory",
         )
-    distributed.on_rank_zero(lambda: assert_same_model_config(run.header, config.model.path))
+    distributed.on_rank_zero(lambda: assert_same_model_config(header, config.model.path))
     # An adapter begins with values of this seed, whatever seed a command samples with.
-    shared = shared_by(distributed.world_size(), replace(config, seed=run.header.config["seed"]))
-    zo = config.zo if config.method in ZEROTH_ORDER else None
+    shared = shared_by(distributed.world_size(), replace(config, seed=header.config["seed"]))
     peft = config.peft if config.method in TRAINED else None
-    engine = ReplayEngine(load(shared, zo, peft), config.zo)
-    header = run.header
+    engine = ReplayEngine(load(shared, peft), config.zo)
     facts = (engine.base.fingerprint, engine.base.table_hash)
     if facts != (header.model_fingerprint, header.parameter_table_hash):
         raise UserError(

@@ -286,18 +286,14 @@ def _write_parquet(source: Path, target: Path, rows: Rows, kind: pa.DataType) ->
     table = ParquetFile(source)
     first = next(rows)
     rows = chain([first], rows)
-    types = {name: pa.float64() for name in first} | {PREDICTED: kind}
-    added = pa.schema(types)
-    schema = table.schema_arrow
-    for field in added:
-        schema = schema.append(field)
+    added = pa.schema({name: pa.float64() for name in first} | {PREDICTED: kind})
+    own = table.schema_arrow
+    schema = pa.schema([*own, *added], metadata=own.metadata)
     with ParquetWriter(target, schema) as writer:
         for batch in table.iter_batches():
-            columns = pa.Table.from_pylist(list(islice(rows, batch.num_rows)), schema=added)
-            labelled = pa.table(batch)
-            for name in columns.column_names:
-                labelled = labelled.append_column(name, columns[name])
-            writer.write_table(labelled)
+            predicted = pa.RecordBatch.from_pylist(list(islice(rows, batch.num_rows)), added)
+            columns = [*batch.columns, *predicted.columns]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
 
 
 def _write_json(source: Path, target: Path, rows: Rows) -> None:

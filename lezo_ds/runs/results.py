@@ -8,16 +8,15 @@ anyone.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from pydantic import TypeAdapter
 
-from lezo_ds.files import DAMAGE, failures_named, read_regular, write_atomically
+from lezo_ds.files import DAMAGE, read_regular
 from lezo_ds.tasks.metrics import LabelScore
 
 HARNESS_SCORES = "lm_eval.jsonl"
@@ -108,8 +107,3 @@ class RunResults:
             return TypeAdapter(cls).validate_json(read_regular(path), strict=True)
         except DAMAGE:  # pydantic's error is a ValueError
             return None
-
-    def write(self, path: Path) -> None:
-        """Replace a results.json. LezoError: it cannot be written."""
-        with failures_named(path):
-            write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")

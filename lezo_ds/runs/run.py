@@ -56,6 +56,7 @@ import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.files import remove_directory
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.journal import EvaluationRecord
+from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.runs import records
 from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.directory import RunDirectory
@@ -138,18 +139,15 @@ class Run(ABC):
         self.monitors = Monitors()
         self.evaluations: list[EvaluationRecord] = []
         self.num_steps = 0
-        if self.config.method in TRAINED:
-            self.num_steps = self.config.train.steps or 0
+        if config.method in TRAINED:
+            self.num_steps = config.train.steps or 0
         self.num_done = 0
-        self.eval_every = eval_every(self.config)
+        self.eval_every = eval_every(config)
         self.has_stop_file = False
-        self._writes = self.engine.global_rank == 0
+        self._writes = engine.global_rank == 0
         self._launchers = launchers()
-        # By the step of a test, which an earlier process may have done.
-        self._by_label: dict[int, Mapping[str, LabelScore] | None] = {}
-        earlier = RunResults.read(self.directory.results)
-        if earlier is not None:
-            self._by_label[earlier.best_step or 0] = earlier.by_label
+        self._by_label: dict[int, Mapping[str, LabelScore] | None] = {}  # by the step of a test
+        self._earlier: RunResults | None = None  # of an earlier process of the run
         self._began = time.monotonic()  # earlier by the seconds that earlier processes have taken
 
     def execute(self) -> RunResults:
@@ -157,10 +155,12 @@ class Run(ABC):
         with distributed.lost_ranks_reported(self._last_good_step):
             self.open()
             self.num_done = self.engine.global_steps
+            self._earlier = RunResults.read(self.directory.results)
+            if self._earlier is not None:
+                self._by_label[self._earlier.best_step or 0] = self._earlier.by_label
             if self._writes:
                 self._prune_snapshots()
-                evaluated = [(each.split, each.step) for each in self.evaluations]
-                seconds = self.directory.cut_logs(self.num_done, evaluated)
+                seconds = self.directory.cut_logs(self.num_done, self.evaluated())
                 self._began = time.monotonic() - seconds
                 self.directory.write_config(self.config)
             # The handler only sets a flag, which is this rank's vote in the next all-reduce. All
@@ -170,7 +170,7 @@ class Run(ABC):
             results = self._results(is_finished=is_finished)
             self.check()  # before the digest of these weights is written
             if self._writes:
-                results.write(self.directory.results)
+                self.directory.write_json(self.directory.results, asdict(results))
                 self.monitors.finish(results)
                 if is_finished and self.config.train.keep_snapshots == 0:
                     remove_directory(self.directory.checkpoints)
@@ -203,18 +203,12 @@ class Run(ABC):
             return False
         return True
 
-    def train(self, bar: tqdm[Any]) -> None:
-        """Do what is left of the steps, with evaluations and snapshots. It may raise Stopped."""
-        self.cross_check()
-        while not self.is_over():
-            self.count_step(self.step(), bar)
-
     def cross_check(self) -> None:
         """Compare a training pass with the model alone, if steps follow. A collective."""
         if self.num_done < self.num_steps:
             cross_check(self.engine, self.data, self.config)
 
-    def is_over(self) -> bool:
+    def do_what_is_due(self) -> bool:
         """Do what is due between two steps, and return whether no step follows. A collective.
 
         Raises:
@@ -249,8 +243,8 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def step(self) -> StepMetrics:
-        """Bring the run forward by a step, and return the numbers of the newest step."""
+    def train(self, bar: tqdm[Any]) -> None:
+        """Do what is left of the steps, with evaluations and snapshots. It may raise Stopped."""
 
     @abstractmethod
     def record(self, evaluation: EvaluationRecord) -> None:
@@ -382,7 +376,7 @@ class Run(ABC):
         Raises:
             Stopped: all ranks agreed to stop meanwhile. Nothing is recorded.
         """
-        if self.engine.global_steps != at or self.has_evaluated(split, at):
+        if self.engine.global_steps != at or (split, at) in self.evaluated():
             return
         self.check()
         encoded = self.data.dev if split == "dev" else self.data.test
@@ -399,18 +393,13 @@ class Run(ABC):
             metrics[MAJORITY_CLASS] = result.majority_class
         if result.macro_f1 is not None:
             metrics[MACRO_F1] = result.macro_f1
-        metrics |= {f"rewards/{name}": mean for name, mean in result.rewards.items()}
+        rewards = {f"rewards/{name}": mean for name, mean in result.rewards.items()}
         loss = result.loss if math.isfinite(result.loss) else None
-        evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
-        numbers: dict[str, float | bool | None] = {
-            f"{split}_loss": evaluation.loss,
-            f"{split}_{metric}": result.score,
-        }
-        for name, mean in result.rewards.items():
-            numbers[f"{split}_rewards/{name}"] = mean
+        evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics | rewards)
+        logged: StepMetrics = {"loss": loss, metric: result.score, **rewards}
         if result.share_ended is not None:
-            numbers[f"{split}_share_ended"] = result.share_ended
-        self._log_metrics(numbers)
+            logged["share_ended"] = result.share_ended
+        self._log_metrics({f"{split}_{name}": value for name, value in logged.items()})
         if self._writes and result.samples:
             self.directory.log_samples(at, split, result.samples)
         self.record(evaluation)
@@ -419,12 +408,17 @@ class Run(ABC):
             if result.samples:
                 logger.info("%s", samples_line(result))
 
-    def has_evaluated(self, split: str, step: int) -> bool:
-        """Return whether an evaluation of a split after `step` steps is recorded."""
-        recorded = {(record.split, record.step) for record in self.evaluations}
-        return (split, step) in recorded
+    def evaluated(self) -> set[tuple[str, int]]:
+        """Return the split and the step of each evaluation that is recorded."""
+        return {(evaluation.split, evaluation.step) for evaluation in self.evaluations}
 
     # Files.
+
+    def starts_from_snapshot(self) -> bool:
+        """Return whether the weights before the first step are restored from a snapshot."""
+        # A prefix starts from activations of the base model. Another machine rounds these
+        # differently, so a replay there needs their exact bits.
+        return self.config.method in TRAINED and self.config.peft.kind == "prefix"
 
     def save(self) -> None:
         """Write a snapshot of the current step, and what a run resumes from, unless it is there."""
@@ -438,9 +432,7 @@ class Run(ABC):
         if distributed.on_rank_zero(is_there):
             return
         self.check()  # wrong weights would come back from a snapshot after every restart
-        checksum = None
-        if self._writes:
-            checksum = self.owner().checksum(step)
+        checksum = self.owner().checksum(step) if self._writes else None
         self.engine.write_model(target, journal=checksum)
 
     def save_if_due(self) -> None:
@@ -457,15 +449,26 @@ class Run(ABC):
         protected = self.protected_steps(is_finished=False)
         prune_snapshots(self.directory.snapshots, num_kept, protected)
 
-    def prepare_resumption(self, num_steps: int) -> None:
-        """Announce it. Move snapshots of other runs or of unrecorded steps aside. For rank 0."""
+    def prepare_start(self) -> Header:
+        """Return the header of a new run. Move what another one has left aside. For rank 0."""
+        self.directory.set_aside(self.directory.outputs())
+        base = self.engine.base
+        return records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
+
+    def prepare_resumption(self, header: Header, num_steps: int) -> None:
+        """Announce the resumption of the run with a header after `num_steps` steps. For rank 0.
+
+        Snapshots of other runs or of unrecorded steps are moved aside. UserError: it has other base
+        weights.
+        """
+        records.assert_same_base(header, self.engine.base)
         if num_steps > 0:  # loading or replaying them may take a while
             logger.info("resuming at step %d of %d", num_steps, self.config.train.steps)
         root = self.directory.snapshots
         _, foreign_steps = own_snapshots(root, self.owner())
         self.directory.set_aside([snapshot_path(root, step) for step in foreign_steps])
 
-    def _log_metrics(self, metrics: Mapping[str, float | bool | None]) -> None:
+    def _log_metrics(self, metrics: StepMetrics) -> None:
         """Append numbers of the current step to metrics.jsonl, and send them to the monitors."""
         if not self._writes:
             return
@@ -489,10 +492,8 @@ class Run(ABC):
             best = records.best_evaluation(self.evaluations)
             trained = records.best_evaluation(self.evaluations, first_step=1)
         best_step = None if best is None else best.step
-        scores: dict[int | None, dict[str, float]] = {}  # of the test split, by steps
-        for evaluation in self.evaluations:
-            if evaluation.split == "test":
-                scores[evaluation.step] = evaluation.metrics
+        tests = [evaluation for evaluation in self.evaluations if evaluation.split == "test"]
+        scores: dict[int | None, dict[str, float]] = {test.step: test.metrics for test in tests}
         of_base = scores.get(0, {})
         of_result = scores.get(best_step, {}) if config.method in TRAINED else of_base
         early_stop_step = None
@@ -534,8 +535,7 @@ class Run(ABC):
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
         # A process that only resumes a finished run uses less than the one that trained it.
-        earlier = RunResults.read(self.directory.results)
-        if earlier is not None:
-            peak = max(peak, earlier.peak_memory_bytes)
+        if self._earlier is not None:
+            peak = max(peak, self._earlier.peak_memory_bytes)
         peaks: list[int] = distributed.gather_objects(peak)
         return max(peaks)

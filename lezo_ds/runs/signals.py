@@ -46,13 +46,11 @@ def launchers() -> list[psutil.Process]:
     found = []
     # A process of another user may be hidden, as by hidepid. Launchers are this user's.
     with suppress(psutil.Error):
-        process = psutil.Process().parent()
-        while process is not None:
+        for process in psutil.Process().parents():
             # The name is within the first words of `python -u -m deepspeed.launcher.launch ...`.
             first_words = {Path(word).name for word in process.cmdline()[:4]}
             if first_words & _LAUNCHERS:
                 found.append(process)
-            process = process.parent()
     return found
 
 

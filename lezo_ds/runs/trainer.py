@@ -78,7 +78,7 @@ def train(config: RunConfig) -> RunResults:
             if config.method in ZEROTH_ORDER:
                 engine = make_engine(config, ds_config)
             else:  # the model is scored, and has no steps
-                engine = ReplayEngine(load(config, None, None, ds_config), config.zo)
+                engine = ReplayEngine(load(config, None, ds_config), config.zo)
             run = ZerothOrderRun(config, data, directory, engine)
         else:
             # torchft is an extra, and only replicas load it.
@@ -143,5 +143,5 @@ def check_run(
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
     """Load the model of a run of LeZO, sharded over all ranks, to train it. A collective."""
-    parts = load(config, config.zo, config.peft, ds_config)
+    parts = load(config, config.peft, ds_config)
     return LezoEngine(parts, config.zo, config.seed, config.train.steps)

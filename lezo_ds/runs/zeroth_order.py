@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
+
+from tqdm import tqdm
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.snapshots import SnapshotOwner
-from lezo_ds.config import TRAINED, may_differ_on_resume
+from lezo_ds.config import may_differ_on_resume
 from lezo_ds.engine import LezoEngine, ReplayEngine
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord, Journal, read_journal
@@ -48,24 +51,26 @@ class ZerothOrderRun(Run):
         self.restore(None)
         self.engine.journal = self.journal
         self.engine.watch_weights()
-        if self._starts_from_snapshot() and self.engine.global_steps == 0:
+        if self.starts_from_snapshot() and self.engine.global_steps == 0:
             self.save()  # unless it is there
 
     def _open_journal(self) -> list[EvaluationRecord]:
         """Open the journal, or start one, and return its evaluations. For rank 0."""
         path = self.directory.journal
-        base = self.engine.base
         if not path.exists():
-            self.directory.set_aside(self.directory.outputs())
-            header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
-            self.journal = Journal.create(path, header)
+            self.journal = Journal.create(path, self.prepare_start())
             return []
         self.journal = Journal.open(path)
-        records.assert_same_base(self.journal.header, base)
-        self.prepare_resumption(len(self._recorded_steps()))
+        self.prepare_resumption(self.journal.header, len(self._recorded_steps()))
         return records.evaluations_of(self.journal.records)
 
+    def train(self, bar: tqdm[Any]) -> None:
+        self.cross_check()
+        while not self.do_what_is_due():
+            self.count_step(self.step(), bar)
+
     def step(self) -> StepMetrics:
+        """Bring the run forward by a step, and return the numbers of the newest step."""
         assert isinstance(self.engine, LezoEngine), "a run that only scores has no steps"
         began = time.monotonic()
         step = self.engine.global_steps
@@ -105,15 +110,7 @@ class ZerothOrderRun(Run):
         self.engine.load_checkpoint(self.directory.snapshots, steps, step, owner)
 
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
-        if self._starts_from_snapshot():
-            return (0,)
-        return ()
-
-    def _starts_from_snapshot(self) -> bool:
-        """Return whether the weights before the first step are restored from a snapshot."""
-        # A prefix starts from activations of the base model. Another machine rounds these
-        # differently, so a replay there needs their exact bits.
-        return self.config.method in TRAINED and self.config.peft.kind == "prefix"
+        return (0,) if self.starts_from_snapshot() else ()
 
     def num_skipped_steps(self) -> int:
         return sum(1 for record in self._recorded_steps() if not record.applied)

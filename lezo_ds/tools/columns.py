@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -379,9 +380,7 @@ def _with_choices(columns: Mapping[str, Sequence[object]]) -> Iterator[_Choices]
 def _letters(names: Collection[str]) -> list[str]:
     """Return those of some names that are letters or digits from A, a, 0 or 1 on, if two are."""
     for first in "Aa01":
-        letters: list[str] = []
-        while chr(ord(first) + len(letters)) in names:
-            letters.append(chr(ord(first) + len(letters)))
+        letters = list(takewhile(names.__contains__, map(chr, count(ord(first)))))
         if len(letters) > 1:
             return letters
     return []

@@ -103,10 +103,10 @@ def dry_run(
     not_checked = ""
     try:
         directory = resolve_model(config.model.path)
-        dated = with_start_date(config)
-        data = load_task_data(dated)
+        config = with_start_date(config)
+        data = load_task_data(config)
         config = with_steps(config, len(data.train.examples))
-        check_run(with_start_date(config), data, num_ranks)
+        check_run(config, data, num_ranks)
     except HubError as error:
         not_checked = str(error)
     name = Path(config.model.path).name

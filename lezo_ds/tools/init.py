@@ -234,12 +234,12 @@ class _Draft:
 
     def share_among_gpus(self, data: TaskData) -> str:
         """Choose how GPUs share the weights. Return the problem, or ""."""
-        config = self.config()
+        plan = self._plan(data)
         assert self.machine.gpu_bytes is not None
-        best, problem = best_plan(self._plan(config, data), self.machine.gpu_bytes)
+        best, problem = best_plan(plan, self.machine.gpu_bytes)
         if problem:
             self.heading += f"# {problem}\n"
-        sharing = best.keys_from(config)
+        sharing = best.keys_from(plan.config)
         if best.config.partition_size == best.num_ranks:
             del sharing["partition_size"]  # the default, for any number of ranks
         self.sharing = sharing
@@ -252,44 +252,48 @@ class _Draft:
         faster. In the same time, this teaches more than a smaller batch (docs/results.md, Twelve
         labels).
         """
-        timing = self._fit_time(data)
-        if timing is None:
+        times = self._step_times(data)
+        if not times:
             return None
-        step, full_step = timing
-        if self.size == _STEP_SIZES[0]:
-            return step
+        full_step = times[_STEP_SIZES[0]]
+        if full_step <= LONG_STEP:
+            return full_step
         all_of_it = "directions"
+        of_answers: Mapping[_StepSize, float] = {}
         if self.method == "evolution-strategies":
-            answers = replace(self, method="answers")
             with suppress(UserError):  # of a model that cannot read contexts apart
-                of_answers = answers._fit_time(data)
-                if of_answers is not None and of_answers[1] < full_step:
-                    self.method = answers.method
-                    self.size = answers.size
-                    step = of_answers[0]
-                    all_of_it = "tokens perturbed"
+                of_answers = replace(self, method="answers")._step_times(data)
+        if of_answers and of_answers[_STEP_SIZES[0]] < full_step:
+            self.method = "answers"
+            times = of_answers
+            all_of_it = "tokens perturbed"
+        short = [size for size in _STEP_SIZES if times[size] <= LONG_STEP]
+        self.size = (*short, _STEP_SIZES[-1])[0]
+        step = times[self.size]
         self.heading += (
             f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
             f"{all_of_it}, it would take {full_step:.0f} s.\n"
         )
         return step
 
-    def _fit_time(self, data: TaskData) -> tuple[float, float] | None:
-        """Choose the first size whose step is not long, or the last one.
+    def _step_times(self, data: TaskData) -> Mapping[_StepSize, float]:
+        """Return the seconds of a step of each size, from one of the last size. {}: not measured.
 
-        Returns:
-            The seconds of its step, and those of the first size. None if no step was measured; the
-            size is the first one then.
+        They are in proportion to examples and probes.
         """
-        self.size = _STEP_SIZES[-1]
-        seconds = measured_step(self._plan(self.config(), data), data)
+        last = _STEP_SIZES[-1]
+        seconds = measured_step(replace(self, size=last)._plan(data), data)
         if seconds is None:
-            self.size = _STEP_SIZES[0]
-            return None
-        self.size, step, full_step = _affordable(self.method, seconds)
-        return step, full_step
+            return {}
+        times = {}
+        for size in _STEP_SIZES:
+            share = size.examples / last.examples
+            share *= size.num_probes(self.method) / last.num_probes(self.method)
+            times[size] = seconds * share
+        return times
 
-    def _plan(self, config: RunConfig, data: TaskData) -> Plan:
+    def _plan(self, data: TaskData) -> Plan:
+        config = self.config()
         model = ModelSizes(config, self.directory)
         inputs = measured_inputs(config, data)
         on_gpu = self.machine.gpu_bytes is not None
@@ -401,9 +405,8 @@ def _shorter_labels(
     example = data.train.encoded[0]
     if max(example.option_lengths) == 1:
         return labels
-    options = []
-    for ids, length in zip(example.sequences, example.option_lengths, strict=True):
-        options.append(ids[-length:])
+    lengths = zip(example.sequences, example.option_lengths, strict=True)
+    options = [ids[-length:] for ids, length in lengths]
     counts = Counter(token for option in options for token in set(option))
     whole = labels if isinstance(labels, dict) else {label: label for label in labels}
     shorter = {}  # by the text of a label, which several values may have
@@ -437,26 +440,6 @@ def shortened_label(label: str, tokens: Sequence[str]) -> str:
     return ""
 
 
-def _affordable(method: str, seconds: float) -> tuple[_StepSize, float, float]:
-    """Return the first size whose step is not long, or the last one.
-
-    Args:
-        method: Of the run.
-        seconds: Of a step of the last size. They are in proportion to examples and probes.
-
-    Returns:
-        The size, the seconds of its step, and those of a step of the first size.
-    """
-    times = {}
-    for size in _STEP_SIZES:
-        share = size.examples / _STEP_SIZES[-1].examples
-        share *= size.num_probes(method) / _STEP_SIZES[-1].num_probes(method)
-        times[size] = seconds * share
-    short = [size for size in _STEP_SIZES if times[size] <= LONG_STEP]
-    chosen = (*short, _STEP_SIZES[-1])[0]
-    return chosen, times[chosen], times[_STEP_SIZES[0]]
-
-
 def _this_machine() -> _Machine:
     if distributed.device().type == "cpu":
         return _Machine(num_ranks=1, gpu_bytes=None, has_bf16=False)
@@ -483,12 +466,11 @@ def _recipe(draft: _Draft) -> str:
     dtype = machine.dtype_for(decoder.model_type)
     max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
     shrinking = min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5)
-    steps = _MAX_STEPS
+    steps = num_steps(draft.num_records, size.examples)
     micro_batch = size.examples // machine.num_ranks
     num_probes = size.num_probes(draft.method)
     match draft.method:
         case "population":
-            steps = num_steps(draft.num_records, size.examples)
             micro_batch = size.examples  # the ranks share the probes
             zo = _MEMBERS.format(
                 directions=num_probes,
@@ -497,7 +479,7 @@ def _recipe(draft: _Draft) -> str:
                 rate=2e-2 * shrinking,
             )
         case "evolution-strategies" | "answers":
-            steps = min(_MAX_STEPS_BY_EXAMPLE, num_steps(draft.num_records, size.examples))
+            steps = min(_MAX_STEPS_BY_EXAMPLE, steps)
             tokens = "answers  # all others are read once, by the weights as they are"
             zo = _BY_EXAMPLE.format(
                 directions=num_probes,
@@ -507,7 +489,6 @@ def _recipe(draft: _Draft) -> str:
                 rate=4e-2 * shrinking * size.examples / _BATCH_SIZE,
             )
         case "fzoo":
-            steps = num_steps(draft.num_records, size.examples)
             micro_batch = size.examples  # the ranks share the probes
             zo = _FZOO.format(
                 directions=size.directions,
@@ -517,6 +498,7 @@ def _recipe(draft: _Draft) -> str:
                 rate=8e-3 * shrinking,
             )
         case method:
+            steps = _MAX_STEPS
             sparsity = 0.75 if method == "lezo" else 0.0
             rate = 3e-5 * shrinking**3
             zo = _LEZO.format(rate=rate, scale=_SCALES[dtype], sparsity=sparsity)

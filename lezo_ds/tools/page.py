@@ -36,25 +36,20 @@ logger = logging.getLogger(__name__)
 
 def page(runs: pd.DataFrame) -> str:
     """Return the page of runs that `name_experiments` has named."""
-    each_run = []
-    answers = []
-    by_label = []
-    judged_answers = []
-    for run in runs.to_dict("records"):
+    each_run = runs.to_dict("records")
+    for run in each_run:
         row = {
             "directory": run["directory"],
             "test": shown_score(run, "test"),
             "state": run["problem"] or "finished",
         }
-        each_run.append(row | {name: short(run[name]) for name in ("experiment", *SEEDS)})
-        judged_answers.append((run["directory"], read_judged_answers(Path(run["directory"]))))
-        if run["finished"]:
-            shown = run["answers"]
-            judge = JUDGES.get(run["metric"])
-            if judge is not None:  # the wrong ones, beginning with the worst
-                shown = sorted((answer for answer in shown if judge(answer) < 1), key=judge)
-            answers.append((run["directory"], judge is not None, shown))
-            by_label.append((run["directory"], run["labels"]))
+        run["row"] = row | {name: short(run[name]) for name in ("experiment", *SEEDS)}
+        run["judged_answers"] = read_judged_answers(Path(run["directory"]))
+        judge = JUDGES.get(run["metric"])
+        run["are_wrong"] = judge is not None
+        if judge is not None:  # the wrong ones, beginning with the worst
+            wrong = (answer for answer in run["answers"] if judge(answer) < 1)
+            run["answers"] = sorted(wrong, key=judge)
     template = Template(Path(__file__).with_name("report.html").read_text(), autoescape=True)
     html: str = template.render(
         scores=score_table(runs).to_dict("records"),
@@ -62,9 +57,6 @@ def page(runs: pd.DataFrame) -> str:
         sections=sections(runs),
         svg=svg,
         runs=each_run,
-        answers=answers,
-        by_label=by_label,
-        judged_answers=judged_answers,
     )
     return html
 

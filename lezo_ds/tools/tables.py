@@ -127,10 +127,6 @@ class HarnessScores:
     results: dict[str, dict[str, Any]]
 
 
-_ANSWERS = TypeAdapter(Answer)
-_HARNESS_SCORES = TypeAdapter(HarnessScores)
-_JUDGED_ANSWERS = TypeAdapter(JudgedAnswer)
-
 # By the name of a metric that is a mean over answers, how right an answer is, from 0 to 1.
 JUDGES: Mapping[str, Callable[[Answer], float]] = {
     "accuracy": lambda answer: answer.predicted in answer.right,
@@ -157,7 +153,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     settings = ["model", "task", "method", "data.test", "data.num_test", "data.seed"]
     found = ["metric", "model_fingerprint", "test_data", *MEASURED]
     missing = dict.fromkeys([*settings, *found])
-    row = {"directory": str(directory), "finished": False, "peft.kind": "none", **missing}
+    row: dict[str, Any] = {"directory": str(directory), "finished": False, "peft.kind": "none"}
+    row |= {**missing, "answers": [], "labels": []}
     try:
         row |= _settings(recorded_config(directory))
     except DAMAGE as error:
@@ -172,7 +169,7 @@ def _read_run(directory: Path) -> dict[str, Any]:
     if not results.finished:
         return {**row, "test": None, "problem": f"unfinished, at step {results.steps}"}
     predictions = directory / "predictions" / f"step-{results.best_step or 0:08}.jsonl"
-    answers = _read_lines(predictions, _ANSWERS)
+    answers = _read_lines(predictions, Answer)
     if answers:
         row["test_data"] = _digest_of_test(answers)
     judge = JUDGES.get(results.metric)
@@ -220,7 +217,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def read_judged_answers(directory: Path) -> list[JudgedAnswer]:
     """Return the answers that the first and the last evaluation of a run have shown."""
-    answers = _read_lines(directory / "samples.jsonl", _JUDGED_ANSWERS)
+    answers = _read_lines(directory / "samples.jsonl", JudgedAnswer)
     if not answers:
         return []
     shown_steps = (answers[0].step, answers[-1].step)
@@ -232,26 +229,23 @@ def harness_table(directory: Path) -> pd.DataFrame:
 
     Its columns are steps of the run: what the model knew before training is at step 0.
     """
-    rows: dict[tuple[str, str, str], dict[int, str]] = {}
-    for measured in _read_lines(directory / HARNESS_SCORES, _HARNESS_SCORES):
+    rows = []
+    for measured in _read_lines(directory / HARNESS_SCORES, HarnessScores):
         examples = "all" if measured.limit is None else str(measured.limit)
         for task, scores in sorted(measured.results.items()):
             for name, value in scores.items():
                 metric = name.partition(",")[0]
                 if isinstance(value, float) and not metric.endswith("_stderr"):
-                    rows.setdefault((task, metric, examples), {})[measured.step] = f"{value:.4f}"
-    steps = sorted({step for by_step in rows.values() for step in by_step})
-    return pd.DataFrame(
-        [
-            {"lm-eval": task, "metric": metric, "examples": examples}
-            | {f"step {step}": by_step.get(step, "-") for step in steps}
-            for (task, metric, examples), by_step in rows.items()
-        ]
-    )
+                    rows.append((task, metric, examples, measured.step, f"{value:.4f}"))
+    keys = ["lm-eval", "metric", "examples"]
+    scores_by_step = pd.DataFrame(rows, columns=[*keys, "step", "score"])
+    table = scores_by_step.pivot_table("score", keys, "step", aggfunc="last", sort=False)
+    return table.sort_index(axis=1).add_prefix("step ").fillna("-").reset_index()
 
 
-def _read_lines(path: Path, reader: TypeAdapter[T]) -> list[T]:
+def _read_lines(path: Path, kind: type[T]) -> list[T]:
     """Return the lines of a JSONL file, or none if the file is missing or damaged."""
+    reader = TypeAdapter(kind)
     try:
         lines = files.read_regular(path).decode().splitlines()
         return [reader.validate_json(line) for line in lines]

@@ -69,6 +69,13 @@ def test_bad_input_is_refused_before_weights_load(name, inputs, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
+def test_a_model_is_not_opened_as_another_one(inputs):
+    words = ["--model", inputs / "whole_model", f"data.path={inputs / 'data'}", "data.task=sst2"]
+    for key in ("peft.kind=prefix", "peft.kind=lora"):
+        finished = run_forked([*words, key], program="evaluate")
+        assert_one_error(finished, 2, "is none and cannot be", "fix: remove peft.kind=...")
+
+
 def test_a_run_is_not_resumed_with_other_settings_or_inputs_and_left_as_it_was(inputs, tmp_path):
     def contents():
         return {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.name != ".lock"}

@@ -191,12 +191,12 @@ def test_a_thought_is_not_printed_and_no_later_turn_has_it(capsys):
     backend = tokenizer_of(words, Split("", "isolated"), decoders.Fuse(), adds_bos=False)
     tokenizer = PromptTokenizer(backend, (), 1)
     first = backend.convert_tokens_to_ids(words[0])
-    streamer = _AnswerStreamer(tokenizer, Thought("<think>", "</think>"))
     for tokens, printed in (
         ((0, 1, 2, 3), " yes"),
         ((3,), " yes"),
         ((0, 1), ""),
     ):
+        streamer = _AnswerStreamer(tokenizer, Thought("<think>", "</think>"))
         streamer.put(torch.tensor([[first, first]]))
         for token in tokens:
             streamer.put(torch.tensor([first + token]))

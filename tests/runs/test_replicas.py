@@ -398,6 +398,7 @@ def lab(recipe, tmp_path):
 def test_all_ranks_of_a_replica_do_missing_evaluations_in_one_order():
     run = SimpleNamespace(
         engine=SimpleNamespace(global_steps=4),
+        evaluated=set,
         evaluations=[],
         replicas=SimpleNamespace(evaluations=[]),
         eval_every=2,

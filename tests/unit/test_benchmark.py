@@ -10,6 +10,7 @@ import pytest
 import torch
 from assets import write_recipe
 from benchmark import (
+    folder_on_every_node,
     measure,
     parse_variant,
     recipe_inputs,
@@ -26,7 +27,6 @@ from lezo_ds import distributed
 from lezo_ds.config import ZoConfig, load_config
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import UserError
-from lezo_ds.tools.node_folder import folder_on_every_node
 
 
 def test_the_reference_is_mezos_algorithm():

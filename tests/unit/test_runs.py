@@ -404,7 +404,7 @@ DAMAGED += (json.dumps({name: VALUES_OF_RESULTS[name] for name in ("finished", "
 
 def test_results_are_read_as_they_were_written(directory):
     assert RunResults.read(directory.results) is None
-    RESULTS.write(directory.results)
+    directory.write_json(directory.results, VALUES_OF_RESULTS)
     assert RunResults.read(directory.results) == RESULTS
     assert list(json.loads(directory.results.read_text())) == list(VALUES_OF_RESULTS)
     assert RESULTS.step_of_weights == 4

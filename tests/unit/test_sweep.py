@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pandas as pd
 import pytest
@@ -74,7 +74,7 @@ def finish(run, test=0.9, dev_loss=0.5, **changes):
     results = replace(results, **changes)
     run.directory.mkdir(parents=True)
     (run.directory / "config.yaml").write_text(yaml.safe_dump(config_to_dict(run.config)))
-    results.write(run.directory / "results.json")
+    (run.directory / "results.json").write_text(json.dumps(asdict(results)))
     scores = {f"dev_{results.metric}": 0.9, "dev_loss": dev_loss or 0.0}
     metrics = run.directory / "metrics.jsonl"
     write_lines(metrics, [{"step": step, "seconds": step, **scores} for step in (100, 200)])

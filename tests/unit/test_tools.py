@@ -579,18 +579,27 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
     config = load_config(tmp_path / "fzoo.yaml")
     assert (config.train.batch_size, config.zo.directions) == (4, 7)
     assert config.zo.perturbed_tokens == "all"
-    monkeypatch.setattr(init, "LONG_STEP", 10.0)
-    steps = []
-    for full_step in (9, 20, 40, 80, 800):
-        size, *seconds = init._affordable("fzoo", full_step / 8)
-        steps.append((*size, *seconds))
-    assert steps == [
-        (16, 15, 9, 9),
-        (8, 15, 10, 20),
-        (4, 15, 10, 40),
-        (4, 7, 10, 80),
-        (4, 7, 100, 800),
-    ]
+
+
+@pytest.mark.parametrize(
+    ("full_step", "examples", "directions", "shown"),
+    [
+        (9, 16, 15, None),
+        (20, 8, 15, "takes about 10 s here; .* it would take 20 s"),
+        (40, 4, 15, "takes about 10 s here; .* it would take 40 s"),
+        (80, 4, 7, "takes about 10 s here; .* it would take 80 s"),
+        (800, 4, 7, "takes about 100 s here; .* it would take 800 s"),
+    ],
+)
+def test_init_takes_the_largest_step_that_is_not_long(
+    full_step, examples, directions, shown, tmp_path, monkeypatch
+):
+    """The smallest step, which is measured, has an eighth of the full one's examples and probes."""
+    monkeypatch.setattr(init, "measured_step", lambda *_: full_step / 8)
+    text = init_tickets(monkeypatch, tmp_path, ("bug", "billing"), "--method", "fzoo")
+    config = load_config(tmp_path / "recipe.yaml")
+    assert (config.train.batch_size, config.zo.directions) == (examples, directions)
+    assert "A step takes" not in text if shown is None else re.search(shown, text)
 
 
 def write_family(directory, family, **changes):
