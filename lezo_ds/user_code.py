@@ -6,12 +6,14 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from lezo_ds.errors import LezoError, UserError, cut
 
+T = TypeVar("T")
 
-def call_of_user(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+
+def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """Call a function of the user's, or run it if it is async.
 
     An exception in it becomes a UserError with its file and line.

@@ -44,9 +44,7 @@ from lezo_ds.config.schema import (
     ZEROTH_ORDER,
     DataConfig,
     Dtype,
-    Method,
     PeftConfig,
-    ReadingConfig,
     RunConfig,
     ZoConfig,
 )

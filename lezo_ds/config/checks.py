@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from lezo_ds.config.components import (
     DESCRIBING_KEYS,
-    describe_task,
+    described_task,
     make_estimator,
     make_law,
     make_schedule,
@@ -27,7 +27,6 @@ from lezo_ds.config.schema import (
     TRAINED,
     ZEROTH_ORDER,
     PeftConfig,
-    ReadingConfig,
     RunConfig,
     ZoConfig,
 )
@@ -40,9 +39,6 @@ from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 from lezo_ds.zo.passes import can_group
 
-Rule = tuple[bool, str, str]
-"""Whether a rule is broken, the problem, and the fix."""
-
 
 def checked(config: RunConfig) -> RunConfig:
     """Return the configuration with all options of its components.
@@ -52,15 +48,19 @@ def checked(config: RunConfig) -> RunConfig:
     Raises:
         UserError: Two values contradict each other, or the method needs a value that is not set.
     """
-    check_reading(config.reading)
+    check_reading(config)
     if config.method not in TRAINED:
-        _refuse_broken(_rules_of_scoring(config))
+        if config.peft.path is not None:
+            raise UserError(
+                f"peft.path is an adapter, and method={config.method} scores the model without one",
+                fix=f"run lezo-ds evaluate --model {config.peft.path}, or set peft.path=null",
+            )
         return config
-    _refuse_broken(_rules_of_training(config))
+    _check_training(config)
     needed: dict[str, object] = {"train.steps": config.train.steps or config.train.epochs}
     if config.method in ZEROTH_ORDER:
         _refuse_missing(config.method, needed | _needed(config.zo))
-        _refuse_broken(_rules_of_groups(config))
+        _check_groups(config)
         num_steps = config.train.steps
         if num_steps is None:
             # `with_steps` checks their number, which the examples decide. This one breaks no rule.
@@ -71,15 +71,6 @@ def checked(config: RunConfig) -> RunConfig:
     _refuse_missing(config.method, needed)
     check_world(replace(config, partition_size=None), world_size=1)
     return config
-
-
-def check_reading(reading: ReadingConfig) -> None:
-    """Refuse values that contradict each other, of those by which a model reads and answers.
-
-    Raises:
-        UserError: The first contradiction.
-    """
-    _refuse_broken(_rules_of_reading(reading))
 
 
 def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
@@ -145,7 +136,7 @@ def checked_optimizer(
         UserError: Two values contradict each other, or one that is needed is not set.
     """
     kind = "none" if peft is None else peft.kind
-    _refuse_broken(_rules_of_optimizer(zo, kind, bits, num_steps))
+    _check_optimizer(zo, kind, bits, num_steps)
     _refuse_missing("lezo", _needed(zo))
     estimator = ESTIMATORS.find(zo.estimator)
     policy = LAYER_POLICIES.find(zo.layer_policy)
@@ -169,18 +160,9 @@ def _ask_estimator(zo: ZoConfig, number: int) -> None:
     call_of_user(f"zo.estimator={zo.estimator}", make_estimator(zo).check_groups, number)
 
 
-def _rules_of_scoring(config: RunConfig) -> Iterator[Rule]:
-    yield (
-        config.peft.path is not None,
-        f"peft.path is an adapter, and method={config.method} scores the model without one",
-        f"run lezo-ds evaluate --model {config.peft.path}, or set peft.path=null",
-    )
-
-
-def _refuse_broken(rules: Iterable[Rule]) -> None:
-    for is_broken, problem, fix in rules:
-        if is_broken:
-            raise UserError(problem, fix=fix)
+def _refuse_if(is_broken: bool, problem: str, fix: str) -> None:
+    if is_broken:
+        raise UserError(problem, fix=fix)
 
 
 def _refuse_missing(method: str, needed: Mapping[str, object]) -> None:
@@ -193,52 +175,59 @@ def _needed(zo: ZoConfig) -> dict[str, object]:
     return {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity}
 
 
-def _rules_of_reading(reading: ReadingConfig) -> Iterator[Rule]:
-    data = reading.data
-    generation = reading.generation
+def check_reading(config: RunConfig) -> None:
+    """Refuse values that contradict each other, of those by which a model reads and answers.
+
+    Raises:
+        UserError: The first contradiction.
+    """
+    data = config.data
+    generation = config.generation
     if data.task == CUSTOM:
-        task = describe_task(data)
-        yield (
+        task = described_task(data)
+        objective = config.train.objective
+        objectives = [objective] if isinstance(objective, str) else objective
+        _refuse_if(
             data.train is None and data.path is None,
             "a task of your own needs data.train",
             "add data.train=FILE",
         )
-        yield (
-            not (task.has_answers or any(map(names_code, reading.objectives))),
+        _refuse_if(
+            not (task.has_answers or any(map(names_code, objectives))),
             "data.prompt alone does not say what the model shall answer",
             "add data.labels, data.choices, data.completion, or a reward: "
             "train.objective=module:name",
         )
     else:
         for name in DESCRIBING_KEYS:
-            yield (
+            _refuse_if(
                 getattr(data, name) not in (None, False),
                 f"data.{name} cannot change data.task={data.task}",
                 f"set data.task={CUSTOM}",
             )
-    yield (
+    _refuse_if(
         bool(data.chat_template_kwargs) and not data.in_chat,
         "data.chat_template_kwargs needs data.chat_template=true or data.messages",
         "add data.chat_template=true",
     )
-    yield (
-        reading.method == "icl" and data.in_chat,
+    _refuse_if(
+        config.method == "icl" and data.in_chat,
         "method=icl shows no examples in a chat template",
         "set method=zero_shot, or write the examples into the conversations",
     )
-    yield (
+    _refuse_if(
         data.train is None and (data.validation is not None or data.test is not None),
         "data.validation and data.test need data.train",
         "add data.train",
     )
-    yield (
+    _refuse_if(
         data.train is not None and data.path is not None,
         "data.train and data.path both say where the data is",
         "remove data.path",
     )
-    yield "" in (generation.stop or ()), "generation.stop has an empty string", "remove it"
+    _refuse_if("" in (generation.stop or ()), "generation.stop has an empty string", "remove it")
     is_drawn = generation.num_samples > 1 or generation.top_p is not None
-    yield (
+    _refuse_if(
         is_drawn and generation.temperature == 0,
         "generation.num_samples and top_p need a temperature: without one, all answers are the "
         "same",
@@ -246,59 +235,57 @@ def _rules_of_reading(reading: ReadingConfig) -> Iterator[Rule]:
     )
 
 
-def _rules_of_training(config: RunConfig) -> Iterator[Rule]:
-    """Yield the rules of training but those of `_rules_of_optimizer` and `_rules_of_groups`."""
-    yield (
+def _check_training(config: RunConfig) -> None:
+    """Check the rules of training but those of `_check_optimizer` and `_check_groups`."""
+    _refuse_if(
         config.train.steps is not None and config.train.epochs is not None,
         "train.steps and train.epochs both say how long the run is",
         "remove one of them",
     )
     if config.method not in ZEROTH_ORDER:
-        yield _rule_of_bits(config.method, config.peft.kind, config.model.bits)
-    yield (
+        _check_bits(config.method, config.peft.kind, config.model.bits)
+    _refuse_if(
         config.peft.path is not None and config.peft.kind != "lora",
         f"peft.path is a LoRA adapter, and peft.kind={config.peft.kind}",
         "set peft.kind=lora, or peft.path=null",
     )
     can_share = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
-    yield (
+    _refuse_if(
         config.elastic.lighthouse is not None and not can_share,
         f"replicas cannot train with method={config.method} and peft.kind={config.peft.kind}",
         "set method=lezo and peft.kind=lora, or elastic.lighthouse=null",
     )
 
 
-def _rules_of_optimizer(
-    zo: ZoConfig, peft_kind: str, bits: int | None, num_steps: int | None
-) -> Iterator[Rule]:
-    """Yield the rules of zeroth-order training that need no batch."""
+def _check_optimizer(zo: ZoConfig, peft_kind: str, bits: int | None, num_steps: int | None) -> None:
+    """Check the rules of zeroth-order training that need no batch."""
     law = make_law(zo)
-    yield _rule_of_bits("lezo", peft_kind, bits)
-    yield (
+    _check_bits("lezo", peft_kind, bits)
+    _refuse_if(
         law.perturbs == "products" and peft_kind == "prefix",
         "zo.noise_rank perturbs matrices, and a prefix has none",
         "set zo.noise_rank=0, or peft.kind=lora",
     )
-    yield (
+    _refuse_if(
         zo.examples_per_direction is not None and not law.takes_groups,
         f"zo.examples_per_direction={zo.examples_per_direction} needs directions of low rank",
         "set zo.noise_rank=1, or zo.examples_per_direction=null",
     )
-    yield (
+    _refuse_if(
         zo.perturbed_tokens == "answers" and peft_kind == "prefix",
         "zo.perturbed_tokens=answers reads contexts without the prefix that is trained",
         "set zo.perturbed_tokens=all, or peft.kind=lora",
     )
-    yield (
+    _refuse_if(
         num_steps is not None and zo.warmup_steps >= num_steps,
         f"zo.warmup_steps={zo.warmup_steps} is not below train.steps={num_steps}",
         "set zo.warmup_steps=0",
     )
 
 
-def _rule_of_bits(method: str, peft_kind: str, bits: int | None) -> Rule:
+def _check_bits(method: str, peft_kind: str, bits: int | None) -> None:
     needs_weights = method not in ZEROTH_ORDER or peft_kind == "none"
-    return (
+    _refuse_if(
         bits is not None and needs_weights,
         f"model.bits={bits} stores weights that cannot change, and method={method} with "
         f"peft.kind={peft_kind} changes them or needs their gradients",
@@ -306,13 +293,13 @@ def _rule_of_bits(method: str, peft_kind: str, bits: int | None) -> Rule:
     )
 
 
-def _rules_of_groups(config: RunConfig) -> Iterator[Rule]:
-    """Yield the rules of groups of examples and the batch of a recipe."""
+def _check_groups(config: RunConfig) -> None:
+    """Check the rules of groups of examples and the batch of a recipe."""
     size = config.zo.examples_per_direction
     batch_size = config.train.batch_size
     micro_batch_size = config.train.micro_batch_size
     if size is not None and batch_size % micro_batch_size == 0:  # `check_world` refuses another
-        yield (
+        _refuse_if(
             not can_group(size, batch_size, batch_size // micro_batch_size),
             f"zo.examples_per_direction={size} does not divide train.batch_size={batch_size} and "
             f"train.micro_batch_size={micro_batch_size} into whole groups",

@@ -10,29 +10,26 @@ from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task
-from lezo_ds.tasks.metrics import find_score
+from lezo_ds.tasks.metrics import load_score
 from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.laws import LAWS, PerturbationLaw, TrainedPart
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 
-DESCRIBING_KEYS = tuple(
-    field.name for field in dataclasses.fields(Description) if field.name != "metric"
-)
+DESCRIBING_KEYS = tuple(field.name for field in dataclasses.fields(Description))
 """Keys of the section data that describe a task. A metric may be set for any task."""
 
 
 def make_estimator(zo: ZoConfig) -> Estimator:
     """Return the estimator with its options. UserError: no component has its name, or it fails."""
-    estimator: Estimator = call_of_user(
+    return call_of_user(
         f"zo.estimator={zo.estimator}",
         ESTIMATORS.find(zo.estimator),
         perturbation_scale=zo.perturbation_scale,
         num_directions=zo.directions,
         **zo.estimator_options,
     )
-    return estimator
 
 
 def make_law(zo: ZoConfig) -> PerturbationLaw:
@@ -40,10 +37,7 @@ def make_law(zo: ZoConfig) -> PerturbationLaw:
     law = zo.law
     if law is None:
         law = "low-rank" if zo.noise_rank else "dense"
-    made: PerturbationLaw = call_of_user(
-        f"zo.law={law}", LAWS.find(law), zo.noise_distribution, zo.noise_rank
-    )
-    return made
+    return call_of_user(f"zo.law={law}", LAWS.find(law), zo.noise_distribution, zo.noise_rank)
 
 
 def trained_part(zo: ZoConfig) -> TrainedPart:
@@ -71,7 +65,7 @@ def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = T
             "trained",
             fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
         )
-    policy: LayerPolicy = call_of_user(
+    return call_of_user(
         f"zo.layer_policy={zo.layer_policy}",
         LAYER_POLICIES.find(zo.layer_policy),
         num_layers,
@@ -79,7 +73,6 @@ def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = T
         trains_outside=trains_outside,
         **zo.layer_policy_options,
     )
-    return policy
 
 
 def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
@@ -105,16 +98,16 @@ def find_task(data: DataConfig) -> Task:
         UserError: No component has its name, the description is incomplete, or the metric does not
             fit the task.
     """
-    task = describe_task(data) if data.task == CUSTOM else TASKS.find(data.task)
+    task = described_task(data) if data.task == CUSTOM else TASKS.find(data.task)
     if isinstance(task, type):
         task = call_of_user(f"data.task={data.task}", task)
     if data.metric is not None:
         task = dataclasses.replace(task, metric=data.metric)
-    find_score(task)
+    load_score(task)  # which refuses a metric that does not fit
     return task
 
 
-def describe_task(data: DataConfig) -> Task:
+def described_task(data: DataConfig) -> Task:
     """Return the task that a configuration with `data.task` custom describes. It imports nothing.
 
     Raises:
@@ -126,8 +119,7 @@ def describe_task(data: DataConfig) -> Task:
             fix="add a template of the text that the model reads, such as "
             '"{text} This ticket is about"',
         )
-    keys = {name: getattr(data, name) for name in (*DESCRIBING_KEYS, "metric")}
-    return make_task(Description(**keys))
+    return make_task(Description(**{name: getattr(data, name) for name in DESCRIBING_KEYS}))
 
 
 def may_differ_on_resume(config: RunConfig) -> frozenset[str]:

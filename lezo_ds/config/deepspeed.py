@@ -25,7 +25,7 @@ import hjson
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from lezo_ds.config.checks import check_world
-from lezo_ds.config.paths import ROOT, find_file
+from lezo_ds.config.paths import find_file, shipped_files
 from lezo_ds.config.reading import flatten
 from lezo_ds.config.schema import TRAINED, RunConfig
 from lezo_ds.errors import UserError, cut
@@ -288,7 +288,7 @@ def offloads_weights(ds_config: Mapping[str, Any]) -> bool:
 
 def _read_json(name: str) -> dict[str, Any]:
     """Return the content of a JSON file, by its path or its name in ds_configs."""
-    shipped = {path.stem: path for path in sorted((ROOT / "ds_configs").glob("*.json"))}
+    shipped = shipped_files("ds_configs/*.json")
     path = find_file(name)
     if not path.is_file():
         path = shipped.get(name, Path(name))

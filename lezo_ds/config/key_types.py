@@ -62,18 +62,12 @@ ExactStrings = Annotated[list[str], BeforeValidator(_in_list)]
 """A list, or one string, which may hold commas."""
 
 
-def _as_text(value: object) -> object:
-    """Return a date, which YAML makes of digits without quotes, as text."""
-    return value.isoformat() if isinstance(value, datetime.date) else value
-
-
 def _day(value: str) -> str:
     return datetime.date.fromisoformat(value).isoformat()
 
 
 Day = Annotated[
     str,
-    BeforeValidator(_as_text),
     AfterValidator(_day),
     WithJsonSchema({"type": "string", "enum": ["YYYY-MM-DD"]}),
 ]

@@ -26,6 +26,11 @@ def find_file(name: str) -> Path:
     return Path(name)
 
 
+def shipped_files(pattern: str) -> dict[str, Path]:
+    """Return the shipped files of a pattern, such as ds_configs/*.json, by their names."""
+    return {path.stem: path for path in sorted(ROOT.glob(pattern))}
+
+
 def split_revision(model: str) -> tuple[str, str | None]:
     """Return the id and the revision of OWNER/NAME@REVISION on the hub. A directory has none."""
     if Path(model).exists():

@@ -81,7 +81,7 @@ _TYPES_OF_VALUES: Mapping[type, frozenset[str]] = {
 _LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most"}
 
 
-class Reader:
+class ConfigReader:
     """Reads a frozen pydantic dataclass. Its fields are keys, and sections: dataclasses of keys.
 
     Attributes:

@@ -19,7 +19,7 @@ from typing import Any
 
 from lezo_ds.config.checks import checked
 from lezo_ds.config.paper import paper_recipe
-from lezo_ds.config.paths import ROOT, expand, find_file, resolve_paths
+from lezo_ds.config.paths import expand, find_file, resolve_paths, shipped_files
 from lezo_ds.config.schema import READER, RunConfig
 from lezo_ds.config.yaml_text import read_recipe
 from lezo_ds.errors import UserError, did_you_mean
@@ -60,7 +60,7 @@ def find_recipe(
     name = expand(str(source), "--config")
     path = find_file(name)
     if not path.is_file() and path.suffix not in (".yaml", ".yml"):
-        shipped = {file.stem: file for file in sorted((ROOT / "launch/recipes").glob("*.yaml"))}
+        shipped = shipped_files("launch/recipes/*.yaml")
         if name not in shipped:
             raise UserError(
                 f"--config {name} is neither a file nor one of paper, {', '.join(shipped)}",

@@ -23,7 +23,7 @@ Padding is on the right. Causal attention never looks there, so no attention mas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -53,19 +53,17 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
     return indices
 
 
-def num_earlier(rows: Sequence[int]) -> list[int]:
-    """Return how often each of a step's examples came before in the step: 0 unless one repeats.
-
-    A batch that is larger than the data, or that crosses the end of an epoch, repeats examples.
+def num_earlier(items: Sequence[Hashable]) -> list[int]:
+    """Return how often each item came before: 0 unless one repeats.
 
     >>> num_earlier([7, 3, 7, 7])
     [0, 0, 1, 2]
     """
-    counts: Counter[int] = Counter()
+    counts: Counter[Hashable] = Counter()
     earlier = []
-    for row in rows:
-        earlier.append(counts[row])
-        counts[row] += 1
+    for item in items:
+        earlier.append(counts[item])
+        counts[item] += 1
     return earlier
 
 

@@ -34,9 +34,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from lezo_ds.data.control_tokens import has_marks
 from lezo_ds.data.encoding import (
     PromptTokenizer,
-    cut_left,
     num_alike,
-    num_begin_ids,
 )
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import Thought
@@ -61,6 +59,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers (5.23) lo
 _END_OF_THOUGHT = "</think>"
 """What ends a thought where the template drops thoughts, as DeepSeek's does."""
 
+_NO_EXAMPLE = Example("", (), None)
 _QUESTION = Message(USER, "A question")
 _ANSWER = "31415926535897932"  # digits, which no filter of a template changes
 _THOUGHT = "27182818284590452"
@@ -85,7 +84,7 @@ def lead_of_answers(tokenizer: PromptTokenizer, system_prompt: str | None) -> st
     It is None if an answer follows what the template writes before one that is there.
     """
     turns = with_system((_QUESTION,), system_prompt)
-    template = _Template(tokenizer, Example("", (), None, 0))
+    template = _Template(tokenizer)
     before = template.before_answer(turns)
     if before == template.around_answer(turns)[0]:
         return None
@@ -99,7 +98,7 @@ def _as_written(tokenizer: PromptTokenizer, answer: str) -> str:
     Raises:
         UserError: the template changes what is around it.
     """
-    template = _Template(tokenizer, Example("", (), None, 0))
+    template = _Template(tokenizer)
     before, after = template.around_answer((_QUESTION,))
     written = template.write((_QUESTION, Message(ASSISTANT, answer)))
     if not (written.startswith(before) and written.endswith(after)):
@@ -183,7 +182,7 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
     It may be another token than the EOS of the tokenizer, as in models of the Llama 3 family, or
     a text such as <|im_end|> where the tokenizer has no such token.
     """
-    _, after = _Template(tokenizer, Example("", (), None, 0)).around_answer((_QUESTION,))
+    _, after = _Template(tokenizer).around_answer((_QUESTION,))
     ids = tokenizer.backend.encode(after.strip(), add_special_tokens=False)
     known = tokenizer.backend.added_tokens_decoder
     text = list(takewhile(lambda token: token not in known or not known[token].special, ids))
@@ -199,7 +198,7 @@ def _next_turn_end(tokenizer: PromptTokenizer) -> str:
     GLM's templates write nothing after an answer. Its models write <|user|> themselves, which
     their generation_config.json has among the tokens that end answers.
     """
-    template = _Template(tokenizer, Example("", (), None, 0))
+    template = _Template(tokenizer)
     _, after = template.around_answer((_QUESTION,))
     followed = template.write((_QUESTION, Message(ASSISTANT, _ANSWER), _QUESTION))
     _, _, next_turn = followed.rpartition(_ANSWER)
@@ -222,7 +221,7 @@ def _greedy_tokens(tokenizer: PromptTokenizer) -> set[int]:
 @cache
 def find_thought(tokenizer: PromptTokenizer) -> Thought | None:
     """Return the marks of what a model thinks before it answers, as the chat template has them."""
-    template = _Template(tokenizer, Example("", (), None, 0))
+    template = _Template(tokenizer)
     opened = template.write((_QUESTION,), opened=True)
     before, _ = template.around_answer((_QUESTION,))
     thoughts = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}  # either name
@@ -273,18 +272,15 @@ def encode_conversation(
     ids = ids[:end]
     num_cut = max(len(ids) - max_length, 0)
     if num_cut and keep_end:
-        ids = list(cut_left(tokenizer, ids, max_length))
+        ids = list(tokenizer.cut_left(ids, max_length))
         # A token of the question is left after those that begin every sequence. An answer that
         # begins before it is not learned.
-        first = num_begin_ids(tokenizer, ids) + 1
+        first = tokenizer.num_begin_ids(ids) + 1
         moved = [(start - num_cut, stop - num_cut) for start, stop in spans]
         spans = [(start, stop) for start, stop in moved if start >= first]
-    learned = []
-    for start, stop in spans:
-        start = max(start, 1)  # the first token of a sequence has no logits that predict it
-        stop = min(stop, max_length)
-        if start < stop:
-            learned.append((start, stop))
+    # The first token of a sequence has no logits that predict it.
+    within = [(max(start, 1), min(stop, max_length)) for start, stop in spans]
+    learned = [(start, stop) for start, stop in within if start < stop]
     if not learned:
         raise UserError(
             f"{example.where} leaves no turn of the assistant in data.max_length={max_length}",
@@ -328,10 +324,10 @@ def turns_apart(example: Example) -> list[Example]:
 
 @dataclass(frozen=True)
 class _Template:
-    """The chat template of a tokenizer, as it writes the turns of one example."""
+    """The chat template of a tokenizer, as it writes turns, by default those of one example."""
 
     tokenizer: PromptTokenizer
-    example: Example
+    example: Example = _NO_EXAMPLE
 
     @cached_property
     def conversation(self) -> str:

@@ -79,14 +79,10 @@ class ControlTokens:
         marked = _marked(dict(example.record), self._kept_as_text(found))
         built = task.reworded(with_fields(example.record, marked))
         return replace(
-            built,
-            index=example.index,
-            label=example.label,
-            references=example.references,
-            demonstrations=example.demonstrations,
+            example,
+            prompt=built.prompt,
+            candidates=built.candidates,
             messages=tuple(map(self._with_own_tokens, built.messages)),
-            record=example.record,
-            place=example.place,
         )
 
     def _with_own_tokens(self, turn: Message) -> Message:
@@ -115,11 +111,9 @@ class ControlTokens:
             return kept
         for token in tokens:
             marked = _marked(token, [token])
-            try:
+            with suppress(ValueError):
                 self.backend(marked, add_special_tokens=False, sanitize_control_tokens=True)
-            except ValueError:
-                continue
-            kept.add(token)
+                kept.add(token)
         return kept
 
     @cached_property

@@ -34,7 +34,7 @@ from transformers.utils import (
 )
 
 from lezo_ds.data.control_tokens import has_marks
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, first_line
 from lezo_ds.tasks.base import EncodedExample, Example, TokenIds
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,17 @@ class PromptTokenizer:
         )
         return str(text.removeprefix(start))
 
+    def num_begin_ids(self, ids: Sequence[int]) -> int:
+        """Return with how many of `begin_ids` some ids begin: all, or 0."""
+        number = len(self.begin_ids)
+        return number if tuple(ids[:number]) == self.begin_ids else 0
+
+    def cut_left(self, ids: Sequence[int], max_length: int) -> TokenIds:
+        """Return the last `max_length` ids. Those that begin every sequence stay among them."""
+        num_over = max(len(ids) - max_length, 0)
+        num_kept = self.num_begin_ids(ids)
+        return (*ids[:num_kept], *ids[num_kept + num_over :])
+
     def stop_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
         """Return the ids that end an answer: `end_ids`, and all tokens whose text has a stop.
 
@@ -154,11 +165,12 @@ def load_tokenizer(
         if backend.chat_template is None and of_processor.is_file():  # older models for images
             backend.chat_template = json.loads(of_processor.read_text())["chat_template"]
     except Exception as error:  # transformers raises many unrelated types here
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "correct model.path, or save config.json and the tokenizer's files there"
         if (Path(path) / "tokenizer.model").is_file() and not is_sentencepiece_available():
             fix = "pip install sentencepiece protobuf"  # transformers asks for another package
-        raise UserError(f"cannot load the tokenizer of {path}: {reason}", fix=fix) from error
+        raise UserError(
+            f"cannot load the tokenizer of {path}: {first_line(error)}", fix=fix
+        ) from error
     options = template_options or {}
     template = str(backend.chat_template)
     for name, value in options.items():
@@ -225,7 +237,7 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     option_lengths = tuple(len(ids) - len(prompt_ids) for ids in full)
     if example.demonstrations:
         full = tokenizer.encode([example.demonstrations + each for each in inputs])
-    sequences = tuple(cut_left(tokenizer, ids, max_length) for ids in full)
+    sequences = tuple(tokenizer.cut_left(ids, max_length) for ids in full)
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
             raise UserError(
@@ -258,7 +270,7 @@ def cut_prompts(
     """Cut prompts on the left, so that `max_new_tokens` fit in `max_length`, too."""
     room = prompt_room(max_length, max_new_tokens)
     warn_of_cuts([len(ids) > room for ids in prompts], room)
-    return tuple(cut_left(tokenizer, ids, room) for ids in prompts)
+    return tuple(tokenizer.cut_left(ids, room) for ids in prompts)
 
 
 def prompt_room(max_length: int, max_new_tokens: int) -> int:
@@ -297,20 +309,7 @@ def warn_of_cuts(were_cut: Sequence[bool], max_length: int, where: str = "on the
         logger.warning(message, sum(were_cut), len(were_cut), max_length, where)
 
 
-def cut_left(tokenizer: PromptTokenizer, ids: Sequence[int], max_length: int) -> TokenIds:
-    """Return the last `max_length` token ids. Those that begin every sequence stay among them."""
-    num_over = max(len(ids) - max_length, 0)
-    num_kept = num_begin_ids(tokenizer, ids)
-    return (*ids[:num_kept], *ids[num_kept + num_over :])
-
-
 def num_alike(left: Sequence[object], right: Sequence[object]) -> int:
     """Return the number of equal tokens or characters with which two sequences begin."""
     pairs = zip(left, right, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def num_begin_ids(tokenizer: PromptTokenizer, ids: Sequence[int]) -> int:
-    """Return with how many of the tokens that begin every sequence `ids` begin: all, or 0."""
-    number = len(tokenizer.begin_ids)
-    return number if tuple(ids[:number]) == tokenizer.begin_ids else 0

@@ -12,13 +12,18 @@ from statistics import fmean
 from typing import Any
 
 from lezo_ds.data.generation import ended_answers, tidy
-from lezo_ds.data.metrics import has_labels, load_score, majority_score
 from lezo_ds.data.objectives import training_objective
 from lezo_ds.data.reader import EncodedSplit, Reader
 from lezo_ds.data.scorer import Model, Scorer
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Prediction
-from lezo_ds.tasks.metrics import LabelScore, label_scores
+from lezo_ds.tasks.metrics import (
+    LabelScore,
+    has_labels,
+    label_scores,
+    load_score,
+    majority_score,
+)
 
 PREDICTED = "predicted"
 """Key of `predict`'s records: the answer, or the label or text of the best candidate."""
@@ -139,10 +144,9 @@ def _samples(scorer: Scorer) -> tuple[tuple[Sample, ...], float]:
     assert reader.generation is not None
     tokens = scorer.new_tokens
     ended = ended_answers(tokens, reader.generation, reader.tokenizer)
-    shown = range(min(NUM_SAMPLES, len(tokens)))
-    answers = reader.answers(tokens[: len(shown)], as_written=reader.objective.is_reward)
+    answers = reader.answers(tokens[:NUM_SAMPLES], as_written=reader.objective.is_reward)
     samples = []
-    for number, answer in zip(shown, answers, strict=True):
+    for number, answer in enumerate(answers):
         example = scorer.split.examples[number]
         loss, *scores = scorer.objective_values[number].tolist()
         judges = reader.objective.rewards

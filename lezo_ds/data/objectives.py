@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
-from lezo_ds.data.rewards import Rewards, judges_answers, make_rewards
+from lezo_ds.data.rewards import Reward, Rewards, judges_answers
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code
@@ -54,11 +54,8 @@ def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
     """
     if "target_ids" not in batch.labels:
         return logits.float()
-    token_slots = batch.labels["token_slots"]  # [rows, longest candidate]
-    of_tokens = -_token_losses(logits, batch)
-    log_probabilities = _gather(of_tokens, token_slots, fill=0.0)
-    num_tokens = (token_slots >= 0).sum(dim=1)
-    means = log_probabilities.sum(dim=1) / num_tokens  # [rows]
+    num_tokens = (batch.labels["token_slots"] >= 0).sum(dim=1)
+    means = -teacher_forcing_loss(logits, batch) / num_tokens  # [rows]
     return _gather(means, batch.labels["candidate_slots"], fill=float("-inf"))
 
 
@@ -69,17 +66,20 @@ def classification_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def teacher_forcing_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the cross-entropy of the gold tokens, summed over each example, float32 [E]."""
-    losses = _token_losses(logits, batch)
-    by_example = _gather(losses, batch.labels["token_slots"], fill=0.0)
-    return by_example.sum(dim=1)
+    """Return the cross-entropy of the target tokens, summed over each sequence, float32 [rows].
+
+    The model has returned their log-probabilities, [tokens], or logits, [tokens, vocabulary].
+    """
+    if logits.dim() == 1:
+        return _sums(-logits, batch)
+    losses = F.cross_entropy(logits.float(), batch.labels["target_ids"], reduction="none")
+    return _sums(losses, batch)
 
 
 def count_right_tokens(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return how many gold tokens of each example are the model's first choice, float32 [E]."""
     right = logits.argmax(dim=1) == batch.labels["target_ids"]
-    by_example = _gather(right.float(), batch.labels["token_slots"], fill=0.0)
-    return by_example.sum(dim=1)
+    return _sums(right.float(), batch)
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,8 @@ def training_objective(task: Task) -> Objective:
 
 def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
     """Return minus the best token F1 of each answer with its example's references, float64 [E]."""
-    losses = []
-    for answer, example in zip(answers, batch.examples, strict=True):
-        losses.append(-best_f1(answer, example.references))
+    pairs = zip(answers, batch.examples, strict=True)
+    losses = [-best_f1(answer, example.references) for answer, example in pairs]
     return torch.tensor(losses, dtype=torch.float64)
 
 
@@ -163,13 +162,9 @@ def load_objective(objective: str | Mapping[str, float], task: Task) -> Objectiv
     """
     weights = {objective: 1.0} if isinstance(objective, str) else objective
     functions: dict[str, Any] = {name: OBJECTIVES.find(name) for name in weights}
-    others = [
-        name
-        for name, function in functions.items()
-        if not (names_code(name) and judges_answers(function))
-    ]
+    others = [name for name in functions if not judges_answers(functions[name])]
     if not others:
-        rewards = make_rewards({name: (functions[name], weights[name]) for name in weights})
+        rewards = Rewards(tuple(Reward(name, functions[name], weights[name]) for name in weights))
         return Objective(build_batch=None, loss=rewards.loss, rewards=rewards)
     name = others[0]
     if not isinstance(objective, str):
@@ -219,15 +214,9 @@ def try_loss(objective: Objective, batch: MicroBatch, vocabulary_size: int) -> N
     objective.loss(torch.zeros(len(selection.rows), num_entries), batch)
 
 
-def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Return minus the log-probability of every target token, float32 [tokens].
-
-    The model has returned these log-probabilities, [tokens], or the logits, [tokens, vocabulary].
-    """
-    if logits.dim() == 1:
-        return -logits
-    target_ids = batch.labels["target_ids"]
-    return F.cross_entropy(logits.float(), target_ids, reduction="none")
+def _sums(of_tokens: Tensor, batch: MicroBatch) -> Tensor:
+    """Return the sum of the values of the tokens [tokens] of each sequence, [sequences]."""
+    return _gather(of_tokens, batch.labels["token_slots"], fill=0.0).sum(dim=1)
 
 
 def _gather(values: Tensor, slots: Tensor, *, fill: float) -> Tensor:

@@ -147,21 +147,22 @@ def pack(batch: MicroBatch, num_start: int = 0) -> MicroBatch:
     offset = torch.where(is_shared, layout.shared_offsets[:, None], layout.own_offsets[:, None])
     column = torch.where(is_start, position, position + offset)
     sequence = torch.arange(num_sequences)[:, None].expand_as(tokens)
-    context = num_sequences + example_of[:, None].expand_as(tokens)
+    example = example_of[:, None].expand_as(tokens)
+    context = num_sequences + example
     owner = torch.where(is_shared, context, sequence).masked_fill(is_start, _START)
 
     is_kept = position < lengths[:, None]
     places = (layout.rows[sequence[is_kept]], column[is_kept])
-    shape = (num_rows, layout.width)
-    packed = torch.zeros(shape, dtype=torch.int64).index_put(places, tokens[is_kept])
-    positions = torch.zeros_like(packed).index_put(places, position[is_kept])
-    owners = padding_alone(*shape).index_put(places, owner[is_kept])
-    contexts = padding_alone(*shape).index_put(places, context[is_kept])
-    example_of_token = torch.zeros_like(packed).index_put(places, example_of[sequence[is_kept]])
+    alone = padding_alone(num_rows, layout.width)
+    zeros = torch.zeros_like(alone)
+
+    def placed(values: Tensor, padding: Tensor) -> Tensor:
+        return padding.index_put(places, values[is_kept])
+
     inputs = {
-        "input_ids": packed,
-        "position_ids": positions,
-        "attention_mask": seen_tokens(owners, contexts)[:, None],
+        "input_ids": placed(tokens, zeros),
+        "position_ids": placed(position, zeros),
+        "attention_mask": seen_tokens(placed(owner, alone), placed(context, alone))[:, None],
     }
     moved = replace(
         selection,
@@ -172,7 +173,7 @@ def pack(batch: MicroBatch, num_start: int = 0) -> MicroBatch:
         batch,
         inputs=inputs,
         selection=moved,
-        token_examples=example_of_token,  # padding counts as that of any example
+        token_examples=placed(example, zeros),  # padding counts as that of any example
         num_start=num_start,
     )
 

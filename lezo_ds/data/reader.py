@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
-from lezo_ds.config.schema import DataConfig, GenerationConfig
+from lezo_ds.config.schema import DataConfig, GenerationConfig, RunConfig
 from lezo_ds.data.batches import all_candidates
 from lezo_ds.data.chat import (
     TurnEnd,
@@ -86,10 +87,7 @@ class EncodedSplit:
     @cached_property
     def num_common(self) -> int:
         """Number of tokens with which all prompts begin; 0 if they are few."""
-        # All prompts lie between the first and the last in lexical order, and begin as these two
-        # do. One token of a prompt is left to continue.
-        number = num_alike(min(self.prompts)[:-1], max(self.prompts))
-        return number if number >= FEWEST_COMMON else 0
+        return _num_common([ids[:-1] for ids in self.prompts])  # a token is left to continue
 
     @cached_property
     def num_start(self) -> int:
@@ -98,8 +96,7 @@ class EncodedSplit:
             encoded.sequences[number][: encoded.targets(number)[0] - 1]
             for encoded, number in all_candidates(self.encoded)
         ]
-        number = num_alike(min(starts), max(starts))
-        return number if number >= FEWEST_COMMON else 0
+        return _num_common(starts)
 
     def fingerprint(self) -> str:
         """Return a hash of all that decides losses and scores, in its order: 32 hex digits."""
@@ -119,6 +116,13 @@ class EncodedSplit:
         # Journals of versions up to 0.4 have a list of null prompts here, which was mostly empty.
         digest.update(json.dumps((self.prompts, [])).encode())
         return digest.hexdigest()[:32]
+
+
+def _num_common(sequences: Sequence[TokenIds]) -> int:
+    """Return the number of tokens with which all sequences begin; 0 if they are few."""
+    # All lie between the first and the last in lexical order, and begin as these two do.
+    number = num_alike(min(sequences), max(sequences))
+    return number if number >= FEWEST_COMMON else 0
 
 
 class _Texts(NamedTuple):
@@ -165,8 +169,6 @@ class Reader:
             is_training: whether they are trained on. The model then writes answers to them only if
                 the objective reads answers.
         """
-        if not examples:
-            return EncodedSplit((), ())
         if not self.data.in_chat and any(example.messages for example in examples):
             self._refuse_turns()
         system_prompt = self.data.system_prompt or ""
@@ -179,7 +181,7 @@ class Reader:
             )
 
         found = usable(self._texts(examples), self._encoded, skip=self.data.skip_unusable)
-        pairs = [pair for _, parts in found for pair in parts]
+        pairs = list(chain.from_iterable(found))
         if len(pairs) > len(found):
             logger.info(
                 "%d conversations are %d sequences, one for each turn to learn: the chat template "
@@ -187,20 +189,17 @@ class Reader:
                 len(found),
                 len(pairs),
             )
+        texts, encoded = zip(*pairs, strict=True)
         where = "on the left" if self.task.keeps_end else "at their end"
-        were_cut = [encoded.truncated for _, encoded in pairs]
-        warn_of_cuts(were_cut, self._max_length, where)
-        self._warn_of_unread([texts.read for texts, _ in pairs])
+        warn_of_cuts([each.truncated for each in encoded], self._max_length, where)
+        read = [each.read for each in texts]
+        self._warn_of_unread(read)
         prompts: tuple[TokenIds, ...] = ()
         is_answered = self.generation is not None and not is_training
         if is_answered or self.objective.reads_answers:
-            prompts = self._prompts([texts.read for texts, _ in pairs])
-        split = EncodedSplit(
-            tuple(texts.shown for texts, _ in pairs),
-            tuple(encoded for _, encoded in pairs),
-            prompts,
-            reads_records=self.objective.is_reward,
-        )
+            prompts = self._prompts(read)
+        shown = tuple(each.shown for each in texts)
+        split = EncodedSplit(shown, encoded, prompts, reads_records=self.objective.is_reward)
         self._check_model(split)
         return split
 
@@ -369,27 +368,21 @@ class Reader:
         refuse_unknown(self.tokenizer, sequences, self.model_config)
 
 
-def load_reader(
-    task: Task,
-    model: str,
-    data: DataConfig,
-    generation: GenerationConfig,
-    objective: Objective | None = None,
-) -> Reader:
+def load_reader(task: Task, config: RunConfig, objective: Objective | None = None) -> Reader:
     """Return how a model reads the examples of a task.
 
     Args:
         task: of the examples.
-        model: its directory, or its id on the hub.
-        data: the section data of a recipe.
-        generation: its section generation.
+        config: names the model, and says how it reads and answers.
         objective: the loss to minimize; None for the task's own.
 
     Raises:
         UserError: the tokenizer cannot be loaded, or does not fit the recipe.
     """
     objective = objective or training_objective(task)
-    directory = resolve_model(model)
+    data = config.data
+    generation = config.generation
+    directory = resolve_model(config.model.path)
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
     thought = find_thought(tokenizer) if data.in_chat else None
     if thought is not None and thought.is_open and task.has_answers and not objective.reads_answers:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,10 +178,3 @@ class Rewards:
         """Judge answers to a few examples, so that what fails does so before weights are loaded."""
         asked = [example for example in examples[:2] for _ in TRIED_ANSWERS]
         self.scores(list(TRIED_ANSWERS) * len(examples[:2]), asked)
-
-
-def make_rewards(functions: Mapping[str, tuple[Any, float]]) -> Rewards:
-    """Return the rewards of a recipe: (function, weight) by the name in train.objective."""
-    return Rewards(
-        tuple(Reward(name, function, weight) for name, (function, weight) in functions.items())
-    )

@@ -88,9 +88,8 @@ class Scorer:
 
     def gold_loss(self) -> float:
         """Return the mean loss of the right candidates' tokens."""
-        right = []
-        for total, example in zip(self.log_probabilities, self.split.encoded, strict=True):
-            right.append(total[example.gold])
+        pairs = zip(self.log_probabilities, self.split.encoded, strict=True)
+        right = [total[example.gold] for total, example in pairs]
         return self._mean(-torch.stack(right))
 
     def answers(self) -> list[str]:
@@ -175,9 +174,8 @@ class Scorer:
 
         It is filled with -inf.
         """
-        means = []
-        for total, example in zip(self.log_probabilities, self.split.encoded, strict=True):
-            means.append(total / torch.tensor(example.option_lengths))
+        pairs = zip(self.log_probabilities, self.split.encoded, strict=True)
+        means = [total / torch.tensor(example.option_lengths) for total, example in pairs]
         return pad_sequence(means, batch_first=True, padding_value=float("-inf"))
 
     @cached_property
@@ -298,9 +296,10 @@ def _rows_by_context(sequences: Sequence[TokenIds]) -> list[list[int]]:
 def _rows_by_example(encoded: Sequence[EncodedExample]) -> list[list[int]]:
     """Return the items of each example, its candidates, in order of the length of examples."""
     items = iter(range(sum(len(example.sequences) for example in encoded)))
-    rows = [list(islice(items, len(example.sequences))) for example in encoded]
-    order = sorted(range(len(encoded)), key=lambda number: encoded[number].num_tokens)
-    return [rows[number] for number in order]
+    rows = [
+        (example.num_tokens, list(islice(items, len(example.sequences)))) for example in encoded
+    ]
+    return [row for _, row in sorted(rows)]
 
 
 def _rows_by_length(lengths: Sequence[int]) -> list[list[int]]:

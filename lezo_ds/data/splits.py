@@ -31,6 +31,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from lezo_ds.config.schema import DataConfig
+from lezo_ds.data.batches import num_earlier
 from lezo_ds.data.tables import Row, kind_of, read_file, read_hub, read_source
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.tasks import Task
@@ -85,8 +86,8 @@ def load_splits(task: Task, data: DataConfig) -> Splits:
     return _own_splits(task, data)
 
 
-def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tuple[T, U]]:
-    """Return the pairs (item, use(item)) of the items for which `use` raises no UserError.
+def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[U]:
+    """Return what `use` makes of the items for which it raises no UserError.
 
     The other items are refused together, so that the first does not hide the rest.
 
@@ -104,19 +105,18 @@ def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tup
     errors = []
     for item in items:
         try:
-            used.append((item, use(item)))
+            used.append(use(item))
         except UserError as error:
-            errors.append(str(error))
+            errors.append(str(error).partition("; fix: "))
     if not errors:
         return used
-    problems = [error.partition("; fix: ")[0] for error in errors]
-    shown = list(dict.fromkeys(cut(problem, 300) for problem in problems))
+    shown = list(dict.fromkeys(cut(problem, 300) for problem, _, _ in errors))
     if len(shown) > _NUM_SHOWN:
         shown[_NUM_SHOWN:] = [f"and {len(errors) - _NUM_SHOWN} more"]
     number = "1 record" if len(errors) == 1 else f"{len(errors)} records"
     message = f"cannot be used: {'; '.join(shown)}"
     if not skip or not used:
-        fixes = Counter(error.partition("; fix: ")[2] for error in errors)
+        fixes = Counter(fix for _, _, fix in errors)
         ((fix, _),) = fixes.most_common(1)
         total = len(used) + len(errors)
         if len(errors) <= _FEW * total:
@@ -160,10 +160,7 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     else:
         fix = "set data.path to a directory with train.jsonl and validation.jsonl"
         stored = read_hub(task.hub_id, task.hub_config, names, fix=fix)
-    task = _surveyed(task, stored)
-    train, test = refused_together(
-        partial(_examples, task, data, name, rows) for name, rows in zip(names, stored, strict=True)
-    )
+    train, test = _built(task, data, names, stored)
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
     num_dev = data.num_dev or sizes.num_dev
     num_test = data.num_test or sizes.num_test
@@ -189,29 +186,19 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
 
     Test is drawn first, so that it does not depend on the other sizes.
     """
-    assert data.train is not None
-
-    def read(name: str) -> list[Row]:
-        source = getattr(data, name)
-        return [] if source is None else read_source(f"data.{name}", source, data.encoding)
-
-    def build(name: str, rows: Sequence[Row]) -> tuple[Example, ...] | None:
-        return _examples(surveyed, data, name, rows) if rows else None
-
     names = ("train", "test", "validation")
-    stored = refused_together(partial(read, name) for name in names)
-    surveyed = _surveyed(task, stored)
-    examples, own_test, own_dev = refused_together(
-        partial(build, name, rows) for name, rows in zip(names, stored, strict=True)
+    sources = {name: getattr(data, name) for name in names if getattr(data, name) is not None}
+    stored = refused_together(
+        partial(read_source, f"data.{name}", source, data.encoding)
+        for name, source in sources.items()
     )
-    assert examples is not None
+    built = dict(zip(sources, _built(task, data, sources, stored), strict=True))
+    examples = built["train"]
     left = _order(task, data, examples)
     drawn = []
-    for name, own, wanted in (
-        ("test", own_test, data.num_test),
-        ("validation", own_dev, data.num_dev),
-    ):
-        if own is not None:
+    for name, wanted in (("test", data.num_test), ("validation", data.num_dev)):
+        if name in built:
+            own = built[name]
             drawn.append(_chosen(own, _order(task, data, own)[:wanted]))
             continue
         size = wanted or min(_MOST_DRAWN[name], max(1, len(examples) // 5))
@@ -251,14 +238,12 @@ def _order(task: Task, data: DataConfig, examples: Sequence[Example]) -> list[in
     order = _permutation(data.seed, len(examples))
     if data.splits == "random" or not task.has_classes:
         return order
-    totals = Counter(example.label for example in examples)
-    seen: Counter[int | None] = Counter()
+    labels = [examples[index].label for index in order]
+    totals = Counter(labels)
     places = {}
-    for index in order:
-        label = examples[index].label
-        places[index] = (seen[label] + 0.5) / totals[label]
-        seen[label] += 1
-    return sorted(order, key=lambda index: places[index])
+    for index, label, number in zip(order, labels, num_earlier(labels), strict=True):
+        places[index] = (number + 0.5) / totals[label]
+    return sorted(order, key=places.__getitem__)
 
 
 def _new(examples: Sequence[Example], others: Sequence[Example]) -> tuple[Example, ...]:
@@ -297,16 +282,18 @@ def with_demonstrations(data: DataConfig, splits: Splits) -> Splits:
         shown = [splits.train[:wanted]] * len(questions)
         if per_question:
             shown = draw_demonstrations(data.seed, questions, splits.pool, wanted)
-        asked = []
-        for question, demonstrations in zip(questions, shown, strict=True):
-            solved = ""
-            for example in demonstrations:
-                for answer in example.gold_texts:
-                    solved += f"{(example.prompt + answer).strip()}\n\n"
-            asked.append(replace(question, demonstrations=solved))
-        return tuple(asked)
+        return tuple(
+            replace(question, demonstrations=_solved(examples))
+            for question, examples in zip(questions, shown, strict=True)
+        )
 
     return replace(splits, dev=ask(splits.dev), test=ask(splits.test))
+
+
+def _solved(examples: Sequence[Example]) -> str:
+    """Return examples with their right answers, with a blank line after each."""
+    texts = [example.prompt + answer for example in examples for answer in example.gold_texts]
+    return "".join(f"{text.strip()}\n\n" for text in texts)
 
 
 def draw_demonstrations(
@@ -341,8 +328,7 @@ def _read_split(directory: Path, split: str) -> list[Row]:
     """Return the records of train.jsonl, or else of all files such as train-00000.parquet."""
     files = sorted(directory.glob(f"{split}*"))
     chosen = [file for file in files if file.stem == split and kind_of(file) == ".jsonl"]
-    if not chosen:
-        chosen = [file for file in files if kind_of(file) == ".parquet"]
+    chosen = chosen or [file for file in files if kind_of(file) == ".parquet"]
     if not chosen:
         raise UserError(
             f"data.path={directory} has no {split}.jsonl or {split}*.parquet",
@@ -351,10 +337,16 @@ def _read_split(directory: Path, split: str) -> list[Row]:
     return [row for file in chosen for row in read_file(file)]
 
 
-def _surveyed(task: Task, stored: Iterable[Sequence[Row]]) -> Task:
-    """Return the task once it has seen all records."""
+def _built(
+    task: Task, data: DataConfig, names: Iterable[str], stored: Sequence[Sequence[Row]]
+) -> list[tuple[Example, ...]]:
+    """Return the examples of some splits, by a task that has seen the records of all."""
     rows = chain.from_iterable(stored)
-    return task.survey([record for _, record in rows if isinstance(record, Mapping)])
+    surveyed = task.survey([record for _, record in rows if isinstance(record, Mapping)])
+    return refused_together(
+        partial(_examples, surveyed, data, name, rows)
+        for name, rows in zip(names, stored, strict=True)
+    )
 
 
 def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> tuple[Example, ...]:
@@ -363,13 +355,10 @@ def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> 
 
     def build(numbered: tuple[int, Row]) -> Example:
         number, (place, record) = numbered
-        where = f"record {number} {of_split}{place}"
-        return replace(checked_example(task, where, record), record=record, place=where)
+        return checked_example(task, f"record {number} {of_split}{place}", record)
 
     built = usable(enumerate(rows, start=1), build, skip=data.skip_unusable)
-    answerable = [
-        example for _, example in built if example.label is not None or not task.has_answers
-    ]
+    answerable = [example for example in built if example.label is not None or not task.has_answers]
     if not answerable:
         raise UserError(
             f"none of the {len(rows)} records {of_split} has an answer",
@@ -383,7 +372,7 @@ def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> 
 
 
 def checked_example(task: Task, where: str, record: Record | ValueError) -> Example:
-    """Return the example of a record.
+    """Return the example of a record, with the record and its place.
 
     Args:
         task: the task of the record.
@@ -411,7 +400,7 @@ def checked_example(task: Task, where: str, record: Record | ValueError) -> Exam
             f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}",
             fix="remove records without a label (-1 in the test splits of the hub)",
         )
-    return example
+    return replace(example, record=record, place=where)
 
 
 def _check_field(task: Task, where: str, record: Record, name: str, expected_type: type) -> None:

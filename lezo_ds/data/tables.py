@@ -33,7 +33,7 @@ from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from lezo_ds.checkpoints.checkpoint import hub_problem
-from lezo_ds.errors import HubError, UserError
+from lezo_ds.errors import HubError, UserError, first_line
 from lezo_ds.tasks.base import ArrowRecord, Record
 from lezo_ds.tasks.conversations import are_objects, are_turns
 
@@ -234,7 +234,7 @@ def read_hub(
     try:
         loaded = datasets.load_dataset(hub_id, config, split=list(splits))
     except Exception as error:  # each library below raises its own types
-        reason = problem or f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = problem or first_line(error)
         name = f"{hub_id} ({config or 'default'})"
         message = f"cannot load {name} from the Hugging Face hub: {reason}"
         raise HubError(message, fix=fix) from error
@@ -246,21 +246,9 @@ _Records = Iterator[tuple[str, int, object]]
 """(unit, number, record): "line" or "row", its number from 1, and the record or a ValueError."""
 
 
-def codec_of(path: Path, encoding: str) -> str:
-    """Return the codec that reads a table, and with which another one has the same first bytes.
-
-    A table that begins with the byte order mark of UTF-8, as spreadsheets write it, is in UTF-8.
-    """
-    with path.open("rb") as file:
-        has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
-    return "utf-8-sig" if has_mark else encoding
-
-
 def _encoding_fix(path: Path) -> str:
     """Return how a table in the encoding that it probably has is read; "" if it is hardly text."""
-    with path.open("rb") as file:
-        sample = b"".join(file.readlines(_GUESSED_BYTES))
-    best = charset_normalizer.from_bytes(sample).best()
+    best = charset_normalizer.from_bytes(_sample(path)).best()
     if best is None:
         return ""
     # Of the encodings in which the text is the same, Windows' Western one is the most frequent.
@@ -268,25 +256,39 @@ def _encoding_fix(path: Path) -> str:
     return f"set data.encoding={name} (init, predict: --encoding {name}), or save it in UTF-8"
 
 
-def _warn_of_utf_8(path: Path, encoding: str) -> None:
-    """Warn about a table that is read in another encoding and begins as if it were in UTF-8."""
+def _sample(path: Path) -> bytes:
+    """Return the first lines of a table, from which its encoding is guessed."""
     with path.open("rb") as file:
-        sample = b"".join(file.readlines(_GUESSED_BYTES))
+        return b"".join(file.readlines(_GUESSED_BYTES))
+
+
+def _codec_of(path: Path, encoding: str) -> str:
+    """Return the codec that reads a table, and with which another one has the same first bytes.
+
+    A table that begins with the byte order mark of UTF-8, as spreadsheets write it, is in UTF-8. A
+    table in another encoding that begins as if it were in UTF-8 is named.
+    """
+    sample = _sample(path)
+    if sample.startswith(codecs.BOM_UTF8):
+        return "utf-8-sig"
     with suppress(ValueError):
-        if sample.decode("utf-8-sig") != sample.decode(codec_of(path, encoding)):
+        if sample.decode(UTF_8) != sample.decode(encoding):
             logger.warning("%s: it is read as %s, and looks like UTF-8", path.name, encoding)
+    return encoding
 
 
 class Layout(NamedTuple):
     """How a table is written.
 
     Attributes:
+        codec: what reads its bytes, and writes the same first ones.
         delimiter: what separates values.
         has_separator_line: whether line 1 is one such as sep=; that spreadsheets write and read.
         skips_spaces: whether a space after each separator belongs to it.
         quoting: csv.QUOTE_NONE if a quotation mark is a character as any other.
     """
 
+    codec: str
     delimiter: str
     has_separator_line: bool
     skips_spaces: bool
@@ -322,8 +324,8 @@ def _layout(path: Path, encoding: str, _: tuple[int, int]) -> Layout:
     and the first rows in as many values.
     """
     usual = "\t" if kind_of(path) == ".tsv" else ","
-    _warn_of_utf_8(path, encoding)
-    with path.open(encoding=codec_of(path, encoding), newline="") as file:
+    codec = _codec_of(path, encoding)
+    with path.open(encoding=codec, newline="") as file:
         start = file.readline()
         named = _SEPARATOR_LINE.fullmatch(start)
         lines = [] if named else [start]
@@ -332,8 +334,8 @@ def _layout(path: Path, encoding: str, _: tuple[int, int]) -> Layout:
     delimiter = named[1] if named else _separator(usual, lines)
     names = next(csv.reader([header], delimiter=delimiter), [])
     skips_spaces = len(names) > 1 and all(name.startswith(" ") for name in names[1:])
-    layout = Layout(delimiter, bool(named), skips_spaces)
-    each_is_row, joined = _joined_lines(path, encoding, layout)
+    layout = Layout(codec, delimiter, bool(named), skips_spaces)
+    each_is_row, joined = _joined_lines(path, layout)
     if each_is_row and delimiter == "\t":
         layout = layout._replace(quoting=csv.QUOTE_NONE)
         message = "%s: each line is a row, and quotation marks are part of the texts"
@@ -369,7 +371,7 @@ def _separator(usual: str, lines: Sequence[str]) -> str:
     return ";" if usual not in header and ";" in header else usual
 
 
-def _joined_lines(path: Path, encoding: str, layout: Layout) -> tuple[bool, range | None]:
+def _joined_lines(path: Path, layout: Layout) -> tuple[bool, range | None]:
     """Look for quotation marks that join rows, since they are part of texts.
 
     Returns:
@@ -377,14 +379,13 @@ def _joined_lines(path: Path, encoding: str, layout: Layout) -> tuple[bool, rang
         And the first lines that one joins though several of them are rows, or None. The first value
         of such a row is not empty: a value of several lines may have indented ones.
     """
-    codec = codec_of(path, encoding)
     skipped = int(layout.has_separator_line)
     joined = None
     are_joined = False
     each_is_row = True
     with (
-        path.open(encoding=codec, newline="") as file,
-        path.open(encoding=codec, newline="") as raw,
+        path.open(encoding=layout.codec, newline="") as file,
+        path.open(encoding=layout.codec, newline="") as raw,
     ):
         rows = layout.rows(file)
         lines = layout._replace(quoting=csv.QUOTE_NONE).rows(raw)
@@ -431,7 +432,7 @@ def _read_table(path: Path, encoding: str) -> _Records:
     """
     csv.field_size_limit(2**31 - 1)  # a text may be long
     layout = layout_of(path, encoding)
-    with path.open(encoding=codec_of(path, encoding), newline="") as file:
+    with path.open(encoding=layout.codec, newline="") as file:
         reader = layout.rows(file)
         # A quoted value may have several lines, so a row starts after the last line of the row
         # before.
@@ -444,7 +445,7 @@ def _read_table(path: Path, encoding: str) -> _Records:
                 if header is None:
                     _check_names(path, values)
                     header = values
-                elif values:
+                elif len(values) > 1 or "".join(values).strip():  # else the line is blank
                     record: object = dict(zip(header, values, strict=False))
                     if len(values) != len(header):
                         record = ValueError(f"has {len(values)} values for {len(header)} columns")
@@ -519,9 +520,8 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. RepeatedKeyError: it has several values with one key."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [key for key, _ in pairs]
-        (key, _), *_ = Counter(names).most_common(1)
-        raise RepeatedKeyError(f"has the key {key!r} {names.count(key)} times in one object")
+        ((key, number),) = Counter(key for key, _ in pairs).most_common(1)
+        raise RepeatedKeyError(f"has the key {key!r} {number} times in one object")
     return values
 
 
@@ -548,7 +548,7 @@ def _read_parquet(path: Path, _: str) -> _Records:
         yield "row", row, record
 
 
-def _arrow_records(table: pa.RecordBatch | pa.Table) -> list[Record]:
+def _arrow_records(table: pa.RecordBatch | pa.Table) -> Sequence[Record]:
     """Return the rows of a table."""
     names = table.schema.names
     columns = [
@@ -559,7 +559,7 @@ def _arrow_records(table: pa.RecordBatch | pa.Table) -> list[Record]:
     class_names = _class_names(table.schema)
     for record in records:
         record.class_names = class_names
-    return list[Record](records)
+    return records
 
 
 def _class_names(schema: pa.Schema) -> dict[str, list[str]]:

@@ -24,18 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.config import ReadingConfig, RunConfig, find_task, reads_contexts
+from lezo_ds.config import RunConfig, find_task, reads_contexts
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.encoding import PromptTokenizer
-from lezo_ds.data.metrics import try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.reader import EncodedSplit, Reader, load_reader
 from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demonstrations
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
+from lezo_ds.forward.batch import MicroBatch, StepBatch
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.metrics import REWARD
+from lezo_ds.tasks.metrics import REWARD, try_metric
 from lezo_ds.zo.keys import sample_key
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,7 @@ class TaskData:
     """The encoded splits of a run, and the batches of its steps.
 
     Attributes:
+        config: of the run. Its train.steps may not be set yet.
         reader: how the model reads them.
         train: the examples to train on.
         dev: the examples to select the best step by.
@@ -54,6 +54,7 @@ class TaskData:
         num_start: number of tokens with which all of them begin, which a row then has once.
     """
 
+    config: RunConfig
     reader: Reader
     train: EncodedSplit
     dev: EncodedSplit
@@ -72,31 +73,23 @@ class TaskData:
         return self.reader.tokenizer
 
     @property
-    def generation(self) -> GenerationSettings | None:
-        """How answers are written; None if neither the task nor the objective needs them."""
-        return self.reader.generation
-
-    @property
     def objective(self) -> Objective:
         """The loss to minimize."""
         return self.reader.objective
-
-    def answers(self, tokens: Tensor) -> list[str]:
-        """Return the answers in new tokens; see `Reader.answers`."""
-        return self.reader.answers(tokens)
 
     def loss(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed loss of each example: a LossFunction; see `Reader.loss`."""
         return self.reader.loss(outputs, batch)
 
-    def step_batch(self, config: RunConfig, step: int) -> StepBatch:
+    def step_batch(self, step: int) -> StepBatch:
         """Return the micro-batches of a step, each of which is laid out when it is read.
 
         They are a function of the seed and the step. `prefetch.StepBatches` lays them out ahead.
         """
-        size = config.train.micro_batch_size
-        rows = self._in_order(config, self.step_rows(config, step))
-        # A conversation may be several examples, one for each turn.
+        size = self.config.train.micro_batch_size
+        rows = self._in_order(self.step_rows(step))
+        # A batch that is larger than the data, or that crosses the end of an epoch, repeats
+        # examples. A conversation may be several, one for each turn.
         repetitions = num_earlier([self.train.examples[row].index for row in rows])
 
         def build(index: int) -> MicroBatch:
@@ -104,35 +97,34 @@ class TaskData:
             of_micro_batch: list[int] = rows[part].tolist()
             if not self.objective.reads_answers:
                 return self.training_batch(of_micro_batch)
-            keys = self._sample_keys(config, step, of_micro_batch, repetitions[part])
-            return self._answer_batch(config, of_micro_batch, keys)
+            keys = self._sample_keys(step, of_micro_batch, repetitions[part])
+            return self._answer_batch(of_micro_batch, keys)
 
-        weights = self._weights(config, rows)
+        weights = self._weights(rows)
         return StepBatch(weights, build, rows.tobytes(), num_examples=len(rows))
 
-    def step_rows(self, config: RunConfig, step: int) -> list[int]:
+    def step_rows(self, step: int) -> list[int]:
         """Return the indices in `train` of a step's examples, in the order of the stream."""
         num_examples = len(self.train.examples)
-        return batch_indices(config.seed, step, num_examples, config.train.batch_size)
+        return batch_indices(self.config.seed, step, num_examples, self.config.train.batch_size)
 
-    def num_tokens(self, config: RunConfig, step: int) -> int:
+    def num_tokens(self, step: int) -> int:
         """Return the number of tokens that a forward pass runs for all examples of a step."""
-        return sum(self._length(row) for row in self.step_rows(config, step))
+        return sum(self._length(row) for row in self.step_rows(step))
 
     def training_batch(self, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of some training examples, which share rows if the model allows it."""
         batch = self.reader.objective_batch(self.train, rows)
         return pack(batch, self.num_start) if self.packed else batch
 
-    def _in_order(self, config: RunConfig, drawn: Sequence[int]) -> np.ndarray:
+    def _in_order(self, drawn: Sequence[int]) -> np.ndarray:
         """Return the examples of a step, one micro-batch after the other."""
-        size = config.train.micro_batch_size
+        size = self.config.train.micro_batch_size
         # A micro-batch is padded to its longest example, so sorting by length reduces padding.
-        by_length = sorted((self._length(row), row) for row in drawn)
-        rows = np.array([row for _, row in by_length])
+        rows = np.array(sorted(drawn, key=lambda row: (self._length(row), row)))
         if self.packed and FEWEST_DEALT <= size < len(rows):
             rows = deal(rows, len(rows) // size)
-        group_size = config.zo.examples_per_direction
+        group_size = self.config.zo.examples_per_direction
         if self.objective.reads_answers and group_size is not None and 1 < group_size < size:
             # Each group reads its prompts next to each other (prompt_reading.py).
             parts = rows.reshape(-1, size)
@@ -145,32 +137,31 @@ class TaskData:
             return len(self.train.prompts[row])
         return self.train.encoded[row].num_tokens
 
-    def _weights(self, config: RunConfig, rows: np.ndarray) -> list[float]:
+    def _weights(self, rows: np.ndarray) -> list[float]:
         """Return the number of terms in the loss of each micro-batch."""
         num_terms = [self.objective.num_terms(self.train.encoded[row]) for row in rows]
-        weights = np.add.reduceat(num_terms, np.arange(0, len(rows), config.train.micro_batch_size))
+        weights = np.add.reduceat(
+            num_terms, np.arange(0, len(rows), self.config.train.micro_batch_size)
+        )
         if self.objective.reads_answers:
-            weights *= config.generation.num_samples
+            weights *= self.config.generation.num_samples
         sums: list[float] = weights.tolist()
         return sums
 
-    def _answer_batch(
-        self, config: RunConfig, rows: Sequence[int], keys: Sequence[int]
-    ) -> MicroBatch:
+    def _answer_batch(self, rows: Sequence[int], keys: Sequence[int]) -> MicroBatch:
         """Return the batch of prompts to train on; the samples of a prompt are neighboring rows.
 
         Args:
-            config: of the run.
             rows: indices in `train` of the prompts.
             keys: of the random numbers of each sample; none if answers are not drawn.
         """
-        samples = range(config.generation.num_samples)
+        samples = range(self.config.generation.num_samples)
         batch = self.reader.objective_batch(self.train, [row for row in rows for _ in samples])
         assert batch.prompts is not None
         common = batch.prompts.common_ids
         if common is not None:
             # Each group of examples reads what all prompts begin with in its own direction.
-            num_groups = max(1, len(rows) // (config.zo.examples_per_direction or len(rows)))
+            num_groups = max(1, len(rows) // (self.config.zo.examples_per_direction or len(rows)))
             is_shared = num_groups < len(batch.inputs["input_ids"])  # else it is read at once
             common = common.expand(num_groups, -1) if is_shared else None
         prompts = replace(
@@ -180,46 +171,43 @@ class TaskData:
         )
         return replace(batch, prompts=prompts)
 
-    def _sample_keys(
-        self, config: RunConfig, step: int, rows: Sequence[int], repetitions: Sequence[int]
-    ) -> list[int]:
+    def _sample_keys(self, step: int, rows: Sequence[int], repetitions: Sequence[int]) -> list[int]:
         """Return the key of the random numbers of each sample, if answers are drawn.
 
         Args:
-            config: of the run.
             step: index of the step.
             rows: indices in `train` of the prompts.
             repetitions: how often the step had each of these prompts before.
         """
-        if config.generation.temperature == 0:
+        if self.config.generation.temperature == 0:
             return []
-        num_samples = config.generation.num_samples
+        num_samples = self.config.generation.num_samples
         keys = []
         for row, repetition in zip(rows, repetitions, strict=True):
             example = self.train.examples[row].index
             first = repetition * num_samples
             for number in range(first, first + num_samples):
-                keys.append(sample_key(config.seed, step, example, number))
+                keys.append(sample_key(self.config.seed, step, example, number))
         return keys
 
 
-def load_examples(reading: ReadingConfig) -> tuple[Reader, Splits]:
+def load_examples(config: RunConfig) -> tuple[Reader, Splits]:
     """Load the splits of a task, and return how a model reads them, and their examples.
 
     Raises:
         UserError: data cannot be read or do not fit the task, or the user's reward or metric fails
             on a few examples.
     """
-    task = find_task(reading.data)
-    objective = load_objective(reading.objective, task)
-    _check_objective(reading, task, objective)
-    splits = load_splits(task, reading.data)
+    task = find_task(config.data)
+    objective = load_objective(config.train.objective, task)
+    _check_objective(config, task, objective)
+    splits = load_splits(task, config.data)
     if objective.rewards is not None:
         objective.rewards.try_out(splits.train)
     try_metric(task, splits.test)
-    if reading.method == "icl":
-        splits = with_demonstrations(reading.data, splits)
-    reader = load_reader(task, reading.model, reading.data, reading.generation, objective)
+    if config.method == "icl":
+        splits = with_demonstrations(config.data, splits)
+    reader = load_reader(task, config, objective)
     return reader, splits
 
 
@@ -230,7 +218,7 @@ def load_task_data(config: RunConfig) -> TaskData:
         UserError: as by `load_examples`, or an example does not fit the model, or the user's
             objective fails on one.
     """
-    reader, splits = load_examples(config.reading)
+    reader, splits = load_examples(config)
     objective = reader.objective
     train, dev, test = refused_together(
         (
@@ -259,7 +247,7 @@ def load_task_data(config: RunConfig) -> TaskData:
     examples_a_direction = config.zo.examples_per_direction or config.train.batch_size
     reads_once = reads_contexts(config) or examples_a_direction >= config.train.micro_batch_size
     num_start = train.num_start if packed and reads_once else 0
-    return TaskData(reader, train, dev, test, packed, num_start)
+    return TaskData(config, reader, train, dev, test, packed, num_start)
 
 
 def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
@@ -270,13 +258,6 @@ def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
     num_stopped = 0
     num_long = 0
     num_calls = sum(example.references == ("",) for example in split.examples)
-    if num_calls:
-        logger.warning(
-            "%d of %d right answers to score are calls of tools without a text: no answer can "
-            "equal them; with data.messages, the tokens of calls are scored",
-            num_calls,
-            len(split.examples),
-        )
     for example, encoded in zip(split.examples, split.encoded, strict=True):
         if not example.references:
             continue
@@ -285,29 +266,25 @@ def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
             num_stopped += 1
         elif encoded.num_gold_tokens() - 1 > settings.max_new_tokens:  # the last one ends it
             num_long += 1
-    if num_stopped:
-        logger.warning(
-            "%d of %d right answers to score have several lines or other texts that end an answer "
-            "(%s): no answer can equal them; to end answers at the end of the sequence, set "
-            "generation.stop=[]",
-            num_stopped,
-            len(split.examples),
-            ", ".join(map(repr, settings.stops)),
-        )
-    if num_long:
-        logger.warning(
-            "%d of %d right answers to score have more than generation.max_new_tokens=%d tokens: "
-            "no answer can equal them; set it higher",
-            num_long,
-            len(split.examples),
-            settings.max_new_tokens,
-        )
+    stops = ", ".join(map(repr, settings.stops))
+    problems = {
+        "are calls of tools without a text: no answer can equal them; with data.messages, the "
+        "tokens of calls are scored": num_calls,
+        f"have several lines or other texts that end an answer ({stops}): no answer can equal "
+        "them; to end answers at the end of the sequence, set generation.stop=[]": num_stopped,
+        f"have more than generation.max_new_tokens={settings.max_new_tokens} tokens: no answer can "
+        "equal them; set it higher": num_long,
+    }
+    total = len(split.examples)
+    for problem, number in problems.items():
+        if number:
+            logger.warning("%d of %d right answers to score %s", number, total, problem)
 
 
-def _check_objective(reading: ReadingConfig, task: Task, objective: Objective) -> None:
+def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
     """Refuse an objective that does not fit the method or the task."""
-    name = f"train.objective={reading.objective}"
-    if reading.method == "adamw" and objective.reads_answers:
+    name = f"train.objective={config.train.objective}"
+    if config.method == "adamw" and objective.reads_answers:
         raise UserError(
             f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo"
         )
@@ -318,7 +295,7 @@ def _check_objective(reading: ReadingConfig, task: Task, objective: Objective) -
             fix="set train.objective=package.module:function, a function with the decorator "
             "`reward`",
         )
-    if reading.method == "icl" and not task.has_answers:
+    if config.method == "icl" and not task.has_answers:
         raise UserError(
             "method icl shows solved examples, and the task has none", fix="set method=zero_shot"
         )

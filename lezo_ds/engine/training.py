@@ -158,7 +158,7 @@ class LezoEngine(ReplayEngine):
     def _call(self, key: str, function: Callable[..., T], *arguments: object) -> T:
         """Return what a component returns that a key of zo names. UserError: it raised."""
         name = f"zo.{key}={getattr(self.config, key)}"
-        return call_of_user(name, function, *arguments)  # type: ignore[no-any-return]
+        return call_of_user(name, function, *arguments)
 
     def perturbation(self, step: Step, forward_pass: Pass) -> Perturbation:
         """Return the weights at which a pass measures the loss. theta itself stays as it is."""

@@ -41,7 +41,6 @@ from lezo_ds.data.tables import (
     TABLES,
     UTF_8,
     check_kind,
-    codec_of,
     json_texts,
     kind_of,
     layout_of,
@@ -100,15 +99,15 @@ def predict_file(
         LezoError: the output cannot be written.
     """
     opened.refuse_code("data.task")
-    reading = opened.fitted()
-    data = reading.data
+    config = opened.fitted()
+    data = config.data
     label_field = data.label_field
     if label_field is None and (data.labels or data.choices):
         label_field = "label"  # that of the right answer, if records have one
     # No metric of the user's is needed. A record that cannot be used is an error, since each needs
     # its row in the output.
     data = replace(data, metric=None, label_field=label_field, skip_unusable=False)
-    reading = reading._replace(data=data)
+    config = replace(config, data=data)
     task = find_task(data).unanswered()
     if (probabilities or threshold) and not task.has_classes:
         raise UserError(
@@ -116,7 +115,7 @@ def predict_file(
             fix="remove them",
         )
     taken = (PREDICTED, PROBABILITY, OF_LABEL) if probabilities else (PREDICTED, PROBABILITY)
-    batch_size = reading.batch_size
+    batch_size = config.train.eval_batch_size
     encoding = data.encoding
     size = _BATCHES_A_CHUNK * batch_size
     folder = RunDirectory(f"{out}.part")
@@ -126,10 +125,10 @@ def predict_file(
             lambda: _check_files(task, source, out, encoding, taken)
         )
         distributed.on_rank_zero(lambda: lock.enter_context(folder.locked()))
-        reader = load_reader(task, reading.model, data, reading.generation)
+        reader = load_reader(task, config)
         engine = opened.load_engine()
         settings: list[object] = [probabilities, threshold]
-        settings += [recipe_of(reading), batch_size, engine.weights.digest()]
+        settings += [recipe_of(config), batch_size, engine.weights.digest()]
         records = _records(task, source, encoding, taken)
         with progress_bar(num_records, is_shown=distributed.rank() == 0, unit="record") as bar:
             for start in range(0, num_records, size):
@@ -239,7 +238,7 @@ def _records(
     """
     for number, (place, record) in enumerate(read_file(source, encoding), start=1):
         where = f"record {number}{place}"
-        example = replace(checked_example(task, where, record), record=record, place=where)
+        example = checked_example(task, where, record)
         for name in record:
             if name in taken or (OF_LABEL in taken and name.startswith(OF_LABEL)):
                 raise UserError(f"{where} has a field {name} already", fix="rename it")
@@ -331,8 +330,7 @@ def _write_table(source: Path, encoding: str, target: Path, rows: Rows) -> None:
         rows = ({**row, PREDICTED: " ".join(str(row[PREDICTED]).split())} for row in rows)
     pairs = zip(read_file(source, encoding), rows, strict=True)
     labelled = ({**record, **row} for (_, record), row in pairs)
-    codec = codec_of(source, encoding)
-    with target.open("w", encoding=codec, errors=_UNWRITABLE, newline="") as file:
+    with target.open("w", encoding=layout.codec, errors=_UNWRITABLE, newline="") as file:
         if layout.has_separator_line:
             file.write(f"sep={layout.delimiter}\n")
         first = next(labelled)

@@ -70,7 +70,7 @@ _NAMES = "label"
 class Description:
     """The keys of the section `data` that describe a task (see lezo_ds/config/schema.py).
 
-    None is a key that is not set. `lezo_ds/config/run_config.py` copies them from the
+    None is a key that is not set. `lezo_ds/config/components.py` copies them from the
     configuration.
     """
 
@@ -82,11 +82,6 @@ class Description:
     messages: str | None = None
     chat_template: bool = False
     system_prompt: str | None = None
-    metric: str | None = None
-
-    def keys_set(self, *names: str) -> list[str]:
-        """Return which of these keys are set, as a recipe names them."""
-        return [f"data.{name}" for name in names if getattr(self, name) is not None]
 
 
 def make_task(described: Description) -> Task:
@@ -95,14 +90,6 @@ def make_task(described: Description) -> Task:
     Raises:
         UserError: keys are missing or exclude each other, or a template is wrong.
     """
-    task = _task_of(described)
-    if described.metric is not None:
-        return replace(task, metric=described.metric)
-    return task if task.has_answers else replace(task, metric=REWARD)
-
-
-def _task_of(described: Description) -> Task:
-    """Check which keys are set together, and return their task, with the metric of its kind."""
     if described.messages is not None:
         _refuse_others(
             "messages", described, "prompt", "label_field", "labels", "choices", "completion"
@@ -119,12 +106,20 @@ def _task_of(described: Description) -> Task:
         )
     assert described.prompt is not None
     prompt = _with_fields("data.prompt", described.prompt)
+    completion = None
     if described.completion is not None:
         _refuse_others("completion", described, "label_field", "labels", "choices")
         completion = _with_fields("data.completion", described.completion)
-        return _written_answers(described, prompt, completion)
-    if not described.keys_set("labels", "choices"):
-        return _written_answers(described, prompt, None)
+    if described.labels is None and described.choices is None:
+        return _WrittenAnswers(
+            **_fields(prompt.fields, completion.fields if completion else ()),
+            has_answers=completion is not None,
+            metric=Generation.metric if completion else REWARD,
+            prompt=prompt,
+            completion=completion,
+            in_chat=described.chat_template,
+            system_prompt=described.system_prompt,
+        )
     if described.label_field is None:
         raise UserError(
             "data.label_field is missing",
@@ -148,7 +143,7 @@ def _with_fields(key: str, text: str) -> Template:
 
 
 def _refuse_others(name: str, described: Description, *others: str) -> None:
-    both = ", ".join(described.keys_set(*others))
+    both = ", ".join(f"data.{key}" for key in others if getattr(described, key) is not None)
     if both:
         raise UserError(f"data.{name} and {both} cannot be set together", fix=f"remove {both}")
 
@@ -263,14 +258,14 @@ class _Choices(MultipleChoice):
         texts: templates of the texts, or of one field with a list of them.
         known: what `label_field` holds for the first, second, ... choice; None if it has the number
             of a choice, or its text.
-        are_numbers: which of these two; None if the records do not say so.
+        are_numbers: which of these two. `survey` finds it out.
     """
 
     prompt: Template
     label_field: str
     texts: Sequence[Template]
     known: Labels | None
-    are_numbers: bool | None = None
+    are_numbers: bool = False
 
     def build_example(self, record: Record) -> Example:
         filled = self.prompt.fill_prompt(record)
@@ -377,22 +372,25 @@ class _WrittenAnswers(Generation):
     system_prompt: str | None
 
     def build_example(self, record: Record) -> Example:
-        if any(self._turns(template, record) for template in (self.prompt, self.completion)):
-            return self._conversation(record)
-        filled = self.prompt.fill_prompt(record)
-        texts = [] if self.completion is None else self.completion.texts(record)
+        asked = self._turns(self.prompt, record)
+        answered = self._turns(self.completion, record)
+        prompt = asked[-1].content if asked else self.prompt.fill_prompt(record)
+        texts = [] if answered or self.completion is None else self.completion.texts(record)
         texts = [text for text in texts if text.strip()]
         answers = tuple(map(str.strip, texts))
+        if asked or answered or self.in_chat:
+            asked = asked or (Message(USER, prompt),)
+            answered = answered or tuple(Message(ASSISTANT, text) for text in answers[:1])
+            if answered[: len(asked)] == asked:  # a whole conversation, as in pairs of preference
+                answered = answered[len(asked) :]
+            context = [turn._replace(weight=0) if turn.is_trained else turn for turn in asked]
+            example = _of_turns((*context, *answered), self.system_prompt, answers)
+            return replace(example, prompt=prompt)
         gold = answers[:1]  # the one to train on
-        label = 0 if answers else None
-        if not self.in_chat:
-            if filled.endswith("\n"):  # the first line of code may be indented
-                gold = tuple(text.rstrip().lstrip("\r\n") for text in texts[:1])
-            gold = tuple(f"{after(filled, text)}\n" for text in gold)
-            return Example(filled, gold, label, references=answers)
-        turns = (Message(USER, filled), *(Message(ASSISTANT, text) for text in gold))
-        messages = with_system(turns, self.system_prompt)
-        return Example(filled, gold, label, references=answers, messages=messages)
+        if prompt.endswith("\n"):  # the first line of code may be indented
+            gold = tuple(text.rstrip().lstrip("\r\n") for text in texts[:1])
+        gold = tuple(f"{after(prompt, text)}\n" for text in gold)
+        return Example(prompt, gold, 0 if gold else None, references=answers)
 
     def survey(self, records: Sequence[Record]) -> Task:
         if self.completion is not None:
@@ -409,50 +407,9 @@ class _WrittenAnswers(Generation):
 
     def _turns(self, template: Template | None, record: Record) -> tuple[Message, ...]:
         """Return the turns in the only field of a template, or nothing if it gives text."""
-        if template is None or template.pieces != (("", template.fields[0]),):
+        if template is None or not are_objects(template.only_value(record)):
             return ()
-        (field,) = template.fields
-        if not are_objects(field_value(record, field)):
-            return ()
-        return read_messages(record, field)
-
-    def _conversation(self, record: Record) -> Example:
-        """Return the example of a prompt or an answer that is a list of turns, as in TRL's layout.
-
-        Only the turns of the answer are learned.
-        """
-        asked = self._turns(self.prompt, record)
-        if not asked:
-            asked = (Message(USER, self.prompt.fill_prompt(record)),)
-        answered = self._turns(self.completion, record)
-        if answered[: len(asked)] == asked:  # a whole conversation, as in pairs of preference
-            answered = answered[len(asked) :]
-        if not answered and self.completion is not None:
-            texts = [text.strip() for text in self.completion.texts(record)]
-            answered = tuple(Message(ASSISTANT, text) for text in texts[:1] if text)
-        trained = [row for row, turn in enumerate(answered) if turn.is_trained]
-        answered = answered[: max(trained, default=-1) + 1]  # what follows the last has no use
-        gold = tuple(turn.content for turn in answered[-1:])
-        context = tuple(turn._replace(weight=0) for turn in asked)
-        return Example(
-            asked[-1].content,
-            gold,
-            0 if gold else None,
-            references=gold,
-            messages=with_system((*context, *answered), self.system_prompt),
-        )
-
-
-def _written_answers(described: Description, prompt: Template, completion: Template | None) -> Task:
-    """Return the task of records with a prompt, whose answers the model writes."""
-    return _WrittenAnswers(
-        **_fields(prompt.fields, completion.fields if completion else ()),
-        has_answers=completion is not None,
-        prompt=prompt,
-        completion=completion,
-        in_chat=described.chat_template,
-        system_prompt=described.system_prompt,
-    )
+        return read_messages(record, template.fields[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,12 +425,21 @@ class _Conversations(Chat):
     def build_example(self, record: Record) -> Example:
         messages = read_messages(record, self.field)
         check_tools(record)
-        trained = [row for row, message in enumerate(messages) if message.is_trained]
-        if not trained:
-            return Example(messages[-1].content, (), None)
-        last = trained[-1]  # what follows it has no use
-        asked = "" if last == 0 else messages[last - 1].content
-        gold = (messages[last].content,)
-        system_prompt = read_system(record) or self.system_prompt
-        turns = with_system(messages[: last + 1], system_prompt)
-        return Example(asked, gold, 0, references=gold, messages=turns)
+        return _of_turns(messages, read_system(record) or self.system_prompt)
+
+
+def _of_turns(
+    turns: tuple[Message, ...], system_prompt: str | None, references: tuple[str, ...] = ()
+) -> Example:
+    """Return the example of a conversation, up to its last turn to learn: what follows has no use.
+
+    `references` are all right answers; () if this turn is the only one.
+    """
+    trained = [row for row, turn in enumerate(turns) if turn.is_trained]
+    if not trained:
+        return Example(turns[-1].content, (), None, messages=with_system(turns, system_prompt))
+    last = trained[-1]
+    asked = turns[last - 1].content if last else ""
+    gold = (turns[last].content,)
+    messages = with_system(turns[: last + 1], system_prompt)
+    return Example(asked, gold, 0, references=references or gold, messages=messages)

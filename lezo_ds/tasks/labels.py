@@ -150,14 +150,13 @@ class Choice(NamedTuple):
         return texts.index(label) if label in texts else None
 
 
-def find_choice(field: str, choice: Choice, *, are_numbers: bool | None = None) -> int | None:
+def find_choice(field: str, choice: Choice, *, are_numbers: bool) -> int | None:
     """Return the index of the right text from its number, which begins at 0, or from the text.
 
     Args:
         field: the name of the label field, for messages.
         choice: the texts and the label of a record.
-        are_numbers: whether labels are numbers, or else texts (`labels_are_numbers`). None takes an
-            integer for a number, and a text for one if no choice is a number.
+        are_numbers: whether labels are numbers, or else texts (`labels_are_numbers`).
 
     Returns:
         The index, which is out of range if the number is; None if the record has no label.
@@ -166,26 +165,20 @@ def find_choice(field: str, choice: Choice, *, are_numbers: bool | None = None) 
         UserError: the label is something else.
     """
     label = choice.label
-    if label is None:
-        return None
-    if label in choice.names:
+    if label is None or label in choice.names:
         return choice.place
-    is_number = _WHOLE.fullmatch(label) is not None
-    expected = "the number of a choice, from 0, as other records have"
-    if are_numbers is None:
-        texts = map(label_key, choice.texts)
-        are_numbers = is_number and (choice.is_integer or not any(map(_WHOLE.fullmatch, texts)))
-    if are_numbers and is_number:
-        return int(label)
-    if not are_numbers:
-        if choice.place is not None:
-            return choice.place
-        expected = f"one of the choices {shown(choice.texts)}"
-    raise UserError(
-        f"field {field} is {shown(label)}, not {expected}",
-        fix="correct the record, or list in data.labels what the field holds for the first, "
-        "second, ... choice",
-    )
+    found = choice.place
+    expected = f"one of the choices {shown(choice.texts)}"
+    if are_numbers:
+        found = int(label) if _WHOLE.fullmatch(label) else None
+        expected = "the number of a choice, from 0, as other records have"
+    if found is None:
+        raise UserError(
+            f"field {field} is {shown(label)}, not {expected}",
+            fix="correct the record, or list in data.labels what the field holds for the first, "
+            "second, ... choice",
+        )
+    return found
 
 
 _TEXT = "text"
@@ -232,10 +225,8 @@ def labels_are_numbers(field: str, choices: Sequence[Choice]) -> bool:
             _names(_FROM_1, choices),
         )
         return are_numbers
-    unlike = 0  # records in which the number and the text are different choices
-    for readings in map(_readings, choices):
-        if len({readings[way] for way in (_TEXT, _FROM_0) if way in readings}) > 1:
-            unlike += 1
+    both = [each for each in map(_readings, choices) if _TEXT in each and _FROM_0 in each]
+    unlike = sum(each[_TEXT] != each[_FROM_0] for each in both)
     if unlike and is_tie:
         logger.warning(
             "%d labels in field %s may be the number of a choice or the text of another; they are "

@@ -58,12 +58,17 @@ class Template:
                 filled += field_text(field, field_value(record, field))
         return filled
 
+    def only_value(self, record: Record) -> Any:
+        """Return what a record holds in the field that is the whole template; None if none is."""
+        if len(self.pieces) > 1 or not self.fields or self.pieces[0][0]:
+            return None
+        return field_value(record, self.fields[0])
+
     def texts(self, record: Record) -> list[str]:
         """Return the texts of a record: several if it is just one field, which holds a list."""
-        for field in self.fields:
-            values = field_value(record, field)
-            if self.pieces == (("", field),) and isinstance(values, list):
-                return [field_text(field, value) for value in values]
+        values = self.only_value(record)
+        if isinstance(values, list):
+            return [field_text(self.fields[0], value) for value in values]
         return [self.fill(record)]
 
 

@@ -346,6 +346,19 @@ def test_answers_that_are_calls_cannot_be_scored_and_are_counted(models, tmp_pat
         assert ("2 of 2 right answers to score are calls of tools" in caplog.text) is is_named
 
 
+def test_all_answers_to_a_prompt_of_turns_are_right():
+    task = make_task(Description(prompt="{prompt}", completion="{answers}", chat_template=True))
+    for prompt in (PROMPT, "Where?"):
+        example = task.example({"prompt": prompt, "answers": ["", " There", "Over there "]})
+        assert (example.candidates, example.label) == (("There",), 0)
+        assert example.references == ("There", "Over there")
+
+
+def test_a_whole_conversation_that_ends_with_its_prompt_has_no_answer():
+    task = make_task(Description(prompt="{prompt}", completion="{chosen}", chat_template=True))
+    assert task.example({"prompt": PROMPT, "chosen": PROMPT}).label is None
+
+
 def test_a_prompt_of_turns_is_asked_without_an_answer():
     task = make_task(Description(prompt="{prompt}", chat_template=True))
     example = task.example({"prompt": PROMPT})

@@ -102,8 +102,8 @@ def test_tables_hold_text_only_and_lines_are_known(tmp_path):
     (tmp_path / "t.csv").write_text("\n".join(lines), encoding="utf-8")
     places, records = zip(*read_source("data.train", str(tmp_path / "t.csv")), strict=True)
     values = [tuple(record.values()) for record in records]
-    assert values == [("a, b; c\n", "bug"), ("007", ""), ("NA", "true")]
-    assert [place.rpartition(" ")[2] for place in places] == ["2)", "6)", "7)"]
+    assert values == [("a, b; c\n", "bug"), ("", ""), ("007", ""), ("NA", "true")]
+    assert [place.rpartition(" ")[2] for place in places] == ["2)", "5)", "6)", "7)"]
     (tmp_path / "t.jsonl").write_text('\n{"a": "2020-01-01 00:00:00"}\n \n{"a": 1, "b": {}}\n')
     assert read_source("data.train", str(tmp_path / "t.jsonl")) == [
         (f" ({tmp_path}/t.jsonl line 2)", {"a": "2020-01-01 00:00:00"}),
