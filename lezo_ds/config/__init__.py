@@ -45,6 +45,7 @@ from lezo_ds.config.schema import (
     DataConfig,
     Dtype,
     PeftConfig,
+    ReadingConfig,
     RunConfig,
     ZoConfig,
 )

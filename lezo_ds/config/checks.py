@@ -27,6 +27,7 @@ from lezo_ds.config.schema import (
     TRAINED,
     ZEROTH_ORDER,
     PeftConfig,
+    ReadingConfig,
     RunConfig,
     ZoConfig,
 )
@@ -48,7 +49,7 @@ def checked(config: RunConfig) -> RunConfig:
     Raises:
         UserError: Two values contradict each other, or the method needs a value that is not set.
     """
-    check_reading(config)
+    check_reading(config.reading)
     if config.method not in TRAINED:
         if config.peft.path is not None:
             raise UserError(
@@ -175,25 +176,23 @@ def _needed(zo: ZoConfig) -> dict[str, object]:
     return {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity}
 
 
-def check_reading(config: RunConfig) -> None:
+def check_reading(reading: ReadingConfig) -> None:
     """Refuse values that contradict each other, of those by which a model reads and answers.
 
     Raises:
         UserError: The first contradiction.
     """
-    data = config.data
-    generation = config.generation
+    data = reading.data
+    generation = reading.generation
     if data.task == CUSTOM:
         task = described_task(data)
-        objective = config.train.objective
-        objectives = [objective] if isinstance(objective, str) else objective
         _refuse_if(
             data.train is None and data.path is None,
             "a task of your own needs data.train",
             "add data.train=FILE",
         )
         _refuse_if(
-            not (task.has_answers or any(map(names_code, objectives))),
+            not (task.has_answers or any(map(names_code, reading.objectives))),
             "data.prompt alone does not say what the model shall answer",
             "add data.labels, data.choices, data.completion, or a reward: "
             "train.objective=module:name",
@@ -211,7 +210,7 @@ def check_reading(config: RunConfig) -> None:
         "add data.chat_template=true",
     )
     _refuse_if(
-        config.method == "icl" and data.in_chat,
+        reading.method == "icl" and data.in_chat,
         "method=icl shows no examples in a chat template",
         "set method=zero_shot, or write the examples into the conversations",
     )

@@ -6,8 +6,9 @@ marked `_MAY_DIFFER` may change when a run resumes: it affects neither weights n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
@@ -333,6 +334,33 @@ class ElasticConfig:
     replicas of one run: live replicas share each step. Null trains alone (see docs/replicas.md)."""
 
 
+class ReadingConfig(NamedTuple):
+    """How a model reads and answers records, in a run or without one.
+
+    Attributes:
+        model: directory or Hub id of the model that provides the tokenizer.
+        data: the `data` section.
+        generation: the `generation` section.
+        objective: train.objective, which scores answers.
+        method: icl shows solved examples before each question.
+        batch_size: train.eval_batch_size, the sequences per forward pass.
+        seed: the seed for sampling answers.
+    """
+
+    model: str
+    data: DataConfig
+    generation: GenerationConfig
+    objective: str | Mapping[str, float]
+    method: Method
+    batch_size: int
+    seed: int
+
+    @property
+    def objectives(self) -> list[str]:
+        """The names in `objective`: one, or several rewards."""
+        return [self.objective] if isinstance(self.objective, str) else list(self.objective)
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunConfig:
     """The configuration of a run, as recorded in config.yaml and the journal header."""
@@ -364,6 +392,19 @@ class RunConfig:
     deepspeed: Annotated[str | None, _MAY_DIFFER] = None
     """DeepSpeed's JSON: a path, or a name in ds_configs such as zero3_bf16. Null is ZeRO-3 with
     defaults."""
+
+    @property
+    def reading(self) -> ReadingConfig:
+        """How the run reads and answers records."""
+        return ReadingConfig(
+            self.model.path,
+            self.data,
+            self.generation,
+            self.train.objective,
+            self.method,
+            self.train.eval_batch_size,
+            self.seed,
+        )
 
 
 READER = ConfigReader(RunConfig)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
-from lezo_ds.config.schema import DataConfig, GenerationConfig, RunConfig
+from lezo_ds.config.schema import DataConfig, GenerationConfig
 from lezo_ds.data.batches import all_candidates
 from lezo_ds.data.chat import (
     TurnEnd,
@@ -368,21 +368,27 @@ class Reader:
         refuse_unknown(self.tokenizer, sequences, self.model_config)
 
 
-def load_reader(task: Task, config: RunConfig, objective: Objective | None = None) -> Reader:
+def load_reader(
+    task: Task,
+    model: str,
+    data: DataConfig,
+    generation: GenerationConfig,
+    objective: Objective | None = None,
+) -> Reader:
     """Return how a model reads the examples of a task.
 
     Args:
         task: of the examples.
-        config: names the model, and says how it reads and answers.
+        model: its directory, or its id on the hub.
+        data: the section data of a recipe.
+        generation: its section generation.
         objective: the loss to minimize; None for the task's own.
 
     Raises:
         UserError: the tokenizer cannot be loaded, or does not fit the recipe.
     """
     objective = objective or training_objective(task)
-    data = config.data
-    generation = config.generation
-    directory = resolve_model(config.model.path)
+    directory = resolve_model(model)
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
     thought = find_thought(tokenizer) if data.in_chat else None
     if thought is not None and thought.is_open and task.has_answers and not objective.reads_answers:

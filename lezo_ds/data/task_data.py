@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.config import RunConfig, find_task, reads_contexts
+from lezo_ds.config import ReadingConfig, RunConfig, find_task, reads_contexts
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
@@ -191,23 +191,23 @@ class TaskData:
         return keys
 
 
-def load_examples(config: RunConfig) -> tuple[Reader, Splits]:
+def load_examples(reading: ReadingConfig) -> tuple[Reader, Splits]:
     """Load the splits of a task, and return how a model reads them, and their examples.
 
     Raises:
         UserError: data cannot be read or do not fit the task, or the user's reward or metric fails
             on a few examples.
     """
-    task = find_task(config.data)
-    objective = load_objective(config.train.objective, task)
-    _check_objective(config, task, objective)
-    splits = load_splits(task, config.data)
+    task = find_task(reading.data)
+    objective = load_objective(reading.objective, task)
+    _check_objective(reading, task, objective)
+    splits = load_splits(task, reading.data)
     if objective.rewards is not None:
         objective.rewards.try_out(splits.train)
     try_metric(task, splits.test)
-    if config.method == "icl":
-        splits = with_demonstrations(config.data, splits)
-    reader = load_reader(task, config, objective)
+    if reading.method == "icl":
+        splits = with_demonstrations(reading.data, splits)
+    reader = load_reader(task, reading.model, reading.data, reading.generation, objective)
     return reader, splits
 
 
@@ -218,7 +218,7 @@ def load_task_data(config: RunConfig) -> TaskData:
         UserError: as by `load_examples`, or an example does not fit the model, or the user's
             objective fails on one.
     """
-    reader, splits = load_examples(config)
+    reader, splits = load_examples(config.reading)
     objective = reader.objective
     train, dev, test = refused_together(
         (
@@ -281,10 +281,10 @@ def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
             logger.warning("%d of %d right answers to score %s", number, total, problem)
 
 
-def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
+def _check_objective(reading: ReadingConfig, task: Task, objective: Objective) -> None:
     """Refuse an objective that does not fit the method or the task."""
-    name = f"train.objective={config.train.objective}"
-    if config.method == "adamw" and objective.reads_answers:
+    name = f"train.objective={reading.objective}"
+    if reading.method == "adamw" and objective.reads_answers:
         raise UserError(
             f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo"
         )
@@ -295,7 +295,7 @@ def _check_objective(config: RunConfig, task: Task, objective: Objective) -> Non
             fix="set train.objective=package.module:function, a function with the decorator "
             "`reward`",
         )
-    if config.method == "icl" and not task.has_answers:
+    if reading.method == "icl" and not task.has_answers:
         raise UserError(
             "method icl shows solved examples, and the task has none", fix="set method=zero_shot"
         )

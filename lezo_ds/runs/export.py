@@ -144,7 +144,7 @@ def export_run(
             license_of=engine.base.directory,
         ),
         merge=merge,
-        recipe=recipe_of(run.config),
+        recipe=recipe_of(run.config.reading),
     )
     return number
 

@@ -39,6 +39,7 @@ from lezo_ds.config import (
     ZEROTH_ORDER,
     Dtype,
     PeftConfig,
+    ReadingConfig,
     RunConfig,
     check_reading,
     config_from_dict,
@@ -91,14 +92,14 @@ class Opened(NamedTuple):
 
     Attributes:
         source: what was opened: {"run": directory, "step": number}, or {"model": name}.
-        config: names the model, and says how it reads records and answers them.
+        reading: how the model reads records and answers them.
         load_engine: loads the weights. A collective.
         named: the overrides that may name modules to import; None if the recipe may, too.
         fingerprints: of the examples of a run, by split; empty if they may be others.
     """
 
     source: dict[str, Any]
-    config: RunConfig
+    reading: ReadingConfig
     load_engine: Callable[[], ModelEngine]
     named: Sequence[str] | None
     fingerprints: Mapping[str, str] = MappingProxyType({})
@@ -106,26 +107,26 @@ class Opened(NamedTuple):
     def refuse_code(self, *keys: str) -> None:
         """Refuse to import a module that only the run or the export names in one of some keys."""
         if self.named is not None:
-            data = self.config.data
+            data = self.reading.data
             values = {
                 "data.task": data.task,
                 "data.metric": data.metric,
-                "train.objective": self.config.train.objective,
+                "train.objective": self.reading.objective,
             }
             refuse_code({key: values[key] for key in keys}, self.named)
 
-    def fitted(self) -> RunConfig:
-        """Return the configuration, cut to what the model can read, with room for a prompt."""
-        config = self.config
-        text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
-        max_length = config.data.max_length
+    def fitted(self) -> ReadingConfig:
+        """Return how records are read, cut to what the model can read, with room for a prompt."""
+        reading = self.reading
+        text_config = load_model_config(resolve_model(reading.model)).get_text_config()
+        max_length = reading.data.max_length
         num_positions = getattr(text_config, "max_position_embeddings", None) or max_length
         max_length = min(max_length, num_positions)
-        generation = config.generation
+        generation = reading.generation
         if generation.max_new_tokens > max_length - 2:
             generation = replace(generation, max_new_tokens=max(1, max_length // 2))
-        data = replace(config.data, max_length=max_length)
-        return replace(config, data=data, generation=generation)
+        data = replace(reading.data, max_length=max_length)
+        return reading._replace(data=data, generation=generation)
 
 
 def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
@@ -146,7 +147,7 @@ def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
     changed = {override.partition("=")[0] for override in overrides}
     recorded = run.header.config.get("data_fingerprints", {})
     fingerprints = {} if changed & _READING_KEYS else recorded
-    return Opened(source, run.config, lambda: restore(run, number), overrides, fingerprints)
+    return Opened(source, run.config.reading, lambda: restore(run, number), overrides, fingerprints)
 
 
 def open_model(
@@ -207,7 +208,7 @@ def open_model(
         return engine
 
     named = None if recipe is not None else overrides
-    return Opened({"model": model}, config, load_engine, named)
+    return Opened({"model": model}, config.reading, load_engine, named)
 
 
 def load(
@@ -328,9 +329,9 @@ def _load_adapter(engine: ModelEngine, directory: Path, base: str | None) -> Non
     load_weights(engine.sharded, directory)
 
 
-def recipe_of(config: RunConfig) -> dict[str, Any]:
+def recipe_of(reading: ReadingConfig) -> dict[str, Any]:
     """Return the keys by which an exported model reads a record, for its manifest."""
-    sections = {"data": asdict(config.data), "generation": asdict(config.generation)}
+    sections = {"data": asdict(reading.data), "generation": asdict(reading.generation)}
     values = READER.flatten(sections)
     return {key: values[key] for key in _RECIPE}
 
@@ -342,14 +343,14 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         What --json prints.
     """
     opened.refuse_code("data.task", "data.metric", "train.objective")
-    config = opened.config
-    check_reading(config)
-    data = config.data
-    is_only_tested = "model" in opened.source and config.method == "zero_shot" and split == "test"
+    reading = opened.reading
+    check_reading(reading)
+    data = reading.data
+    is_only_tested = "model" in opened.source and reading.method == "zero_shot" and split == "test"
     if is_only_tested and not data.train:
         # A directory may have only a few training and validation examples.
-        config = replace(config, data=replace(data, num_train=1, num_dev=1))
-    reader, splits = load_examples(config)
+        reading = reading._replace(data=replace(data, num_train=1, num_dev=1))
+    reader, splits = load_examples(reading)
     chosen = reader.encode(splits.dev if split == "dev" else splits.test)
     if split == "test":
         warn_of_unreachable(reader, chosen)
@@ -358,11 +359,11 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
             "the %s examples have changed since the run: this score does not compare with its own",
             split,
         )
-    result = evaluate(opened.load_engine(), reader, chosen, config.train.eval_batch_size)
+    result = evaluate(opened.load_engine(), reader, chosen, reading.batch_size)
     return {
         **opened.source,
         "task": reader.task.name,
-        "method": config.method,
+        "method": reading.method,
         "protocol": data.protocol,
         "split": split,
         "num_examples": len(chosen.examples),
@@ -371,7 +372,7 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         "majority_class": result.majority_class,
         "macro_f1": result.macro_f1,
         "by_label": asdict(result)["by_label"],
-        "objective": config.train.objective,
+        "objective": reading.objective,
         "loss": result.loss,
     }
 

@@ -99,15 +99,15 @@ def predict_file(
         LezoError: the output cannot be written.
     """
     opened.refuse_code("data.task")
-    config = opened.fitted()
-    data = config.data
+    reading = opened.fitted()
+    data = reading.data
     label_field = data.label_field
     if label_field is None and (data.labels or data.choices):
         label_field = "label"  # that of the right answer, if records have one
     # No metric of the user's is needed. A record that cannot be used is an error, since each needs
     # its row in the output.
     data = replace(data, metric=None, label_field=label_field, skip_unusable=False)
-    config = replace(config, data=data)
+    reading = reading._replace(data=data)
     task = find_task(data).unanswered()
     if (probabilities or threshold) and not task.has_classes:
         raise UserError(
@@ -115,7 +115,7 @@ def predict_file(
             fix="remove them",
         )
     taken = (PREDICTED, PROBABILITY, OF_LABEL) if probabilities else (PREDICTED, PROBABILITY)
-    batch_size = config.train.eval_batch_size
+    batch_size = reading.batch_size
     encoding = data.encoding
     size = _BATCHES_A_CHUNK * batch_size
     folder = RunDirectory(f"{out}.part")
@@ -125,10 +125,10 @@ def predict_file(
             lambda: _check_files(task, source, out, encoding, taken)
         )
         distributed.on_rank_zero(lambda: lock.enter_context(folder.locked()))
-        reader = load_reader(task, config)
+        reader = load_reader(task, reading.model, data, reading.generation)
         engine = opened.load_engine()
         settings: list[object] = [probabilities, threshold]
-        settings += [recipe_of(config), batch_size, engine.weights.digest()]
+        settings += [recipe_of(reading), batch_size, engine.weights.digest()]
         records = _records(task, source, encoding, taken)
         with progress_bar(num_records, is_shown=distributed.rank() == 0, unit="record") as bar:
             for start in range(0, num_records, size):

@@ -300,7 +300,7 @@ def test_pipes_and_a_manifest_without_a_digest_in_a_run_are_passed_over(inputs):
 def test_evaluate_refuses_each_module_that_only_the_run_names(key, source):
     values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
     config = config_from_dict(values, "run", [f"{key}=evil:X"], recorded=True)
-    opened = Opened({}, config, lambda: None, ["train.eval_batch_size=1"])
+    opened = Opened({}, config.reading, lambda: None, ["train.eval_batch_size=1"])
     with pytest.raises(UserError, match="imported only if the command names it"):
         opened.refuse_code(key)
     opened._replace(named=[f"{key}=evil:X"]).refuse_code(key)
