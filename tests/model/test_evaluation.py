@@ -131,7 +131,9 @@ def written(model, data, prompt):
     new = []
     while len(new) < MAX_NEW_TOKENS and not {END, NEWLINE} & set(new):
         new.append(int(model(input_ids=torch.tensor([[*prompt, *new]])).logits[0, -1].argmax()))
-    return data.tokenizer.decode(new).strip()
+    answer = data.tokenizer.decode(new).rstrip()
+    is_indented = answer.startswith("  ")
+    return answer if is_indented else answer.strip()
 
 
 def one_at_a_time(assets, case):
