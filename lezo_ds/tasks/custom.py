@@ -378,6 +378,8 @@ class _WrittenAnswers(Generation):
         texts = [] if answered or self.completion is None else self.completion.texts(record)
         texts = [text for text in texts if text.strip()]
         answers = tuple(map(str.strip, texts))
+        if asked or answered:
+            check_tools(record)
         if asked or answered or self.in_chat:
             asked = asked or (Message(USER, prompt),)
             answered = answered or tuple(Message(ASSISTANT, text) for text in answers[:1])

@@ -97,6 +97,9 @@ def test_a_field_of_tools_without_definitions_is_refused(tools, models, tmp_path
     rows = [record(number, tools=tools) for number in range(10)]
     with pytest.raises(UserError, match=r"field tools is .*, not a list of definitions of tools"):
         load(models["tools"], tmp_path / "a.jsonl", rows)
+    asked = [{**row, "asked": row.pop("turns")[:1], "answer": "Yes."} for row in rows]
+    with pytest.raises(UserError, match=r"field tools is .*, not a list of definitions of tools"):
+        load(models["tools"], tmp_path / "b.jsonl", asked, prompt="{asked}", completion="{answer}")
 
 
 def test_nulls_that_arrow_fills_in_are_not_read(models, tmp_path):
