@@ -245,7 +245,7 @@ def recipe_inputs(config: RunConfig) -> Inputs:
         build_batch = partial(candidate_batch, deduplicate=False)
 
     def published_batches(step: int) -> list[MicroBatch]:
-        examples = [data.train.encoded[row] for row in data.step_rows(step)]
+        examples = [data.train.encoded[row] for row in data.step_rows(config, step)]
         return [build_batch(examples[rank::ranks], data.tokenizer.pad_id) for rank in range(ranks)]
 
     def batches(layout: str, step: int) -> Sequence[MicroBatch]:
@@ -255,7 +255,7 @@ def recipe_inputs(config: RunConfig) -> Inputs:
         if layout == "common":
             size *= ranks  # so that a rank runs as many rows as with layout "ours"
         sized = replace(config, train=replace(config.train, micro_batch_size=size))
-        return list(replace(data, config=sized).step_batch(step))
+        return list(data.step_batch(sized, step))
 
     mean_length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
     title = f"{Path(config.model.path).name}, {mean_length} tokens an example"
@@ -470,7 +470,7 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     """
     data = load_task_data(config)
     engine = make_engine(config)
-    batch = data.step_batch(0)
+    batch = data.step_batch(config, 0)
     step = engine.plan_step(batch)
     forward_pass = engine.passes_of_rank(distributed.rank(), step.passes)[0]
     prompts = to_device(batch[forward_pass.micro_batch], engine.device)

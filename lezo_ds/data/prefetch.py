@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from lezo_ds.config import RunConfig
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.batch import StepBatch
 
@@ -23,8 +24,9 @@ class StepBatches:
     The thread ends with the process, or when this object is gone.
     """
 
-    def __init__(self, data: TaskData) -> None:
+    def __init__(self, data: TaskData, config: RunConfig) -> None:
         self._data = data
+        self._config = config
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lezo_ds batches")
         self._current: StepBatch | None = None
         self._ahead: dict[int, Future[StepBatch]] = {}  # the next step, and its batch
@@ -38,13 +40,13 @@ class StepBatches:
         if step in self._ahead:
             self._current = self._ahead[step].result()
         else:  # the first step here, or one that is repeated
-            self._current = self._data.step_batch(step)
+            self._current = self._data.step_batch(self._config, step)
         self._ahead = {step + 1: self._thread.submit(self._laid_out, step + 1, last_read)}
         return self._current
 
     def _laid_out(self, step: int, indices: Iterable[int]) -> StepBatch:
         """Return the batch of a step, with the micro-batches at `indices` laid out."""
-        batch = self._data.step_batch(step)
+        batch = self._data.step_batch(self._config, step)
         for index in indices:
             batch[index]
         batch.read.clear()  # what the step itself reads is added again

@@ -45,7 +45,6 @@ class TaskData:
     """The encoded splits of a run, and the batches of its steps.
 
     Attributes:
-        config: of the run. Its train.steps may not be set yet.
         reader: how the model reads them.
         train: the examples to train on.
         dev: the examples to select the best step by.
@@ -54,7 +53,6 @@ class TaskData:
         num_start: number of tokens with which all of them begin, which a row then has once.
     """
 
-    config: RunConfig
     reader: Reader
     train: EncodedSplit
     dev: EncodedSplit
@@ -81,13 +79,13 @@ class TaskData:
         """Return the summed loss of each example: a LossFunction; see `Reader.loss`."""
         return self.reader.loss(outputs, batch)
 
-    def step_batch(self, step: int) -> StepBatch:
+    def step_batch(self, config: RunConfig, step: int) -> StepBatch:
         """Return the micro-batches of a step, each of which is laid out when it is read.
 
         They are a function of the seed and the step. `prefetch.StepBatches` lays them out ahead.
         """
-        size = self.config.train.micro_batch_size
-        rows = self._in_order(self.step_rows(step))
+        size = config.train.micro_batch_size
+        rows = self._in_order(config, self.step_rows(config, step))
         # A batch that is larger than the data, or that crosses the end of an epoch, repeats
         # examples. A conversation may be several, one for each turn.
         repetitions = num_earlier([self.train.examples[row].index for row in rows])
@@ -97,34 +95,34 @@ class TaskData:
             of_micro_batch: list[int] = rows[part].tolist()
             if not self.objective.reads_answers:
                 return self.training_batch(of_micro_batch)
-            keys = self._sample_keys(step, of_micro_batch, repetitions[part])
-            return self._answer_batch(of_micro_batch, keys)
+            keys = self._sample_keys(config, step, of_micro_batch, repetitions[part])
+            return self._answer_batch(config, of_micro_batch, keys)
 
-        weights = self._weights(rows)
+        weights = self._weights(config, rows)
         return StepBatch(weights, build, rows.tobytes(), num_examples=len(rows))
 
-    def step_rows(self, step: int) -> list[int]:
+    def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the indices in `train` of a step's examples, in the order of the stream."""
         num_examples = len(self.train.examples)
-        return batch_indices(self.config.seed, step, num_examples, self.config.train.batch_size)
+        return batch_indices(config.seed, step, num_examples, config.train.batch_size)
 
-    def num_tokens(self, step: int) -> int:
+    def num_tokens(self, config: RunConfig, step: int) -> int:
         """Return the number of tokens that a forward pass runs for all examples of a step."""
-        return sum(self._length(row) for row in self.step_rows(step))
+        return sum(self._length(row) for row in self.step_rows(config, step))
 
     def training_batch(self, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of some training examples, which share rows if the model allows it."""
         batch = self.reader.objective_batch(self.train, rows)
         return pack(batch, self.num_start) if self.packed else batch
 
-    def _in_order(self, drawn: Sequence[int]) -> np.ndarray:
+    def _in_order(self, config: RunConfig, drawn: Sequence[int]) -> np.ndarray:
         """Return the examples of a step, one micro-batch after the other."""
-        size = self.config.train.micro_batch_size
+        size = config.train.micro_batch_size
         # A micro-batch is padded to its longest example, so sorting by length reduces padding.
         rows = np.array(sorted(drawn, key=lambda row: (self._length(row), row)))
         if self.packed and FEWEST_DEALT <= size < len(rows):
             rows = deal(rows, len(rows) // size)
-        group_size = self.config.zo.examples_per_direction
+        group_size = config.zo.examples_per_direction
         if self.objective.reads_answers and group_size is not None and 1 < group_size < size:
             # Each group reads its prompts next to each other (prompt_reading.py).
             parts = rows.reshape(-1, size)
@@ -137,31 +135,32 @@ class TaskData:
             return len(self.train.prompts[row])
         return self.train.encoded[row].num_tokens
 
-    def _weights(self, rows: np.ndarray) -> list[float]:
+    def _weights(self, config: RunConfig, rows: np.ndarray) -> list[float]:
         """Return the number of terms in the loss of each micro-batch."""
         num_terms = [self.objective.num_terms(self.train.encoded[row]) for row in rows]
-        weights = np.add.reduceat(
-            num_terms, np.arange(0, len(rows), self.config.train.micro_batch_size)
-        )
+        weights = np.add.reduceat(num_terms, np.arange(0, len(rows), config.train.micro_batch_size))
         if self.objective.reads_answers:
-            weights *= self.config.generation.num_samples
+            weights *= config.generation.num_samples
         sums: list[float] = weights.tolist()
         return sums
 
-    def _answer_batch(self, rows: Sequence[int], keys: Sequence[int]) -> MicroBatch:
+    def _answer_batch(
+        self, config: RunConfig, rows: Sequence[int], keys: Sequence[int]
+    ) -> MicroBatch:
         """Return the batch of prompts to train on; the samples of a prompt are neighboring rows.
 
         Args:
+            config: of the run.
             rows: indices in `train` of the prompts.
             keys: of the random numbers of each sample; none if answers are not drawn.
         """
-        samples = range(self.config.generation.num_samples)
+        samples = range(config.generation.num_samples)
         batch = self.reader.objective_batch(self.train, [row for row in rows for _ in samples])
         assert batch.prompts is not None
         common = batch.prompts.common_ids
         if common is not None:
             # Each group of examples reads what all prompts begin with in its own direction.
-            num_groups = max(1, len(rows) // (self.config.zo.examples_per_direction or len(rows)))
+            num_groups = max(1, len(rows) // (config.zo.examples_per_direction or len(rows)))
             is_shared = num_groups < len(batch.inputs["input_ids"])  # else it is read at once
             common = common.expand(num_groups, -1) if is_shared else None
         prompts = replace(
@@ -171,23 +170,26 @@ class TaskData:
         )
         return replace(batch, prompts=prompts)
 
-    def _sample_keys(self, step: int, rows: Sequence[int], repetitions: Sequence[int]) -> list[int]:
+    def _sample_keys(
+        self, config: RunConfig, step: int, rows: Sequence[int], repetitions: Sequence[int]
+    ) -> list[int]:
         """Return the key of the random numbers of each sample, if answers are drawn.
 
         Args:
+            config: of the run.
             step: index of the step.
             rows: indices in `train` of the prompts.
             repetitions: how often the step had each of these prompts before.
         """
-        if self.config.generation.temperature == 0:
+        if config.generation.temperature == 0:
             return []
-        num_samples = self.config.generation.num_samples
+        num_samples = config.generation.num_samples
         keys = []
         for row, repetition in zip(rows, repetitions, strict=True):
             example = self.train.examples[row].index
             first = repetition * num_samples
             for number in range(first, first + num_samples):
-                keys.append(sample_key(self.config.seed, step, example, number))
+                keys.append(sample_key(config.seed, step, example, number))
         return keys
 
 
@@ -247,7 +249,7 @@ def load_task_data(config: RunConfig) -> TaskData:
     examples_a_direction = config.zo.examples_per_direction or config.train.batch_size
     reads_once = reads_contexts(config) or examples_a_direction >= config.train.micro_batch_size
     num_start = train.num_start if packed and reads_once else 0
-    return TaskData(config, reader, train, dev, test, packed, num_start)
+    return TaskData(reader, train, dev, test, packed, num_start)
 
 
 def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:

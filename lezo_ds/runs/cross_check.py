@@ -110,7 +110,7 @@ def cross_check(engine: ModelEngine, data: TaskData, config: RunConfig) -> None:
         UserError: they differ by more than rounding. All ranks raise.
     """
     began = time.monotonic()
-    rows = data.step_rows(engine.global_steps)[: config.train.micro_batch_size]
+    rows = data.step_rows(config, engine.global_steps)[: config.train.micro_batch_size]
     try:
         readings = read_twice(engine, data, rows)
     except Exception as error:  # of any type, as of a tensor that does not fit

@@ -133,7 +133,7 @@ class Run(ABC):
     ) -> None:
         self.config = config
         self.data = data
-        self.batches = StepBatches(data)
+        self.batches = StepBatches(data, config)
         self.directory = directory
         self.engine = engine
         self.monitors = Monitors()

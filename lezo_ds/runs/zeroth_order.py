@@ -76,7 +76,7 @@ class ZerothOrderRun(Run):
         step = self.engine.global_steps
         self.engine.train_batch(self.batches.at(step), self.data.loss)
         seconds = time.monotonic() - began
-        num_tokens = self.data.num_tokens(step)
+        num_tokens = self.data.num_tokens(self.config, step)
         return {**self.metrics_of_last_step(), "tokens_per_second": round(num_tokens / seconds, 1)}
 
     def metrics_of_last_step(self) -> StepMetrics:

@@ -162,7 +162,7 @@ def measured_step(plan: Plan, data: TaskData) -> float | None:
     seconds: list[float] = []
     while len(seconds) < _MEASURED_STEPS and sum(seconds) < _ENOUGH_SECONDS:
         start = time.perf_counter()
-        engine.train_batch(data.step_batch(len(seconds)), data.loss)
+        engine.train_batch(data.step_batch(plan.config, len(seconds)), data.loss)
         distributed.barrier()  # the GPUs have done their work, too
         seconds.append(distributed.broadcast_object(time.perf_counter() - start))
     return min(seconds)

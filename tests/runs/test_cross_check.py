@@ -83,7 +83,7 @@ def inputs_of(assets, run, model="writer", data="data", **more):
 
 
 def rows_of(data, config):
-    return data.step_rows(0)[: config.train.micro_batch_size]
+    return data.step_rows(config, 0)[: config.train.micro_batch_size]
 
 
 @pytest.mark.parametrize("run", sorted(RUNS))
@@ -173,7 +173,7 @@ def test_the_modules_are_wrapped_again_after_the_comparison(assets):
     cross_check(engine, data, config)
     for name, module in engine.module.named_modules():
         assert module.forward == before[name], name
-    first, second = (engine.train_batch(data.step_batch(0), data.loss) for _ in range(2))
+    first, second = (engine.train_batch(data.step_batch(config, 0), data.loss) for _ in range(2))
     assert first.projected_grads != second.projected_grads
     assert torch.isfinite(torch.tensor(first.projected_grads)).all()
 

@@ -278,7 +278,7 @@ def trained_by_reference(case, config, model, records):
     task = load_task_data(config)
     for step, record in enumerate(records):
         probes = probes_of(case.estimator, SCALE, case.directions)
-        batch = task.step_batch(step)
+        batch = task.step_batch(config, step)
         size = zo.examples_per_direction or config.train.batch_size
         losses = reference.losses_of_groups(batch, record.key, probes, record.dropped_layers, size)
         loss, gradients = estimate_groups(case.estimator, SCALE, losses)

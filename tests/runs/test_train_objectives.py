@@ -55,7 +55,7 @@ def train(assets, num_ranks, forward, objective, micro_batch_size=2, **zo):
     data = load_task_data(config)
     settings = {"probes_per_pass": forward, "perturbation_scale": SCALE, "sparsity": 0.25, **zo}
     engine = start_engine(assets / "writer", num_ranks=num_ranks, **settings)
-    records = [engine.train_batch(data.step_batch(step), data.loss) for step in range(2)]
+    records = [engine.train_batch(data.step_batch(config, step), data.loss) for step in range(2)]
     return records, engine.weights.digest()
 
 

@@ -21,7 +21,7 @@ class Source:
         self.laid_out = threading.Semaphore(0)
         self._fails_at = fails_at
 
-    def step_batch(self, step):
+    def step_batch(self, config, step):
         if step == self._fails_at:
             raise ValueError(f"step {step}")
 
@@ -41,7 +41,7 @@ def read(batch, indices):
 
 def test_the_next_step_is_laid_out_while_this_one_runs():
     source = Source()
-    batches = StepBatches(source)
+    batches = StepBatches(source, config=None)
     for step in range(2):
         assert read(batches.at(step), (1, 3)) == [[[step, 1]], [[step, 3]]]
     for _ in range(4):
@@ -57,13 +57,13 @@ def test_the_next_step_is_laid_out_while_this_one_runs():
 
 
 def test_a_resumed_or_repeated_step_has_its_own_batch():
-    batches = StepBatches(Source())
+    batches = StepBatches(Source(), config=None)
     for step in (7, 8, 8, 9, 3, 4):
         assert read(batches.at(step), range(4)) == [[[step, index]] for index in range(4)]
 
 
 def test_an_error_of_the_thread_is_raised_at_its_step():
-    batches = StepBatches(Source(fails_at=2))
+    batches = StepBatches(Source(fails_at=2), config=None)
     for step in range(2):
         read(batches.at(step), (0,))
     with pytest.raises(ValueError, match="step 2"):
@@ -72,7 +72,7 @@ def test_an_error_of_the_thread_is_raised_at_its_step():
 
 def test_the_thread_ends_with_the_batches():
     before = set(threading.enumerate())
-    batches = StepBatches(Source())
+    batches = StepBatches(Source(), config=None)
     batches.at(0)
     (thread,) = set(threading.enumerate()) - before
     del batches

@@ -104,7 +104,7 @@ def test_the_examples_of_a_step_are_those_drawn_sorted_by_length_before_they_are
         max(map(len, e.sequences)) for e in train.encoded
     ]
     for step in range(5):
-        batch = list(data.step_batch(step))
+        batch = list(data.step_batch(config, step))
         rows = [train.examples.index(example) for part in batch for example in part.examples]
         assert sorted(rows) == sorted(batch_indices(config.seed, step, len(train.examples), 4))
         lengths = [lengths_of[row] for row in rows]
@@ -126,7 +126,7 @@ def test_training_shares_rows_and_deals_examples_unless_there_is_a_prefix(assets
     def laid_out(micro_batch_size, **changes):
         sizes = {"train__micro_batch_size": micro_batch_size, "train__batch_size": 12}
         config = task_config(assets / "writer", tmp_path, "sst2", **sizes, **changes)
-        batches = list(load_task_data(config).step_batch(0))
+        batches = list(load_task_data(config).step_batch(config, 0))
         lengths = [sum(len(example.prompt) for example in batch.examples) for batch in batches]
         return max(lengths) / min(lengths), len(batches[0].inputs["input_ids"])
 
@@ -180,7 +180,7 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     sampled = {"generation__temperature": 1.0, "generation__num_samples": 2}
     config = config_of(assets, "cb", train__objective="test_task_data:num_words", **sampled)
     data = load_task_data(config)
-    (batch, _) = data.step_batch(0)
+    (batch, _) = data.step_batch(config, 0)
     rows = zip(batch.inputs["input_ids"], batch.inputs["attention_mask"].bool(), strict=True)
     assert [text(data, ids[mask].tolist()) for ids, mask in rows] == [
         e.prompt for e in batch.examples
@@ -207,13 +207,13 @@ def test_each_answer_of_a_step_has_its_own_key_though_prompts_repeat(assets, mic
         data__num_train=3,
     )
     data = load_task_data(config)
-    batch = data.step_batch(0)
+    batch = data.step_batch(config, 0)
     keys = [key for part in batch for key in part.prompts.sample_keys.tolist()]
     assert len(set(keys)) == len(keys) == 16
     # A batch that repeats nothing has the first keys of each prompt.
     first_of = [sample_key(config.seed, 0, e.index, 0) for e in data.train.examples]
     assert set(first_of) < set(keys)
-    again = data.step_batch(0)
+    again = data.step_batch(config, 0)
     last = again[len(again) - 1]  # laid out alone, as by another rank
     assert last.prompts.sample_keys.tolist() == keys[-2 * micro_batch_size :]
 
@@ -228,7 +228,7 @@ def test_the_turns_of_one_conversation_are_answered_with_keys_of_their_own(tmp_p
     config = config_from_dict({**values, "run_dir": "none"}, "test")
     data = load_task_data(config)
     assert len(data.train.examples) == 2 * len({e.index for e in data.train.examples})
-    keys = [key for part in data.step_batch(0) for key in part.prompts.sample_keys.tolist()]
+    keys = [key for part in data.step_batch(config, 0) for key in part.prompts.sample_keys.tolist()]
     assert len(set(keys)) == len(keys) == 24
 
 
