@@ -32,7 +32,7 @@ from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.reader import EncodedSplit, Reader, load_reader
 from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demonstrations
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import MicroBatch, StepBatch
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.metrics import REWARD, try_metric
 from lezo_ds.zo.keys import sample_key
@@ -71,9 +71,18 @@ class TaskData:
         return self.reader.tokenizer
 
     @property
+    def generation(self) -> GenerationSettings | None:
+        """How answers are written; None if neither the task nor the objective needs them."""
+        return self.reader.generation
+
+    @property
     def objective(self) -> Objective:
         """The loss to minimize."""
         return self.reader.objective
+
+    def answers(self, tokens: Tensor) -> list[str]:
+        """Return the answers in new tokens; see `Reader.answers`."""
+        return self.reader.answers(tokens)
 
     def loss(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed loss of each example: a LossFunction; see `Reader.loss`."""

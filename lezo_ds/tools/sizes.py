@@ -188,7 +188,6 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     training = data.train.encoded or data.test.encoded
     by_length = sorted(range(len(training)), key=lambda row: training[row].num_tokens)
     longest = by_length[-config.train.micro_batch_size :]
-    generation = data.reader.generation
     batch = data.training_batch(longest)
     selection = batch.selection
     targets = 1.0
@@ -209,7 +208,7 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
         answer_length=answer_length,
         targets=targets,
         reads_logits=reads_logits,
-        new_tokens=0 if generation is None else generation.max_new_tokens,
+        new_tokens=0 if data.generation is None else data.generation.max_new_tokens,
         trains_on_answers=data.objective.reads_answers,
     )
 

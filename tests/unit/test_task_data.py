@@ -189,7 +189,7 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     assert batch.examples[0] == batch.examples[1]
     letter, space, end, newline = (data.tokenizer.encode([c])[0][-1] for c in "a b\n")
     tokens = torch.tensor([[letter, space, end, newline], [newline, letter, space, letter]])
-    assert data.reader.answers(tokens) == ["a b", ""]
+    assert data.answers(tokens) == ["a b", ""]
     two = replace(batch, examples=batch.examples[:2])
     assert data.loss(tokens, two).tolist() == [-2.0, 0.0]
 
@@ -242,7 +242,7 @@ def test_a_reward_in_a_chat_gets_all_lines_of_an_answer(assets, tmp_path):
     data = load_task_data(config_from_dict(values, "test"))
     answer = '{\n "city": "Oslo"\n}'
     (ids,) = data.tokenizer.backend([f"{answer}</s>\n<s>user"])["input_ids"]
-    assert data.reader.answers(torch.tensor([ids])) == [answer]
+    assert data.answers(torch.tensor([ids])) == [answer]
 
 
 def test_a_gold_answer_ends_with_what_ends_generated_ones(assets):
