@@ -10,7 +10,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task
-from lezo_ds.tasks.metrics import load_score
+from lezo_ds.tasks.metrics import find_score
 from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.laws import LAWS, PerturbationLaw, TrainedPart
@@ -103,7 +103,7 @@ def find_task(data: DataConfig) -> Task:
         task = call_of_user(f"data.task={data.task}", task)
     if data.metric is not None:
         task = dataclasses.replace(task, metric=data.metric)
-    load_score(task)  # which refuses a metric that does not fit
+    find_score(task)
     return task
 
 

@@ -12,5 +12,6 @@ What the model makes of them becomes losses, answers and scores:
 
     objectives   logits or answers -> loss of each example
     generation   prompts -> new tokens -> answers; prompt_reading: the prompts, before new tokens
+    metrics      predictions -> score
     evaluation   the loss and score of a split, on all ranks
 """

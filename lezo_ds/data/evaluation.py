@@ -12,18 +12,13 @@ from statistics import fmean
 from typing import Any
 
 from lezo_ds.data.generation import ended_answers, tidy
+from lezo_ds.data.metrics import has_labels, load_score, majority_score
 from lezo_ds.data.objectives import training_objective
 from lezo_ds.data.reader import EncodedSplit, Reader
 from lezo_ds.data.scorer import Model, Scorer
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Prediction
-from lezo_ds.tasks.metrics import (
-    LabelScore,
-    has_labels,
-    label_scores,
-    load_score,
-    majority_score,
-)
+from lezo_ds.tasks.metrics import LabelScore, label_scores
 
 PREDICTED = "predicted"
 """Key of `predict`'s records: the answer, or the label or text of the best candidate."""

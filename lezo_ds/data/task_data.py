@@ -27,6 +27,7 @@ from torch import Tensor
 from lezo_ds.config import ReadingConfig, RunConfig, find_task, reads_contexts
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.encoding import PromptTokenizer
+from lezo_ds.data.metrics import try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.reader import EncodedSplit, Reader, load_reader
@@ -34,7 +35,7 @@ from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demo
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.metrics import REWARD, try_metric
+from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,6 @@ has it. Every score is a mean over examples or tokens, 0 to 1. `REWARD` alone ha
 
 from __future__ import annotations
 
-import copy
-import math
 import re
 import string
 import unicodedata
@@ -19,8 +17,7 @@ from typing import Any
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry, names_code
-from lezo_ds.tasks.base import Example, Prediction, Task, TokenCounts
-from lezo_ds.user_code import call_of_user, shown
+from lezo_ds.tasks.base import Example, Task, TokenCounts
 
 _PUNCTUATION = str.maketrans(
     "",
@@ -59,7 +56,7 @@ def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
         and example.candidates[choice] in (*example.gold_texts, *example.references)
         for choice, example in zip(predicted, examples, strict=True)
     ]
-    return fmean(are_right)
+    return sum(are_right) / len(are_right)
 
 
 def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
@@ -126,7 +123,7 @@ def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
         normalize(answer) in map(normalize, example.references)
         for answer, example in zip(answers, examples, strict=True)
     ]
-    return fmean(are_right)
+    return sum(are_right) / len(are_right)
 
 
 def token_accuracy(predicted: Sequence[TokenCounts], examples: Sequence[Example]) -> float:
@@ -147,76 +144,20 @@ METRICS.add("token_accuracy", token_accuracy)
 METRICS.add(REWARD, None)
 
 
-def load_score(task: Task) -> Score | None:
-    """Return the score of a task's metric, or None if the metric is `REWARD`.
-
-    The score returns a finite Python float, also if the metric returns NumPy's or a tensor. It
-    raises a UserError if the metric fails or returns anything else. A user's metric runs after
-    minutes or hours of scoring, so it is called with care.
+def find_score(task: Task) -> Score | None:
+    """Return the score of a task's metric, or None for `REWARD`.
 
     Raises:
         UserError: there is no such metric, or it does not fit the kind of task.
     """
-    metric = METRICS.find(task.metric)
+    score = METRICS.find(task.metric)
     fitting = (*task.metrics, REWARD)
     if not names_code(task.metric) and task.metric.lower() not in fitting:
         raise UserError(
             f"data.metric={task.metric} does not fit a task of the kind {task.kind}",
             fix=f"set data.metric to {', '.join(fitting)} or package.module:function",
         )
-    if metric is None:
-        return None
-    name = f"data.metric={task.metric}"
-
-    def score(predicted: Sequence[Prediction], examples: Sequence[Example]) -> float:
-        # A copy: what the function changes must not reach the next evaluation.
-        value = call_of_user(name, metric, predicted, copy.deepcopy(examples))
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise UserError(
-                f"{name} returned {shown(value)}, not a finite number",
-                fix="correct the function, which returns the score as a float",
-            )
-        return number
-
     return score
-
-
-def has_labels(examples: Sequence[Example]) -> bool:
-    """Return whether each example has one right candidate."""
-    return all(example.label is not None and not example.references for example in examples)
-
-
-def majority_score(score: Score | None, examples: Sequence[Example]) -> float | None:
-    """Return the score of always predicting the most frequent label.
-
-    It is None if there are no classes, because examples list their own right answers; if there is
-    no score of predictions; or if the metric fails on such predictions, as a correlation does.
-    """
-    if score is None or not has_labels(examples):
-        return None
-    ((label, _),) = Counter(example.label for example in examples).most_common(1)
-    try:
-        return score([label or 0] * len(examples), examples)
-    except UserError:
-        return None
-
-
-def try_metric(task: Task, examples: Sequence[Example]) -> None:
-    """Let a user's metric score right answers to all examples, so that it fails before a run.
-
-    A few examples may be of one class, for which some metrics have no score.
-
-    Raises:
-        UserError: the metric failed, or returned no finite number.
-    """
-    score = load_score(task)
-    if score is None or not names_code(task.metric):
-        return
-    score(task.tried_predictions(examples), examples)
 
 
 def best_f1(answer: str, references: Sequence[str]) -> float:

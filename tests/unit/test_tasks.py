@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from golden_tasks import GOLDEN
 
+from lezo_ds.data.metrics import majority_score
 from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
@@ -15,10 +16,9 @@ from lezo_ds.tasks.metrics import (
     LabelScore,
     accuracy,
     best_f1,
+    find_score,
     label_scores,
-    load_score,
     macro_f1,
-    majority_score,
     mean_f1,
 )
 
@@ -117,4 +117,4 @@ def test_a_metric_that_does_not_fit_the_kind_of_task_is_refused(metric, name):
     task = TASKS[name]
     expected = f"data.metric={metric} does not fit a task of the kind {task.kind}"
     with pytest.raises(UserError, match=expected):
-        load_score(replace(task, metric=metric))
+        find_score(replace(task, metric=metric))
