@@ -65,6 +65,7 @@ setup(
         "charset-normalizer>=3.4.4",
         "datasets>=4.0.0",
         "deepspeed>=0.19.8",  # older ones split no vocabulary for tensor parallelism
+        "hjson>=3.1.0",  # DeepSpeed requires it, too
         "huggingface_hub>=1.31.0",  # as transformers 5.20
         "jinja2>=3.1.6",
         "numpy>=2.0.2",

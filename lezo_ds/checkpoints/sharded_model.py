@@ -29,7 +29,13 @@ from lezo_ds.checkpoints.checkpoint import (
 from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.errors import UserError
-from lezo_ds.forward.adapters import Adapter, PrefixAdapter, adapter_files, make_adapter
+from lezo_ds.forward.adapters import (
+    MERGE_ONCE,
+    Adapter,
+    PrefixAdapter,
+    adapter_files,
+    make_adapter,
+)
 from lezo_ds.forward.blocks import BlockLayout, freeze_all_but, quantized_matrices
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.files import WeightFiles
@@ -164,7 +170,7 @@ def load_sharded_model(
     if adapter is not None:
         adapter.fill(weights, module, seed)
         if peft is not None and peft.path is not None:
-            files = adapter_files(adapter, Path(peft.path))
+            files = adapter_files(adapter, Path(peft.path), fix=MERGE_ONCE)
             weights.load(weights.adapter_shards, files)
             _warn_of_unread(files, weights.adapter_shards)
         weights.keep_initial()

@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,22 @@ class PromptTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids as the model generated it, without special tokens.
 
-        A text that follows another is meant: some decoders strip a space of one that begins.
+        The ids are decoded after a word, because some decoders strip a space that begins a text.
         """
-        before = self.backend.encode("a", add_special_tokens=False)
-        start, text = (
-            self.backend.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for part in (before, [*before, *ids])
+        word_ids, word = self._word
+        return self._decode_whole([*word_ids, *ids]).removeprefix(word)
+
+    @cached_property
+    def _word(self) -> tuple[list[int], str]:
+        """The token ids of a word, and the text that they are decoded to."""
+        ids = self.backend.encode("a", add_special_tokens=False)
+        return ids, self._decode_whole(ids)
+
+    def _decode_whole(self, ids: Sequence[int]) -> str:
+        decoded = self.backend.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return str(text.removeprefix(start))
+        return str(decoded)
 
     def num_begin_ids(self, ids: Sequence[int]) -> int:
         """Return with how many of `begin_ids` some ids begin: all, or 0."""

@@ -92,20 +92,21 @@ class Reward:
         # judges other answers, or a run that starts again, would else see other records.
         records = [copy.deepcopy(example.record) for example in examples]
         key = f"train.objective={self.name}"
-        if _is_of_trl(self.function):
+        is_of_trl = _is_of_trl(self.function)
+        if is_of_trl:
             arguments = _trl_arguments(answers, examples, records)
             values = call_of_user(key, self.function, **arguments)
         else:
             values = call_of_user(key, self.function, [*map(tidy, answers)], records)
         numbers = values.tolist() if hasattr(values, "tolist") else values
-        if _is_of_trl(self.function) and isinstance(numbers, list | tuple):
+        if is_of_trl and isinstance(numbers, list | tuple):
             numbers = [math.nan if value is None else value for value in numbers]
         try:
             rewards = torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError):
             rewards = torch.empty(())
         is_fine = rewards.abs() <= LARGEST_REWARD  # NaN is not
-        if _is_of_trl(self.function):
+        if is_of_trl:
             is_fine |= rewards.isnan()
         if rewards.shape != (len(answers),) or not is_fine.all():
             raise UserError(

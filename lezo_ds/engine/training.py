@@ -125,7 +125,7 @@ class LezoEngine(ReplayEngine):
         size = self.config.examples_per_direction
         groups = Groups.of(len(batch), batch.num_examples, size)
         if not self._settings_agreed:
-            self.estimator.check_groups(groups.number)
+            self._call("estimator", self.estimator.check_groups, groups.number)
             self._agree_on_settings(len(batch))
         message = b""
         if self.global_rank == 0:

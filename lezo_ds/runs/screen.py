@@ -118,18 +118,21 @@ def _test_scores(results: RunResults) -> str:
     scores = f"{results.test:.3f}"
     if results.best_step is not None:
         scores = f"{results.zero_shot:.3f} before, {scores} after"
-    beside = _beside(vars(results))
-    return f"{scores} ({', '.join(beside)})" if beside else scores
+    context = _context_scores(vars(results))
+    return f"{scores} ({', '.join(context)})" if context else scores
 
 
-def _beside(scores: Mapping[str, Any]) -> list[str]:
-    """Return what is shown beside a score, of the results of a run or of `score`."""
-    beside = []
+def _context_scores(scores: Mapping[str, Any]) -> list[str]:
+    """Return the majority class and macro F1 as text, where they are known.
+
+    `scores` are the fields of `RunResults`, or what `score` returns.
+    """
+    shown = []
     if scores["majority_class"] is not None:
-        beside.append(f"majority class {scores['majority_class']:.3f}")
+        shown.append(f"majority class {scores['majority_class']:.3f}")
     if scores["macro_f1"] is not None and scores["metric"] != "macro_f1":
-        beside.append(f"macro F1 {scores['macro_f1']:.3f}")
-    return beside
+        shown.append(f"macro F1 {scores['macro_f1']:.3f}")
+    return shown
 
 
 def scores_summary(scores: Mapping[str, Any]) -> str:
@@ -137,7 +140,7 @@ def scores_summary(scores: Mapping[str, Any]) -> str:
     source = scores["model"] if "model" in scores else f"step {scores['step']} of {scores['run']}"
     examples = f"{scores['num_examples']} {_SPLITS[scores['split']]} examples"
     shown = [f"{scores['metric']} {scores['score']:.3f} on {examples}"]
-    shown += _beside(scores)
+    shown += _context_scores(scores)
     if not math.isnan(scores["loss"]):  # NaN: it was not measured
         shown.append(f"loss {number(scores['loss'])}")
     return f"{source}: {', '.join(shown)}"

@@ -51,6 +51,7 @@ from lezo_ds.errors import UserError, first_line
 from lezo_ds.files import DAMAGE, assert_regular
 from lezo_ds.noise import Region
 
+OTHER_CHECKPOINT = "use a checkpoint that belongs to the config.json"
 _MOST_MAPPED = 1 << 27
 """Number of bytes after which a file of torch is mapped anew."""
 _SCALES = "_scale_inv"
@@ -73,6 +74,7 @@ class WeightFiles:
         prefix: of the base model, for example "model". A checkpoint of the bare decoder lacks it.
         conversions: the mapping of transformers, from tensors of other names (`stored_parameters`).
         single: the name of the only file to read, instead of a model's.
+        fix: what helps if a parameter is missing.
 
     Attributes:
         directory: of the model.
@@ -89,9 +91,10 @@ class WeightFiles:
         prefix: str = "",
         conversions: Sequence[WeightTransform] = (),
         single: str | None = None,
+        fix: str = OTHER_CHECKPOINT,
     ) -> None:
         self.directory = directory
-        self._is_adapter = single is not None
+        self._fix = fix
         self._prefix = prefix
         self._mapped: _MappedTensors | None = None
         self._block = fp8_block(directory) or (1, 1)
@@ -137,13 +140,10 @@ class WeightFiles:
         missing = sorted(names.keys() - found.keys())
         if missing:
             examples = ", ".join(sorted(self.tensors)[:3]) or "no tensor with a name"
-            fix = "use a checkpoint that belongs to the config.json"
-            if self._is_adapter:
-                fix = "merge it once with peft, and set model.path to that"
             raise UserError(
                 f"{self.directory} lacks {len(missing)} of the model's {len(names)} parameters, "
                 f"such as {missing[0]}; it has {examples}, ...",
-                fix=fix,
+                fix=self._fix,
             )
         for name, tensors in found.items():
             if not tensors:

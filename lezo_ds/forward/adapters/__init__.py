@@ -19,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE, assert_regular
-from lezo_ds.forward.adapters.lora import ALL_LINEAR, LoraAdapter
+from lezo_ds.forward.adapters.lora import ALL_LINEAR, MERGE_ONCE, LoraAdapter
 from lezo_ds.forward.adapters.prefix import PrefixAdapter, load_prefix
-from lezo_ds.sharding.files import WeightFiles
+from lezo_ds.sharding.files import OTHER_CHECKPOINT, WeightFiles
 
 __all__ = [
+    "MERGE_ONCE",
     "Adapter",
     "LoraAdapter",
     "PrefixAdapter",
@@ -52,10 +53,13 @@ def make_adapter(config: PeftConfig | None) -> Adapter | None:
     return PrefixAdapter(config.prefix_length)
 
 
-def adapter_files(adapter: Adapter, directory: Path) -> WeightFiles:
-    """Open the weights of an adapter in a snapshot, an export, or a directory of peft."""
+def adapter_files(adapter: Adapter, directory: Path, fix: str = OTHER_CHECKPOINT) -> WeightFiles:
+    """Open the weights of an adapter in a snapshot, an export, or a directory of peft.
+
+    `fix` is what helps if a parameter is missing.
+    """
     prefix = adapter.stored_prefix.removesuffix(".")
-    return WeightFiles(directory, prefix=prefix, single=adapter.weights_file)
+    return WeightFiles(directory, prefix=prefix, single=adapter.weights_file, fix=fix)
 
 
 def start_of(config: PeftConfig) -> str | None:

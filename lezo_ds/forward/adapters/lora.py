@@ -28,8 +28,14 @@ _ANY_VALUE = {
     *("revision", "target_modules", "task_type"),
 }
 """Settings of peft that a plain LoRA may have. Others change the product or the base model."""
+MERGE_ONCE = (
+    "merge it once with peft: AutoPeftModelForCausalLM.from_pretrained, merge_and_unload, "
+    "save_pretrained; then set model.path to that"
+)
+"""How to use an adapter of peft that is no plain LoRA."""
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 _UNSET = ("null", "false", '""', "[]", "{}")
+"""What adapter_config.json holds for a setting that is not used. 0 is the first layer."""
 _SAME_BASE = ("gaussian", "orthogonal", "eva")
 """Values of init_lora_weights with which peft leaves the weights of the base model as they are."""
 
@@ -193,15 +199,14 @@ class LoraAdapter:
             f"{key}={value}"
             for key, value in config.items()
             if key not in _ANY_VALUE
-            and json.dumps(value) not in _UNSET  # 0 is a layer
+            and json.dumps(value) not in _UNSET
             and value not in (plain.get(key), *_SAME_BASE)
         ]
         problems += [name for name in shapes if not name.endswith(_FACTORS)]
         if problems:
             raise UserError(
                 f"an adapter with {problems[0]} is no plain LoRA",
-                fix="merge it once with peft: AutoPeftModelForCausalLM.from_pretrained, "
-                "merge_and_unload, save_pretrained; then set model.path to that",
+                fix=MERGE_ONCE,
             )
         targets = config["target_modules"]
         if isinstance(targets, str):  # a pattern, which matched the modules that have factors
