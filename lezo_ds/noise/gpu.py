@@ -30,7 +30,7 @@ from lezo_ds.zo.updates import Update, UpdatePrecision
 
 # Blocks of a tile, which one program handles.
 BLOCKS_OF_TILE: dict[Distribution, int] = {"normal": 512, "rademacher": 32}
-_BLOCKS_OF_SUBTRACTION = 256  # of 4 elements
+_BLOCKS_OF_SUBTRACTION = 512  # of 4 elements
 # Of copies, in bytes, like that of torch's allocator: matrix products may depend on it.
 _ALIGNMENT = 512
 # In FIRST_PROGRAM of the unused columns of a table.
@@ -242,18 +242,25 @@ class TritonKernels(Kernels):
         is_fp32 = values.dtype == torch.float32
         if low is None:
             low = values  # any address
+        parameter_width = elements.shape[1]
+        starts = (region.start, 0 if region.num_rows == 1 else region.stride)
+        in_units = (region.width, values.data_ptr(), low.data_ptr())
+        tile_size = 4 * _BLOCKS_OF_SUBTRACTION
         kernel = _compiled(
             kernels.subtract_kernel,
             (
                 ("dtype", TRITON_TYPES[values.dtype]),
                 ("storage", "fp32" if is_fp32 else precision),
-                ("layout", "rows" if region.num_rows > 1 else "any"),
+                ("layout", "any" if any(start % 4 for start in starts) else "aligned"),
+                ("unit", 16 if all(number % 16 == 0 for number in in_units) else 1),
+                ("wraps_once", parameter_width >= tile_size),
                 ("num_blocks", _BLOCKS_OF_SUBTRACTION),
             ),
             are_aligned=(values.data_ptr() % 16 == 0, low.data_ptr() % 16 == 0),
         )
+        tiles_of_row = -(-(3 + region.width) // tile_size)  # a row may begin within a block
         kernel.run(
-            (num_tiles(region, 4, _BLOCKS_OF_SUBTRACTION), 1, 1),
+            (region.num_rows * tiles_of_row, 1, 1),
             values,
             low,
             u.contiguous(),
@@ -264,9 +271,9 @@ class TritonKernels(Kernels):
             region.start,
             region.width,
             region.stride,
-            region.size,
+            tiles_of_row,
             len(u),
-            elements.shape[1],
+            parameter_width,
             rows.start,
             len(rows),
             columns.start,

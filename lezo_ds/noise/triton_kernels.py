@@ -593,7 +593,7 @@ def entries_kernel(
         "start",
         "width",
         "stride",
-        "count",
+        "tiles_of_row",
         "num_terms",
         "parameter_width",
         "first_row",
@@ -613,19 +613,24 @@ def subtract_kernel(
     start: tl.int64,
     width: tl.int64,
     stride: tl.int64,
-    count: tl.int64,
+    tiles_of_row: tl.int32,
     num_terms: tl.int32,
-    parameter_width: tl.int64,
+    parameter_width: tl.int32,
     first_row: tl.int64,
     num_rows: tl.int64,
-    first_column: tl.int64,
+    first_column: tl.int32,
     num_columns: tl.int64,
     dtype: tl.constexpr,
     storage: tl.constexpr,
     layout: tl.constexpr,
+    unit: tl.constexpr,
+    wraps_once: tl.constexpr,
     num_blocks: tl.constexpr,
 ):
     """Do theta = theta * factor - (sum of u * b over all terms) in place.
+
+    Where a tile begins in the matrix takes one division of 64 bits. Those of its elements would
+    take longer than all the rest.
 
     Args:
         values_ptr: theta, the elements of a region.
@@ -638,7 +643,7 @@ def subtract_kernel(
         start: of the `Region`, as `width` and `stride`.
         width: see `start`.
         stride: see `start`.
-        count: elements of the region.
+        tiles_of_row: programs of one row of the region.
         num_terms: at least 1.
         parameter_width: columns of the full matrix.
         first_row: row of the full matrix at which u begins.
@@ -647,29 +652,38 @@ def subtract_kernel(
         num_columns: of b.
         dtype: of theta.
         storage: how values are stored: "fp32", or the update precision of 16-bit values.
-        layout: "rows" for a rectangle, else "any".
+        layout: "aligned" if all rows of the region begin where a block begins, else "any".
+        unit: 16 if `width` and the pointers to theta and low bits are multiples of it, else 1.
+        wraps_once: whether a tile touches two rows of the full matrix at most.
         num_blocks: of a tile, of 4 elements each. No bit depends on it.
     """
-    tile = tl.program_id(0).to(tl.int64)
-    if layout == "rows":
-        block, position, inside = _elements_of_rectangle(
-            tile, start, width, stride, count, 4, num_blocks
-        )
-    else:
-        block, position, inside = _elements_of_row(tile, start, count, layout, 4, num_blocks)
-    element = block[:, None] * 4 + tl.arange(0, 4)[None, :]
-    row = element // parameter_width - first_row
-    column = element % parameter_width - first_column
-    delta = element.to(tl.float32) * 0.0
+    program = tl.program_id(0)
+    region_row = program // tiles_of_row
+    tile = program % tiles_of_row
+    start += region_row * stride
+    width = width // unit * unit  # the compiler takes no hint for an argument
+    block, position, inside = _elements_of_row(tile, start, width, layout, 4, num_blocks)
+    position += region_row * width
+    first_element = (start // 4 + tile.to(tl.int64) * num_blocks) * 4  # of the tile
+    row = first_element // parameter_width - first_row
+    column = (first_element % parameter_width).to(tl.int32)
+    column += tl.arange(0, num_blocks)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    is_next_row = (column >= parameter_width).to(tl.int32)
+    rows_on = is_next_row if wraps_once else column // parameter_width
+    row += rows_on
+    column -= rows_on * parameter_width + first_column
+    delta = column.to(tl.float32) * 0.0
     for term in range(num_terms):
         u = tl.load(rows_ptr + term * num_rows + row, mask=inside)
         b = tl.load(columns_ptr + term * num_columns + column, mask=inside)
         delta += u * b
-    stored = tl.load(values_ptr + position, mask=inside)
+    values_ptr += position
+    low_ptr += position
+    stored = tl.load(values_ptr, mask=inside)
     low = stored
     if storage == "fp32_master":
-        low = tl.load(low_ptr + position, mask=inside)
+        low = tl.load(low_ptr, mask=inside)
     stored, low = _changed(stored, low, factor, delta, key, parameter_id, block, 4, dtype, storage)
-    tl.store(values_ptr + position, stored, mask=inside)
+    tl.store(values_ptr, stored, mask=inside)
     if storage == "fp32_master":
-        tl.store(low_ptr + position, low, mask=inside)
+        tl.store(low_ptr, low, mask=inside)

@@ -89,18 +89,22 @@ def test_parts_of_a_matrix_get_the_bits_of_the_reference(backend, dtype, precisi
                 assert_same_bits(part[1], full_low.view(SHAPE)[where].flatten())
 
 
+# More columns than the kernels take at once: on a CPU, and on a GPU with and without blocks that
+# touch two rows.
+@pytest.mark.parametrize("num_columns", [2001, 2201, 2208])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_wide_matrices_get_the_bits_of_the_reference(precision):
-    shape = (6, 2001)  # more columns than the kernel takes at once
+def test_wide_matrices_get_the_bits_of_the_reference(backend, precision, num_columns):
+    backend_of, device = backend
+    shape = (6, num_columns)
     law = LowRankLaw("normal", rank=6)
     values, low = stored(values_of_every_size(math.prod(shape)), torch.bfloat16, precision)
     whole = Region.run(0, values.numel())
     full, full_low = updated(eager(law), values, low, whole, precision, shape=shape)
-    for first, end in [(0, 6 * 2001), (1003, 5 * 2001 + 7)]:
+    for first, end in [(0, values.numel()), (1003, 5 * num_columns + 7), (1008, 3 * num_columns)]:
         my_low = None if low is None else low[first:end]
         region = Region.run(first, end - first)
         mine, my_low = updated(
-            LowRankDirections(law), values[first:end], my_low, region, precision, shape=shape
+            backend_of(law), values[first:end], my_low, region, precision, device, shape
         )
         assert_same_bits(mine, full[first:end])
         if low is not None:

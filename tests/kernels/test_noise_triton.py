@@ -215,8 +215,10 @@ def test_updates_of_low_rank_compile_and_round_every_operation_on_its_own(storag
     values = "fp32" if storage == "fp32" else "bf16"
     pointers = {"rows_ptr": "*fp32", "columns_ptr": "*fp32", "low_ptr": "*i16"}
     pointers["values_ptr"] = f"*{values}"
-    numbers = {"factor": "fp32", "key": "u64", "num_terms": "i32"}
-    constants = {"dtype": STORAGE[values], "storage": storage, "layout": "any", "num_blocks": 256}
+    small = ("num_terms", "tiles_of_row", "parameter_width", "first_column")
+    numbers = {"factor": "fp32", "key": "u64"} | dict.fromkeys(small, "i32")
+    constants = {"dtype": STORAGE[values], "storage": storage, "layout": "aligned", "unit": 16}
+    constants |= {"wraps_once": True, "num_blocks": 512}
     ptx = ptx_of(kernels.subtract_kernel, pointers | numbers, constants, capability)
     assert "mul.f32" in ptx or "mul.rn.f32" in ptx
     assert not re.findall(r"fma\.rn\.f32|\.approx|\.ftz", ptx)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from commands import run_forked, wait_until
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from ranks import free_port, run_ranks
 from torch.distributed import TCPStore
 
@@ -191,11 +192,27 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
     assert not matmul.allow_bf16_reduced_precision_reduction
     processor, *others = describe_arithmetic(CPU).values()
     assert processor.endswith(f", {torch.backends.cpu.get_cpu_capability()}")
-    assert others == ["off", "off", ":4096:8"]
+    assert others == ["off", "off", "not set"]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     fix_arithmetic()
     assert list(describe_arithmetic(CPU).values())[1:] == ["on", "off", ":16:8"]
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "warns"), [("cuda", 0, 1), ("cuda", 1, 0), ("cpu", 0, 0)]
+)
+def test_a_workspace_that_torch_reads_at_every_product_is_warned_of_once(
+    device, rank, warns, monkeypatch, caplog
+):
+    monkeypatch.setattr(type(get_accelerator()), "device_name", lambda *_: device)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    fix_arithmetic()
+    assert not caplog.records
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    fix_arithmetic()
+    assert caplog.text.count("CUBLAS_WORKSPACE_CONFIG is set") == warns
 
 
 # Lost ranks.
