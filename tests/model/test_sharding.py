@@ -370,11 +370,11 @@ def test_updates_and_their_replay_are_the_formula_and_the_same_bits_on_any_numbe
 def test_fp16_is_refused_where_the_processor_does_not_compute_in_it(monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)  # the refusal comes first
-    with pytest.raises(UserError, match="in which this machine does not compute; fix: add"):
+    with pytest.raises(UserError, match="in which this machine does not compute; fix: use a GPU"):
         lezo_ds.initialize("model", ZoConfig(**TRAINS), None, dtype="fp16")
     model = {"path": "model", "dtype": "fp16"}
     values = {"run_dir": "none", "method": "adamw", "model": model, "train": {"steps": 1}}
-    with pytest.raises(UserError, match="in which this machine does not compute; fix: add"):
+    with pytest.raises(UserError, match="in which this machine does not compute; fix: use a GPU"):
         initialize_first_order(config_from_dict(values, "the test"), {})
 
 
