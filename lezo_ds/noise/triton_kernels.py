@@ -659,12 +659,12 @@ def subtract_kernel(
     """
     program = tl.program_id(0)
     region_row = program // tiles_of_row
-    tile = program % tiles_of_row
+    tile = (program % tiles_of_row).to(tl.int64)
     start += region_row * stride
     width = width // unit * unit  # the compiler takes no hint for an argument
     block, position, inside = _elements_of_row(tile, start, width, layout, 4, num_blocks)
     position += region_row * width
-    first_element = (start // 4 + tile.to(tl.int64) * num_blocks) * 4  # of the tile
+    first_element = (start // 4 + tile * num_blocks) * 4  # of the tile
     row = first_element // parameter_width - first_row
     column = (first_element % parameter_width).to(tl.int32)
     column += tl.arange(0, num_blocks)[:, None] * 4 + tl.arange(0, 4)[None, :]
