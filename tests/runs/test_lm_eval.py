@@ -55,36 +55,58 @@ def answers_of(model):
     )
 
 
-def score_here(root, keys):
-    """Return the answers of the sharded model on this rank, and the scores of the task."""
-    from lezo_ds.runs.harness import ShardedLM, run_tasks
+def open_here(root, keys):
+    """Return what runs tasks on this rank, and the sharded model."""
+    from lezo_ds.runs.harness import ShardedLM
     from lezo_ds.runs.opening import open_model
 
     opened = open_model(str(root / "model"), ["train.eval_batch_size=2", *keys])
-    model = ShardedLM(opened.load_engine(), str(root / "model"), batch_size=2)
-    return answers_of(model), run_tasks(opened, str(root / "task.yaml"), 3)
+    return opened, ShardedLM(opened.load_engine(), str(root / "model"), batch_size=2)
+
+
+def answer_here(root, keys):
+    _, model = open_here(root, keys)
+    return answers_of(model)
+
+
+def score_here(root):
+    from lezo_ds.runs.harness import run_tasks
+
+    opened, _ = open_here(root, [])
+    return run_tasks(opened, str(root / "task.yaml"), 3)
 
 
 @pytest.fixture(scope="module")
-def expected(directory):
-    """Return the same by the harness's own class."""
-    from lm_eval.config.evaluate_config import EvaluatorConfig
+def own_model(directory):
+    """The harness's own class."""
     from lm_eval.models.huggingface import HFLM
 
-    model = HFLM(str(directory / "model"), device="cpu", dtype="float32", batch_size=2)
-    config = EvaluatorConfig(tasks=str(directory / "task.yaml"))
-    manager = config.process_tasks()
-    found = lm_eval.simple_evaluate(model, tasks=config.tasks, limit=3, task_manager=manager)
-    return answers_of(model), found["results"]
+    return HFLM(str(directory / "model"), device="cpu", dtype="float32", batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def expected(own_model):
+    return answers_of(own_model)
 
 
 def test_ranks_share_the_requests_and_have_every_bit_of_the_harness_s_own_model(
     directory, expected
 ):
-    (first, found), (second, none) = run_ranks(score_here, 2, directory, [])
-    assert first == second == expected[0]
+    first, second = run_ranks(answer_here, 2, directory, [])
+    assert first == second == expected
     assert all(first[2])
-    assert json.dumps(found["results"]) == json.dumps(expected[1])
+
+
+# The harness reads the files of all its tasks first, on each rank.
+@pytest.mark.thorough
+def test_scores_of_a_task_are_those_of_the_harness_s_own_model(directory, own_model):
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    found, none = run_ranks(score_here, 2, directory)
+    config = EvaluatorConfig(tasks=str(directory / "task.yaml"))
+    manager = config.process_tasks()
+    expected = lm_eval.simple_evaluate(own_model, tasks=config.tasks, limit=3, task_manager=manager)
+    assert json.dumps(found["results"]) == json.dumps(expected["results"])
     assert "reviews" in found["table"]
     assert none == {}
 
@@ -109,10 +131,10 @@ def test_report_shows_the_scores_of_a_run_before_and_after(recipe, directory, tm
 @pytest.mark.thorough
 @pytest.mark.parametrize(("num_ranks", "keys"), [(1, []), (2, ["tensor_parallel=2"])])
 def test_one_rank_or_split_weights_have_the_same_scores(num_ranks, keys, directory, expected):
-    (answers, _), *_ = run_ranks(score_here, num_ranks, directory, keys)
-    likelihoods, rolling, texts = expected[0]
+    answers, *_ = run_ranks(answer_here, num_ranks, directory, keys)
+    likelihoods, rolling, texts = expected
     if num_ranks == 1:
-        assert answers == expected[0]
+        assert answers == expected
     for (number, is_greedy), (right, is_right) in zip(answers[0], likelihoods, strict=True):
         assert (number, is_greedy) == (pytest.approx(right, rel=1e-5), is_right)
     assert answers[1] == pytest.approx(rolling, rel=1e-5)
