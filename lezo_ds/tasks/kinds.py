@@ -176,7 +176,9 @@ class _Question(Generation):
         field = self.chat.field
         turns = field_value(record, field)
         messages = read_messages(record, field)
-        num_read = len(messages) - (messages[-1].role == ASSISTANT)
+        num_read = len(messages)
+        if messages[-1].role == ASSISTANT:
+            num_read -= 1
         # An answer may have several turns of a file: a text and each call.
         while turns and len(read_messages(with_fields(record, {field: turns}), field)) > num_read:
             turns = turns[:-1]

@@ -88,8 +88,8 @@ def test_a_choice_whose_fields_are_empty_is_none_and_each_other_one_has_its_labe
 def test_every_answer_counts_and_the_first_is_trained_on(answers, references):
     example = example_of({"text": "Where?", "answers": answers}, **COMPLETION)
     assert example.references == references
-    led = example_of({"text": "Where?", "answers": ""}, **COMPLETION | {"completion": "So {answers}"})
-    assert led.label is None
+    led = COMPLETION | {"completion": "So {answers}"}
+    assert example_of({"text": "Where?", "answers": ""}, **led).label is None
     assert example.candidates == tuple(f" {answer}\n" for answer in references[:1])
     assert (example.label is None) == (not references)
 

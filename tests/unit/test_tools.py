@@ -121,7 +121,7 @@ def test_init_takes_the_names_of_classes_that_a_data_set_stores(tmp_path, caplog
 
 def test_labels_that_may_mean_none_are_named(caplog):
     for values, labels, missing in (
-        (["good", "bad", "None", "good", "bad", "nan", "NA", "good"], "NA None bad good", "NA None"),
+        (["good", "bad", "None", "good", "bad", "nan", "NA", "bad"], "NA None bad good", "NA None"),
         ([0, 1, 2, -1, 0, 1, 2, 0], "-1 0 1 2", "-1"),  # as SNLI marks what has no label
     ):
         caplog.clear()
