@@ -125,6 +125,30 @@ def _num_common(sequences: Sequence[TokenIds]) -> int:
     return number if number >= FEWEST_COMMON else 0
 
 
+def warn_of_unlike_ends(split: EncodedSplit, room: int) -> None:
+    """Log if most prompts end in other tokens where an answer follows.
+
+    GPT-2's tokenizer has a token for two line breaks, and reads them one by one before a word. A
+    prompt of `room` tokens may have been cut.
+    """
+    if not split.prompts or split.examples[0].messages:
+        return
+    pairs = zip(split.encoded, split.prompts, strict=True)
+    starts = [
+        (encoded.sequences[0][: len(ids)], ids)
+        for encoded, ids in pairs
+        if encoded.sequences and not encoded.truncated and len(ids) < room
+    ]
+    num_unlike = sum(start != ids for start, ids in starts)
+    if 2 * num_unlike > len(split.prompts):
+        logger.warning(
+            "%d of %d prompts end in other tokens where an answer follows, which is trained, than "
+            "where the model is to write it; end data.prompt with a word or one line break",
+            num_unlike,
+            len(split.prompts),
+        )
+
+
 class _Texts(NamedTuple):
     """An example in the words that the recipe asks for.
 
@@ -201,6 +225,7 @@ class Reader:
         shown = tuple(each.shown for each in texts)
         split = EncodedSplit(shown, encoded, prompts, reads_records=self.objective.is_reward)
         self._check_model(split)
+        warn_of_unlike_ends(split, self.data.max_length - self.answers_config.max_new_tokens)
         return split
 
     def _encoded(self, texts: _Texts) -> list[tuple[_Texts, EncodedExample]]:

@@ -277,6 +277,12 @@ class _Choices(MultipleChoice):
             raise UserError(
                 f"data.choices gives {shown(choice.texts)}, not two or more texts", fix=fix
             )
+        if self.labels and not choice.names and len(choice.texts) > len(self.labels):
+            raise UserError(
+                f"data.choices gives {len(choice.texts)} texts, and data.labels has "
+                f"{len(self.labels)} labels",
+                fix="list in data.labels what the field holds for each choice",
+            )
         candidates = tuple(after(filled, text) for text in choice.texts)
         if self.known is None or choice.label in choice.names:
             label = find_choice(self.label_field, choice, are_numbers=self.are_numbers)

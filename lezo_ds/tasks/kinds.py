@@ -175,7 +175,12 @@ class _Question(Generation):
     def build_example(self, record: Record) -> Example:
         field = self.chat.field
         turns = field_value(record, field)
-        if read_messages(record, field)[-1].role == ASSISTANT:
+        messages = read_messages(record, field)
+        num_read = len(messages)
+        if messages[-1].role == ASSISTANT:
+            num_read -= 1
+        # An answer may have several turns of a file: a text and each call.
+        while turns and len(read_messages(with_fields(record, {field: turns}), field)) > num_read:
             turns = turns[:-1]
         # The last turn is an answer that the model does not read.
         turns = [*turns, {"role": ASSISTANT, "content": "?"}]

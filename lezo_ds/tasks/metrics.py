@@ -27,8 +27,9 @@ _PUNCTUATION = str.maketrans(
         mark for mark in map(chr, range(0x80, 0x3000)) if unicodedata.category(mark)[0] == "P"
     ),
 )
-_OF_NUMBERS = re.compile(r"(?<!\w)-(?=\.?\d)|(?<=\d)\.(?=\d)")
-_KEPT = {"-": "\u2212", ".": "\u2396"}  # which are no punctuation to Unicode
+# An en dash may be a minus. The point of .5 has no digit before it, unlike the last one of "...5".
+_OF_NUMBERS = re.compile(r"(?<!\w)[-\u2013](?=\.?\d)|(?<![^\W\d])(?<!\.)\.(?=\d)")
+_KEPT = {"-": "\u2212", "\u2013": "\u2212", ".": "\u2396"}  # no punctuation to Unicode
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 # Han characters, kana, Thai, Lao, Burmese and Khmer, which have no spaces between words.
 _UNSPACED = re.compile(

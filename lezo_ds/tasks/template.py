@@ -44,8 +44,7 @@ class Template:
 
     def fill_prompt(self, record: Record) -> str:
         """Return the prompt of a record. UserError: all its fields are empty texts."""
-        values = [field_value(record, field) for field in self.fields]
-        if all(isinstance(value, str) and not value.strip() for value in values):
+        if self._is_blank(record):
             raise UserError(f"no text is in {', '.join(self.fields)}", fix="fill it in")
         return self.fill(record)
 
@@ -65,11 +64,20 @@ class Template:
         return field_value(record, self.fields[0])
 
     def texts(self, record: Record) -> list[str]:
-        """Return the texts of a record: several if it is just one field, which holds a list."""
+        """Return the texts of a record: several if it is just one field, which holds a list.
+
+        If all fields are empty, the text is empty: in "(B) {B}", the letter alone is no choice.
+        """
         values = self.only_value(record)
         if isinstance(values, list):
             return [field_text(self.fields[0], value) for value in values]
-        return [self.fill(record)]
+        return [""] if self._is_blank(record) else [self.fill(record)]
+
+    def _is_blank(self, record: Record) -> bool:
+        """Return whether there are fields, and all of them are empty texts."""
+        values = [field_value(record, field) for field in self.fields]
+        are_blank = [isinstance(value, str) and not value.strip() for value in values]
+        return bool(values) and all(are_blank)
 
 
 def parse_template(key: str, text: str) -> Template:

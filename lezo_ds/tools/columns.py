@@ -38,7 +38,7 @@ _MAX_LABEL_LENGTH = 60  # characters
 _RARE = 10
 _NEAR = 0.85
 _MOST = 0.8  # of the records must fit a reading of a column
-_EMPTY = {"na", "n/a", "#n/a", "<na>", "none", "null", "\\n", "-", "?"}
+_EMPTY = {"na", "n/a", "#n/a", "<na>", "none", "null", "\\n", "-", "?", "-1"}
 """What programs write into a cell without a value. NaN is no label anyway."""
 _QUESTIONS = {"completion": "prompt", "response": "prompt", "output": "instruction"}
 """The usual names of columns with questions, by those of the columns with their answers."""

@@ -13,6 +13,7 @@ configured now, and the others resume.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -54,6 +55,9 @@ _SHOWN = [
     "majority_class",
     "seconds",
 ]
+
+_MAX_NAME = 200
+"""Bytes of a run's name. That of a file has at most 255."""
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +146,13 @@ def plan_sweep(
         flat = flatten(config_to_dict(load_config(recipe, [*changes, f"run_dir={directory}"])))
         name = ",".join(f"{axis_keys[0]}={flat[axis_keys[0]]}" for axis_keys, _ in axes)
         name = re.sub(r"[^\w.+,=-]", "-", name) or "run"
+        settings = {key: flat[key] for key in keys}
+        is_taken = name in runs and runs[name].settings != settings
+        encoded = name.encode()
+        if is_taken or len(encoded) > _MAX_NAME:
+            # Prompts may be long, or differ in characters that names lack.
+            digest = hashlib.sha256(repr(settings).encode()).hexdigest()
+            name = f"{encoded[:_MAX_NAME].decode(errors='ignore')}-{digest[:6]}"
         if name in runs:
             problem = f"two runs of the grid are the same: {name}"
             raise UserError(problem, fix="remove one of the two values")
@@ -149,7 +160,7 @@ def plan_sweep(
             changes.insert(0, "train.keep_snapshots=0")  # a later value of the key counts instead
         changes.append(f"run_dir={directory / name}")
         runs[name] = SweepRun(
-            settings={key: flat[key] for key in keys},
+            settings=settings,
             directory=directory / name,
             config=load_config(recipe, changes),
             arguments=("--config", recipe, *changes),

@@ -129,6 +129,11 @@ def test_predict_reads_tools_and_system_prompts_as_training_does(models, tmp_pat
     asked = task.unanswered().example(row)
     assert [turn.content for turn in asked.messages[:2]] == ["Be brief.", "Cold 0?"]
     assert asked.messages[:-1] == task.example(row).messages[:-1]
+    call_turn = {"from": "function_call", "value": json.dumps({"name": "weather"})}
+    spoken = {"from": "gpt", "value": "Let me look."}
+    for answer in ([spoken, call_turn], [call_turn, call_turn]):
+        row = {"turns": [{"from": "human", "value": "Cold?"}, *answer]}
+        assert task.unanswered().example(row).messages[:-1] == (("user", "Cold?", 1, {}),)
 
 
 def test_a_system_field_is_the_system_turn_unless_the_conversation_has_one(models, tmp_path):

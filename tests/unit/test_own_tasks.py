@@ -71,6 +71,16 @@ def test_the_right_choice_is_a_number_a_text_or_a_label(right, labels, label):
         assert (example.candidates, example.label) == (("yes", "no"), label)
 
 
+def test_a_choice_whose_fields_are_empty_is_none_and_each_other_one_has_its_label():
+    described = CHOICES | {"choices": ["(A) {a}", "(B) {b}", "(C) {c}"], "labels": ["A", "B"]}
+    record = {"text": "Is it?", "a": "yes", "b": "no", "right": "B"}
+    for nothing in (None, "", " "):
+        example = example_of(record | {"c": nothing}, **described)
+        assert (example.candidates, example.label) == (("(A) yes", "(B) no"), 1)
+    with pytest.raises(UserError, match=r"gives 3 texts, and data\.labels has 2"):
+        example_of(record | {"c": "so so"}, **described)
+
+
 @pytest.mark.parametrize(
     ("answers", "references"),
     [("Rome", ("Rome",)), (["Rome ", "Roma"], ("Rome", "Roma")), ([], ())],
@@ -78,6 +88,8 @@ def test_the_right_choice_is_a_number_a_text_or_a_label(right, labels, label):
 def test_every_answer_counts_and_the_first_is_trained_on(answers, references):
     example = example_of({"text": "Where?", "answers": answers}, **COMPLETION)
     assert example.references == references
+    led = COMPLETION | {"completion": "So {answers}"}
+    assert example_of({"text": "Where?", "answers": ""}, **led).label is None
     assert example.candidates == tuple(f" {answer}\n" for answer in references[:1])
     assert (example.label is None) == (not references)
 

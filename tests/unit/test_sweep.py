@@ -107,6 +107,10 @@ def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(plan,
     assert runs[1].directory.name == "zo.learning_rate=1e-06,seed=1"
     assert runs[1].directory == plan("zo.learning_rate=0.000001", "seed,data.seed=1")[0].directory
     assert plan("zo.learning_rate=[1e-6, 7e-7]", SEEDS) == plan(RATES, SEEDS)
+    paths = ("/a b", "/a/b", "/" + 99 * "\u6f22\u5b57")
+    names = [run.directory.name for run in plan("data.path=" + ",".join(paths))]
+    assert len(set(names)) == 3
+    assert max(len(name.encode()) for name in names) < 250
 
 
 @pytest.mark.parametrize(

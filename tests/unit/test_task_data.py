@@ -15,10 +15,11 @@ from tiny_tasks import task_config, write_tasks, write_writer
 
 from lezo_ds.config import config_from_dict, load_config
 from lezo_ds.data.batches import batch_indices
-from lezo_ds.data.reader import EncodedSplit
+from lezo_ds.data.reader import EncodedSplit, warn_of_unlike_ends
 from lezo_ds.data.rewards import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
+from lezo_ds.tasks.base import EncodedExample, Example
 from lezo_ds.zo.keys import sample_key
 
 
@@ -52,6 +53,16 @@ def config_of(assets, task, data="data", **changes):
 )
 def test_the_common_beginning_of_prompts_leaves_each_a_token(prompts, number):
     assert EncodedSplit((), (), tuple(prompts)).num_common == number
+
+
+@pytest.mark.parametrize(("end", "is_named"), [((4, 4), False), ((44,), True), ((), False)])
+def test_prompts_that_end_in_other_tokens_before_an_answer_are_named(end, is_named, caplog):
+    encoded = EncodedExample(((5, 4, 4, 6),), (1,), 0, truncated=False)
+    split = EncodedSplit((Example("", (), None),) * 3, (encoded,) * 3, ((5, *end),) * 3)
+    warn_of_unlike_ends(split, room=4)
+    assert ("3 of 3 prompts end in other tokens" in caplog.text) == is_named
+    warn_of_unlike_ends(split, room=len(end))  # cut
+    assert caplog.text.count("prompts end in") == is_named
 
 
 def load(assets, task, data="data", **changes):

@@ -120,11 +120,15 @@ def test_init_takes_the_names_of_classes_that_a_data_set_stores(tmp_path, caplog
 
 
 def test_labels_that_may_mean_none_are_named(caplog):
-    values = ["good", "bad", "None", "good", "bad", "nan", "NA", "good"] * 5
-    _, task = describe_task(records(text=TEXTS, label=values))
-    assert task["labels"] == ["NA", "None", "bad", "good"]
-    counted = [message[:30] for message in caplog.messages]
-    assert sorted(counted) == ["5 records have the label NA, w", "5 records have the label None,"]
+    for values, labels, missing in (
+        (["good", "bad", "None", "good", "bad", "nan", "NA", "bad"], "NA None bad good", "NA None"),
+        ([0, 1, 2, -1, 0, 1, 2, 0], "-1 0 1 2", "-1"),  # as SNLI marks what has no label
+    ):
+        caplog.clear()
+        _, task = describe_task(records(text=TEXTS, label=values * 5))
+        assert task["labels"] == labels.split()
+        counted = sorted(message.partition(",")[0] for message in caplog.messages)
+        assert counted == [f"5 records have the label {label}" for label in missing.split()]
 
 
 def test_init_takes_turns_as_prompts_with_answers_or_a_reward():
