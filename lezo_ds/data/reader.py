@@ -142,8 +142,8 @@ def warn_of_unlike_ends(split: EncodedSplit, room: int) -> None:
     num_unlike = sum(start != ids for start, ids in starts)
     if 2 * num_unlike > len(split.prompts):
         logger.warning(
-            "%d of %d prompts end in other tokens where an answer follows, which is trained, than "
-            "where the model is to write it; end data.prompt with a word or one line break",
+            "%d of %d prompts end in other tokens in training, where an answer follows, than where "
+            "the model writes one; end data.prompt with a word or one line break",
             num_unlike,
             len(split.prompts),
         )
