@@ -210,8 +210,7 @@ class TritonKernels(Kernels):
         out = torch.empty(num_rows, region.width, device=self._device)
         per_block = PER_BLOCK[entries]
         num_blocks = BLOCKS_OF_TILE[entries]
-        # A row may begin at any element of a block.
-        tiles_of_row = -(-(per_block - 1 + region.width) // (per_block * num_blocks))
+        tiles_of_row = _tiles_of_row(region.width, per_block, num_blocks)
         kernel = _compiled(
             kernels.entries_kernel,
             (("distribution", entries), ("per_block", per_block), ("num_blocks", num_blocks)),
@@ -258,7 +257,7 @@ class TritonKernels(Kernels):
             ),
             are_aligned=(values.data_ptr() % 16 == 0, low.data_ptr() % 16 == 0),
         )
-        tiles_of_row = -(-(3 + region.width) // tile_size)  # a row may begin within a block
+        tiles_of_row = _tiles_of_row(region.width, 4, _BLOCKS_OF_SUBTRACTION)
         kernel.run(
             (region.num_rows * tiles_of_row, 1, 1),
             values,
@@ -377,6 +376,11 @@ def num_tiles(region: Region, per_block: int, blocks_of_tile: int) -> int:
     else:
         num_blocks = -(-(region.start % per_block + region.size) // per_block)
     return -(-num_blocks // blocks_of_tile)
+
+
+def _tiles_of_row(width: int, per_block: int, blocks_of_tile: int) -> int:
+    """Return how many programs cover a row that may begin at any element of a block."""
+    return num_tiles(Region.run(per_block - 1, width), per_block, blocks_of_tile)
 
 
 def _aligned(num_bytes: int) -> int:
