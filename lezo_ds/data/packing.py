@@ -1,7 +1,7 @@
 """Packing: several sequences share a row, so that other examples take the place of padding.
 
 Position ids tell the model where each sequence begins, and a mask hides the other sequences of a
-row. Three sequences A, B and C of a batch that is W = 6 tokens wide become two rows:
+row. Three sequences A, B and C become two rows of W = 6 tokens:
 
     input_ids        A0 A1 A2 A3 A4  .        position_ids    0  1  2  3  4  0
                      B0 B1 B2 C0 C1  .                        0  1  2  0  1  0
@@ -64,13 +64,13 @@ _ATTENTION_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}
 FEWEST_DEALT = 4
 """Deal at least this many examples to a micro-batch: two or three rarely share a row."""
 
-_MOST_TOKENS = 0.75
-"""Pack only if at most this part of the tokens is left: a mask [W, W] takes more memory than
-padding."""
+_MOST_TOKENS = 0.9
+"""Pack only if at most this part of the tokens is left: wider rows take longer in attention."""
 
-_MOST_SHARED = 512
-"""About as many own tokens share a row that begins with common ones. More would take longer to keep
-apart than to pad."""
+_ROW_TOKENS = 256
+_ROW_TOKENS_OF_A_START = 512
+"""About as many own tokens share a row; more, if the row begins with common ones, which it then has
+for more sequences. Wider rows would take longer to keep apart than to pad."""
 
 _START = -(2**62)
 """The owner of the tokens with which all sequences of a row begin."""
@@ -212,13 +212,9 @@ def _lay_out(tokens: Tensor, lengths: Tensor, example_of: Tensor, num_start: int
         num_shared[sequences] = shared
         own_starts[sequences] = shared - num_start + own_lengths.cumsum(dim=0) - own_lengths
         totals.append(shared - num_start + int(own_lengths.sum()))
-    width = tokens.shape[1]
-    if num_start or len(totals) < len(tokens):
-        _, rows, offsets = place_evenly(totals)
-        longest = num_start + max(map(operator.add, offsets, totals))
-        width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
-    else:
-        rows, offsets = _first_fit(totals, width)
+    _, rows, offsets = place_evenly(totals, starts_together=num_start > 0)
+    longest = num_start + max(map(operator.add, offsets, totals))
+    width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
     shared_offsets = torch.tensor(offsets)[example_of]
     own_offsets = num_start + shared_offsets + own_starts - num_shared
     return _Layout(width, torch.tensor(rows)[example_of], num_shared, shared_offsets, own_offsets)
@@ -248,7 +244,9 @@ def seen_tokens(owner: Tensor, context: Tensor | None = None) -> Tensor:
     return is_seen.tril()
 
 
-def place_evenly(lengths: Sequence[int], num_copies: int = 1) -> tuple[int, list[int], list[int]]:
+def place_evenly(
+    lengths: Sequence[int], num_copies: int = 1, *, starts_together: bool
+) -> tuple[int, list[int], list[int]]:
     """Return the number of shared rows, and the row and the offset of each sequence.
 
     The longest one comes first. Each is put into the row of its copy that is filled least.
@@ -256,11 +254,13 @@ def place_evenly(lengths: Sequence[int], num_copies: int = 1) -> tuple[int, list
     Args:
         lengths: of the sequences, those of one copy after those of another.
         num_copies: sequences of different copies share no row.
+        starts_together: whether a row also has tokens with which all sequences begin.
     """
     num_sequences = len(lengths) // num_copies
     firsts = range(0, len(lengths), num_sequences)
     totals = [sum(lengths[first : first + num_sequences]) for first in firsts]
-    of_a_copy = max(1, math.ceil(max(totals) / max(_MOST_SHARED, *lengths)))
+    row_tokens = _ROW_TOKENS_OF_A_START if starts_together else _ROW_TOKENS
+    of_a_copy = max(1, math.ceil(max(totals) / max(row_tokens, *lengths)))
     filled = [0] * (num_copies * of_a_copy)
     rows = [0] * len(lengths)
     offsets = [0] * len(lengths)
@@ -286,25 +286,3 @@ def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:
     rounds = longest_first.reshape(-1, num_micro_batches).copy()  # [rounds, micro-batches]
     rounds[1::2] = rounds[1::2, ::-1]  # back and forth, as the first of a round gets the longest
     return rounds.T.reshape(-1)
-
-
-def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]]:
-    """Return the row and the offset of each sequence.
-
-    The longest sequence comes first. Each is put into the first row that has room for it.
-    """
-    rows = [0] * len(lengths)
-    offsets = [0] * len(lengths)
-    filled: list[int] = []  # tokens in each row
-    # The sort is stable: sequences of one length stay in their order.
-    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    for sequence in longest_first:
-        length = lengths[sequence]
-        with_room = (row for row, used in enumerate(filled) if used + length <= width)
-        row = next(with_room, len(filled))
-        if row == len(filled):
-            filled.append(0)
-        rows[sequence] = row
-        offsets[sequence] = filled[row]
-        filled[row] += length
-    return rows, offsets
