@@ -67,10 +67,10 @@ FEWEST_DEALT = 4
 _MOST_TOKENS = 0.9
 """Pack only if at most this part of the tokens is left: wider rows take longer in attention."""
 
-_ROW_TOKENS = 256
-_ROW_TOKENS_OF_A_START = 512
-"""About as many own tokens share a row; more, if the row begins with common ones, which it then has
-for more sequences. Wider rows would take longer to keep apart than to pad."""
+_ROW_TOKENS = 512
+"""About as many own tokens share a row. In narrower rows, more is padding; in wider ones, attention
+takes longer. With 512, packed batches of SST-2 and BoolQ need 3 to 11 % more products than their
+tokens alone in a model of width 2,048, and 8 to 22 % more in one of width 576."""
 
 _START = -(2**62)
 """The owner of the tokens with which all sequences of a row begin."""
@@ -212,7 +212,7 @@ def _lay_out(tokens: Tensor, lengths: Tensor, example_of: Tensor, num_start: int
         num_shared[sequences] = shared
         own_starts[sequences] = shared - num_start + own_lengths.cumsum(dim=0) - own_lengths
         totals.append(shared - num_start + int(own_lengths.sum()))
-    _, rows, offsets = place_evenly(totals, starts_together=num_start > 0)
+    _, rows, offsets = place_evenly(totals)
     longest = num_start + max(map(operator.add, offsets, totals))
     width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
     shared_offsets = torch.tensor(offsets)[example_of]
@@ -244,9 +244,7 @@ def seen_tokens(owner: Tensor, context: Tensor | None = None) -> Tensor:
     return is_seen.tril()
 
 
-def place_evenly(
-    lengths: Sequence[int], num_copies: int = 1, *, starts_together: bool
-) -> tuple[int, list[int], list[int]]:
+def place_evenly(lengths: Sequence[int], num_copies: int = 1) -> tuple[int, list[int], list[int]]:
     """Return the number of shared rows, and the row and the offset of each sequence.
 
     The longest one comes first. Each is put into the row of its copy that is filled least.
@@ -254,13 +252,11 @@ def place_evenly(
     Args:
         lengths: of the sequences, those of one copy after those of another.
         num_copies: sequences of different copies share no row.
-        starts_together: whether a row also has tokens with which all sequences begin.
     """
     num_sequences = len(lengths) // num_copies
     firsts = range(0, len(lengths), num_sequences)
     totals = [sum(lengths[first : first + num_sequences]) for first in firsts]
-    row_tokens = _ROW_TOKENS_OF_A_START if starts_together else _ROW_TOKENS
-    of_a_copy = max(1, math.ceil(max(totals) / max(row_tokens, *lengths)))
+    of_a_copy = max(1, math.ceil(max(totals) / max(_ROW_TOKENS, *lengths)))
     filled = [0] * (num_copies * of_a_copy)
     rows = [0] * len(lengths)
     offsets = [0] * len(lengths)

@@ -104,7 +104,7 @@ def _lay_out(
     input_ids: Tensor, own_lengths: Sequence[int], num_copies: int, num_common: int
 ) -> _Layout:
     num_prompts, width = input_ids.shape
-    num_shared, rows, offsets = place_evenly(own_lengths, num_copies, starts_together=True)
+    num_shared, rows, offsets = place_evenly(own_lengths, num_copies)
     # One column more, because a row of no tokens cannot run.
     own_width = 1 + max(map(operator.add, offsets, own_lengths))
     own_ids = torch.zeros(num_shared, own_width, dtype=torch.int64)

@@ -166,10 +166,8 @@ def test_a_packed_batch_wants_the_same_logits_of_the_same_tokens_in_fewer_tokens
         assert num_rows * width <= 0.9 * num_sequences * width_before
         # Contexts are there once, and the last token of a candidate is not read.
         own_lengths = [1 + length + candidates for length in lengths]
-        tokens_in_a_row = 512 if num_start else 256
-        assert num_rows == -(-sum(own_lengths) // tokens_in_a_row)
-        fullest = sum(own_lengths) / num_rows + (num_rows > 1) * max(own_lengths)
-        assert width < num_start + fullest + 8
+        num_own = sum(own_lengths)
+        assert num_rows == 1 and num_start + num_own <= width < num_start + num_own + 8
     assert (packed.weight, packed.labels.keys()) == (batch.weight, batch.labels.keys())
 
 
