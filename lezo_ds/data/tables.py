@@ -51,6 +51,7 @@ _PARQUET_ROWS = 1024  # that are in memory at a time
 _GUESSED_BYTES = 2**20  # of a table, from which its encoding is guessed
 _SNIFFED_BYTES = 64  # that tell what a file is, if it is not what its name says
 _SNIFFED_LINES = 20  # of a table, from which its separator is found
+_ON_HUB = re.compile("([^/]*/[^/]*)(?:/([^/]*))?:([^:]*)")  # OWNER/NAME:SPLIT, see above
 _SEPARATORS = (",", ";", "\t", "|")
 _SEPARATOR_LINE = re.compile('"?sep=(.)"?[\r\n]*')
 _CONTAINERS = ("data", "rows", "records", "examples")  # usual keys of a list that is the table
@@ -80,12 +81,10 @@ def read_source(key: str, source: str, encoding: str = UTF_8) -> list[Row]:
         UserError: the source is not there, cannot be read, or has no records.
     """
     path = Path(source)
-    hub_name, colon, split = source.rpartition(":")
-    owner, *names = hub_name.split("/")
-    if colon and not path.exists() and len(names) in (1, 2):
-        config = names[1] if len(names) == 2 else None
-        fix = f"set {key} to a file"
-        (rows,) = read_hub(f"{owner}/{names[0]}", config, [split], fix=fix)
+    on_hub = _ON_HUB.fullmatch(source)
+    if on_hub and not path.exists():
+        hub_id, config, split = on_hub.groups()
+        (rows,) = read_hub(hub_id, config, [split], fix=f"set {key} to a file")
     else:
         check_kind(f"{key}={source}", path)
         rows = list(read_file(path, encoding))
@@ -550,15 +549,13 @@ def _read_parquet(path: Path, _: str) -> _Records:
 
 def _arrow_records(table: pa.RecordBatch | pa.Table) -> Sequence[Record]:
     """Return the rows of a table."""
-    names = table.schema.names
-    columns = [
-        [_as_python(value, field.type) for value in column.to_pylist()]
-        for field, column in zip(table.schema, table.columns, strict=True)
-    ]
-    records = [ArrowRecord(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    kind = pa.struct(list(table.schema))
     class_names = _class_names(table.schema)
-    for record in records:
+    records = []
+    for row in table.to_pylist():
+        record = ArrowRecord(_as_python(row, kind))
         record.class_names = class_names
+        records.append(record)
     return records
 
 
