@@ -10,6 +10,7 @@ The stored weights are never written to, so that nothing drifts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ class DenseDirections(Directions):
     def start_pass(
         self, state: PassState, perturbation: Perturbation, batch: MicroBatch
     ) -> Perturber:
-        kernels = self.kernels_of(batch.device)
-        return DensePerturber(state, self, takes_blocks=kernels.takes_blocks)
+        takes_blocks = self.kernels_of(batch.device).takes_blocks
+        return DensePerturber(state, self, takes_blocks=takes_blocks)
 
     def perturb(
         self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]
@@ -82,9 +83,8 @@ class DenseDirections(Directions):
         updates: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        if targets:
-            kernels = self.kernels_of(targets[0].values.device)
-            kernels.update(self.law.entries, targets, updates, precision)
+        kernels = self.kernels_of(targets[0].values.device)
+        kernels.update(self.law.entries, targets, updates, precision)
 
 
 def _unperturbed(weight: Weight) -> Tensor:
@@ -121,21 +121,21 @@ class DensePerturber(Perturber):
         if type(module).forward in LOOKUP_FORWARDS:
             # An embedding: perturb only the rows that its tokens read.
             (ids,) = [*args, *kwargs.values()]  # nn.Embedding calls its argument `input`
-
-            def rows_of_probe(_: int, ids: Tensor) -> Tensor:
-                return self.rows_of(active[0], ids)
-
-            return look_up(module, ids, lambda own: state.run_in_parts(1, rows_of_probe, [own], {}))
+            rows_of = partial(self.rows_of, active[0])
+            return look_up(module, ids, lambda own: state.run_in_parts(1, rows_of, [own], {}))
         names = [entry.name for entry in active]
         copies = dict(zip(names, self._copies(active), strict=True))
-        num_probes = len(state.current.probes)
+        probes = state.current.probes
+        num_probes = len(probes)
         # With one probe, no input has to be cut, so that any number of rows will do.
         rows = num_probes * state.current.rows if num_probes > 1 else 1
         if is_product(own_forward, args, kwargs, rows):
             return product_at_probes(module, copies, args[0], num_probes)
 
-        def run_probe(probe: int, *args: Any, **kwargs: Any) -> Any:
-            weights = {name: of_probes[probe] for name, of_probes in copies.items()}
+        def run_probe(*args: Any, **kwargs: Any) -> Any:
+            (probe,) = state.current.probes
+            number = probes.index(probe)
+            weights = {name: of_probes[number] for name, of_probes in copies.items()}
             return call_with_weights(module, own_forward, weights, args, kwargs)
 
         is_norm = is_16_bit_norm(module)

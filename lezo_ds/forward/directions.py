@@ -84,22 +84,22 @@ class PassState:
 
         Args:
             num_probes: most copies of the batch in one call.
-            run: (index of the first probe of the call, *args, **kwargs) -> output. While it runs,
-                `current` has the probes of the call only.
+            run: (*args, **kwargs) -> output. While it runs, `current` has the probes of the call
+                only.
             args: of the module, with the rows of all copies.
             kwargs: likewise.
         """
         whole = self.current
         total = len(whole.probes)
         if total <= num_probes:
-            return run(0, *args, **kwargs)
+            return run(*args, **kwargs)
         outputs = []
         try:
             for first in range(0, total, num_probes):
                 probes = whole.probes[first : first + num_probes]
                 self.current = whole._replace(probes=probes)
                 take = probe_slice(whole.rows, whole.tokens, total, first, len(probes))
-                outputs.append(run(first, *map_tensors(take, args), **map_tensors(take, kwargs)))
+                outputs.append(run(*map_tensors(take, args), **map_tensors(take, kwargs)))
         finally:
             self.current = whole
         return tree_map(_concatenate, *outputs)
@@ -211,7 +211,7 @@ class Directions(ABC):
         """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
 
         Args:
-            targets: on one device.
+            targets: at least one, all on one device.
             updates: of one step or of many.
             precision: how 16-bit values are stored.
         """

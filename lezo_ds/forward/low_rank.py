@@ -81,8 +81,6 @@ class LowRankDirections(Directions):
         precision: UpdatePrecision,
     ) -> None:
         """Apply updates: theta * factor - delta for each step, which is rounded once."""
-        if not targets:
-            return
         device = targets[0].values.device
         kernels = self.kernels_of(device)
         rank = self.law.rank

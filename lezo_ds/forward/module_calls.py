@@ -78,24 +78,20 @@ def call_with_weights(
     names = set(perturbed)
     if is_norm:
         names |= {name for name, parameter in module._parameters.items() if parameter is not None}
-    tables: dict[str, dict[str, Any]] = {}
-    own: dict[str, Tensor] = {}
-    for name in names:
-        path, _, key = name.rpartition(".")
-        # nn.Module.__setattr__ refuses plain tensors where parameters are registered.
-        tables[name] = module.get_submodule(path)._parameters
-        own[name] = tables[name][key]
-
-    def put(tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            tables[name][name.rpartition(".")[2]] = tensor
-
-    dtypes = {name: torch.float32 if is_norm else own[name].dtype for name in names}
+    replaced = []
     try:
-        put({name: perturbed.get(name, own[name]).to(dtypes[name]) for name in names})
+        for name in names:
+            path, _, key = name.rpartition(".")
+            # nn.Module.__setattr__ refuses plain tensors where parameters are registered.
+            table: dict[str, Any] = module.get_submodule(path)._parameters
+            own = table[key]
+            replaced.append((table, key, own))
+            dtype = torch.float32 if is_norm else own.dtype
+            table[key] = perturbed.get(name, own).to(dtype)
         return own_forward(*args, **kwargs)
     finally:
-        put(own)
+        for table, key, own in replaced:
+            table[key] = own
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:

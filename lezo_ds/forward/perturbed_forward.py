@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.answer_cache import cache_name, changes_cache, takes_padding
+from lezo_ds.forward.answer_cache import cache_name, takes_padding
 from lezo_ds.forward.answer_tokens import check_contexts, read_contexts
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.directions import Directions, PassState
@@ -87,7 +87,7 @@ class PerturbedForward:
         for module in model.modules():
             owns_any = any(parameter is not None for parameter in module._parameters.values())
             if owns_any or children_read_by(module):
-                if changes_cache(module) and parameters_read_by(module, entries):
+                if cache_name(module) and parameters_read_by(module, entries):
                     self._trains_what_changes_caches = True
                 wrap_module(module, self._state, entries)
         for index, block in enumerate(blocks):

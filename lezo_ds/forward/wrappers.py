@@ -14,7 +14,7 @@ the module's parameters and those that release them. All wrappers of a model sha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -53,14 +53,11 @@ def wrap_module(module: nn.Module, state: PassState, trainable: Trainable) -> No
         if not state.runs_at_once and (active or has_batch(args, kwargs)):
             # A module at theta is cut up, too: the bits of a product depend on its number of rows.
             assert state.perturber is not None
-            return state.run_in_parts(state.perturber.probes_at_once, run_part, args, kwargs)
+            return state.run_in_parts(state.perturber.probes_at_once, forward, args, kwargs)
         if not active:
             return own_forward(*args, **kwargs)
         assert state.perturber is not None
         return state.perturber.run_module(module, own_forward, active, args, kwargs)
-
-    def run_part(_: int, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
 
     module.forward = forward
 
@@ -171,7 +168,7 @@ class SelectingHead:
         """
         state = self._state
 
-        def run_part(_: int, hidden: Tensor) -> Tensor:
+        def run_part(hidden: Tensor) -> Tensor:
             logits = self._all_entries(hidden)
             return target_log_probabilities(logits, targets.repeat(len(logits) // len(targets)))
 
@@ -180,15 +177,12 @@ class SelectingHead:
 
     def _entries(self, entries: Tensor, hidden: Tensor) -> Tensor:
         """Return the logits of some entries of the vocabulary: [copies * N, K]."""
-
-        def run_part(_: int, hidden: Tensor) -> Tensor:
-            return self._entries_at_probe(entries, hidden)
-
         state = self._state
         num_probes = 1
         if state.perturber is not None and not state.active(self._owned):
             num_probes = state.perturber.probes_at_once
-        logits: Tensor = state.run_in_parts(num_probes, run_part, [hidden], {})
+        run = partial(self._entries_at_probe, entries)
+        logits: Tensor = state.run_in_parts(num_probes, run, [hidden], {})
         return logits
 
     def _entries_at_probe(self, entries: Tensor, hidden: Tensor) -> Tensor:
