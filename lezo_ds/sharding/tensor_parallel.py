@@ -35,7 +35,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from lezo_ds.distributed import device
-from lezo_ds.errors import UserError, cut
+from lezo_ds.errors import UserError, cut, one_line
 from lezo_ds.sharding.quantization import quantization_of
 from lezo_ds.sharding.shards import Split
 from lezo_ds.sharding.surgery import put_parameters, run_without_engine_hooks
@@ -103,7 +103,7 @@ def shard_model(
     try:
         engine, *_ = deepspeed.initialize(model=model, config=only_blocks)
     except (AssertionError, ValueError, NotImplementedError) as error:  # how AutoTP refuses a model
-        reason = cut(" ".join(str(error).split()), 200)
+        reason = cut(one_line(error), 200)
         raise UserError(
             f"AutoTP does not support {type(model).__name__}: {reason}", fix=USE_ZERO3
         ) from error
