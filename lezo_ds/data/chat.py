@@ -36,7 +36,7 @@ from lezo_ds.data.encoding import (
     PromptTokenizer,
     num_alike,
 )
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, one_line
 from lezo_ds.forward.batch import Thought
 from lezo_ds.tasks.base import EncodedExample, Example, Message, TokenIds
 from lezo_ds.tasks.conversations import (
@@ -540,7 +540,7 @@ class _Template:
                 messages, tools, **dict(self.tokenizer.template_options), **options
             )
         except Exception as error:  # a template raises errors of its own and of Jinja
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = one_line(f"{type(error).__name__}: {error}")
             raise UserError(
                 f"the chat template of {backend.name_or_path} cannot write "
                 f"{self.example.where}: {reason}",

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
+Examples = tuple[Example, ...]
+
 _type_adapter = cache(TypeAdapter)
 """Checks a field's type. When strict, it does not take True for an int."""
 
@@ -69,10 +71,10 @@ class Splits:
             the dev examples.
     """
 
-    train: tuple[Example, ...]
-    dev: tuple[Example, ...]
-    test: tuple[Example, ...]
-    pool: tuple[Example, ...]
+    train: Examples
+    dev: Examples
+    test: Examples
+    pool: Examples
 
 
 def load_splits(task: Task, data: DataConfig) -> Splits:
@@ -227,7 +229,7 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     return Splits(train, dev, test, pool=train)
 
 
-def _in_order(task: Task, data: DataConfig, examples: Sequence[Example]) -> tuple[Example, ...]:
+def _in_order(task: Task, data: DataConfig, examples: Sequence[Example]) -> Examples:
     """Return examples in the order in which splits take them.
 
     In a stratified one of a classification, the k-th of the n examples of a label comes after the
@@ -243,7 +245,7 @@ def _in_order(task: Task, data: DataConfig, examples: Sequence[Example]) -> tupl
     return tuple(shuffled[row] for row in sorted(range(len(places)), key=places.__getitem__))
 
 
-def _new(examples: Sequence[Example], others: Sequence[Example]) -> tuple[Example, ...]:
+def _new(examples: Sequence[Example], others: Sequence[Example]) -> Examples:
     """Return the examples whose text no other example has."""
     texts = set(map(_text, others))
     return tuple(example for example in examples if _text(example) not in texts)
@@ -275,7 +277,7 @@ def with_demonstrations(data: DataConfig, splits: Splits) -> Splits:
             fix=f"set data.num_demonstrations={available}, or add training examples",
         )
 
-    def ask(questions: tuple[Example, ...]) -> tuple[Example, ...]:
+    def ask(questions: Examples) -> Examples:
         shown = [splits.train[:wanted]] * len(questions)
         if per_question:
             shown = draw_demonstrations(data.seed, questions, splits.pool, wanted)
@@ -295,7 +297,7 @@ def _solved(examples: Sequence[Example]) -> str:
 
 def draw_demonstrations(
     seed: int, questions: Sequence[Example], pool: Sequence[Example], count: int
-) -> list[tuple[Example, ...]]:
+) -> list[Examples]:
     """Draw the examples to show before each question, as MeZO's icl.sh does.
 
     Question i has a seed: the i-th of `np.random.randint(0, 10000, size=number of questions)` under
@@ -311,7 +313,7 @@ def draw_demonstrations(
     return drawn
 
 
-def _shuffled(seed: int, examples: Sequence[Example]) -> tuple[Example, ...]:
+def _shuffled(seed: int, examples: Sequence[Example]) -> Examples:
     # The stream of MeZO's np.random.seed(seed) and np.random.permutation, without the global state.
     order = np.random.RandomState(seed).permutation(len(examples))
     return tuple(examples[row] for row in order)
@@ -332,7 +334,7 @@ def _read_split(directory: Path, split: str) -> list[Row]:
 
 def _built(
     task: Task, data: DataConfig, names: Iterable[str], stored: Sequence[Sequence[Row]]
-) -> list[tuple[Example, ...]]:
+) -> list[Examples]:
     """Return the examples of some splits, by a task that has seen the records of all."""
     rows = chain.from_iterable(stored)
     surveyed = task.survey([record for _, record in rows if isinstance(record, Mapping)])
@@ -342,7 +344,7 @@ def _built(
     )
 
 
-def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> tuple[Example, ...]:
+def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> Examples:
     """Return the examples of records with a right answer, or of all if the task has no answers."""
     of_split = f"of the {split} split of {task.name}"
 

@@ -33,7 +33,7 @@ from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from lezo_ds.checkpoints.checkpoint import hub_problem
-from lezo_ds.errors import HubError, UserError, first_line
+from lezo_ds.errors import HubError, UserError, first_line, one_line
 from lezo_ds.tasks.base import ArrowRecord, Record
 from lezo_ds.tasks.conversations import are_objects, are_turns
 
@@ -96,23 +96,21 @@ def read_source(key: str, source: str, encoding: str = UTF_8) -> list[Row]:
 
 def _refuse_misread(path: Path, rows: Sequence[Row]) -> None:
     """Refuse a file whose structure is another one, so that none of its rows is a record."""
-    problems = [
-        (place, row)
-        for place, row in rows
-        if isinstance(row, ValueError) and not isinstance(row, RepeatedKeyError)
-    ]
-    if rows and len(problems) == len(rows):
-        (place, problem), *_ = problems
+    if not rows:
+        return
+    place, first = rows[0]
+    if all(
+        isinstance(row, ValueError) and not isinstance(row, RepeatedKeyError) for _, row in rows
+    ):
         fix = "write one object a line, or one list of objects, in UTF-8"
         if kind_of(path) in TABLES:
             fix = (
                 "let line 1 name all columns, remove what is before it, and quote texts that "
                 "have the separator"
             )
-        raise UserError(f"{path} has no record: the first row{place} {problem}", fix=fix)
-    for _, record in rows[:1]:
-        if isinstance(record, Mapping):
-            _refuse_container(path, record, is_alone=len(rows) == 1)
+        raise UserError(f"{path} has no record: the first row{place} {first}", fix=fix)
+    if isinstance(first, Mapping):
+        _refuse_container(path, first, is_alone=len(rows) == 1)
 
 
 def _refuse_container(path: Path, record: Mapping[str, Any], *, is_alone: bool) -> None:
@@ -197,7 +195,7 @@ def read_file(path: Path, encoding: str = UTF_8) -> Iterator[Row]:
         csv.Error,
         ArrowException,
     ) as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = one_line(f"{type(error).__name__}: {error}")
         after = f" after{place}" if place else ""
         fix = f"save it as the UTF-8 {kind} file that its name says, or use .jsonl"
         if isinstance(error, csv.Error):

@@ -9,7 +9,7 @@ The stored weights are never written to, so that nothing drifts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.directions import PROBES_AT_ONCE, Directions, PassState, Perturber
 from lezo_ds.forward.module_calls import (
     call_with_weights,
@@ -27,7 +28,7 @@ from lezo_ds.forward.module_calls import (
     product_at_probes,
 )
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
-from lezo_ds.noise import UpdateTarget, Weight
+from lezo_ds.noise import Copies, UpdateTarget, Weight
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
 from lezo_ds.zo.passes import KeyedProbe
 from lezo_ds.zo.updates import Update, UpdatePrecision
@@ -42,9 +43,7 @@ class DenseDirections(Directions):
         takes_blocks = self.kernels_of(batch.device).takes_blocks
         return DensePerturber(state, self, takes_blocks=takes_blocks)
 
-    def perturb(
-        self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]
-    ) -> list[list[Tensor]]:
+    def perturb(self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]) -> Copies:
         """Return theta + scale * z of each weight at each probe.
 
         A probe followed by the opposite one shares one draw of z with it.
@@ -59,7 +58,7 @@ class DenseDirections(Directions):
             For each weight, a copy for each probe, of theta's shape, or [len(rows), width]. A copy
             for scale 0 may be theta itself: do not write to it.
         """
-        copies: list[list[Tensor]] = [[] for _ in weights]
+        copies: Copies = [[] for _ in weights]
         index = 0
         while weights and index < len(probes):
             key = probes[index].key
@@ -83,8 +82,9 @@ class DenseDirections(Directions):
         updates: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        kernels = self.kernels_of(targets[0].values.device)
-        kernels.update(self.law.entries, targets, updates, precision)
+        if targets:
+            kernels = self.kernels_of(targets[0].values.device)
+            kernels.update(self.law.entries, targets, updates, precision)
 
 
 def _unperturbed(weight: Weight) -> Tensor:
@@ -112,10 +112,10 @@ class DensePerturber(Perturber):
     def run_module(
         self,
         module: nn.Module,
-        own_forward: Callable[..., Any],
+        own_forward: Forward,
         active: Sequence[TrainedParameter],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         state = self.state
         if type(module).forward in LOOKUP_FORWARDS:
@@ -160,7 +160,7 @@ class DensePerturber(Perturber):
         if not self.state.current.writes_answers:
             self._kept = {}
 
-    def _copies(self, active: Sequence[TrainedParameter]) -> list[list[Tensor]]:
+    def _copies(self, active: Sequence[TrainedParameter]) -> Copies:
         """Return the copies of each parameter, one for each probe that runs."""
         probes = self.state.current.probes
         if self._kept and all((entry.parameter, probes[0]) in self._kept for entry in active):

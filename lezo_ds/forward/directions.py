@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.forward.copies import map_tensors, probe_slice
+from lezo_ds.forward.copies import Args, Forward, Kwargs, map_tensors, probe_slice
 from lezo_ds.forward.probes import AT_THETA, Perturbation, TrainedParameter
 from lezo_ds.noise import Kernels, UpdateTarget, kernels_of
 from lezo_ds.zo.laws import PerturbationLaw
@@ -77,8 +77,8 @@ class PassState:
         self,
         num_probes: int,
         run: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Call `run` on the copies of `num_probes` probes at a time, and concatenate the outputs.
 
@@ -130,10 +130,10 @@ class Perturber(ABC):
     def run_module(
         self,
         module: nn.Module,
-        own_forward: Callable[..., Any],
+        own_forward: Forward,
         active: Sequence[TrainedParameter],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Return the output of a module, k * n rows, each row at the weights of its probe.
 
@@ -211,7 +211,7 @@ class Directions(ABC):
         """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
 
         Args:
-            targets: at least one, all on one device.
+            targets: on one device.
             updates: of one step or of many.
             precision: how 16-bit values are stored.
         """

@@ -24,7 +24,7 @@ programs and all layouts give the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.directions import Directions, PassState, Perturber
 from lezo_ds.forward.module_calls import add_before_sum
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
@@ -81,6 +82,8 @@ class LowRankDirections(Directions):
         precision: UpdatePrecision,
     ) -> None:
         """Apply updates: theta * factor - delta for each step, which is rounded once."""
+        if not targets:
+            return
         device = targets[0].values.device
         kernels = self.kernels_of(device)
         rank = self.law.rank
@@ -146,10 +149,10 @@ class LowRankPerturber(Perturber):
     def run_module(
         self,
         module: nn.Module,
-        own_forward: Callable[..., Any],
+        own_forward: Forward,
         active: Sequence[TrainedParameter],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         (weight,) = active  # `blocks.freeze_all_but` leaves nothing else
         (inputs,) = [*args, *kwargs.values()]  # nn.Linear calls its argument `input`

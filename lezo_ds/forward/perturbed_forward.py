@@ -22,6 +22,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.answer_cache import cache_name, takes_padding
 from lezo_ds.forward.answer_tokens import check_contexts, read_contexts
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.copies import Args, Kwargs
 from lezo_ds.forward.directions import Directions, PassState
 from lezo_ds.forward.module_calls import children_read_by
 from lezo_ds.forward.probes import Perturbation, ProbePass, TrainedParameter
@@ -208,7 +209,7 @@ class PerturbedForward:
         perturbed = set(range(self._num_blocks)) - perturbation.dropped_layers
         return min(perturbed, default=0)
 
-    def _start_pass(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _start_pass(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Note the rows of a call of the model. While it writes answers, a pass has many calls."""
         state = self._state
         state.num_equal_blocks = self._num_unperturbed

@@ -13,7 +13,7 @@ the module's parameters and those that release them. All wrappers of a model sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial, wraps
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lezo_ds.forward.copies import has_batch, run_once
+from lezo_ds.forward.copies import Args, Kwargs, has_batch, run_once
 from lezo_ds.forward.directions import PROBES_AT_ONCE, PassState
 from lezo_ds.forward.module_calls import children_read_by, modules_that_run
 from lezo_ds.forward.probes import AT_THETA, TrainedParameter, trained_parameters
@@ -86,7 +86,7 @@ def wrap_block(block: nn.Module, index: int, state: PassState, trainable: Traina
         finally:
             perturber.end_block()
 
-    def run_on_one_copy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run_on_one_copy(args: Args, kwargs: Kwargs) -> Any:
         current = state.current
         cache_layer = index if current.writes_answers else None
         state.current = AT_THETA
@@ -106,10 +106,11 @@ def target_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
         targets: int64 [N].
     """
     # Slices, because float32 copies of all logits may take more memory than the model.
-    losses = []
-    for first in range(0, len(targets), TARGETS_AT_ONCE):
-        part = slice(first, first + TARGETS_AT_ONCE)
-        losses.append(F.cross_entropy(logits[part].float(), targets[part], reduction="none"))
+    slices = [torch.split(tensor, TARGETS_AT_ONCE) for tensor in (logits, targets)]
+    losses = [
+        F.cross_entropy(part.float(), targets_of_part, reduction="none")
+        for part, targets_of_part in zip(*slices, strict=True)
+    ]
     return -torch.cat(losses)
 
 

@@ -190,6 +190,9 @@ Prediction = int | float | str | TokenCounts
 """What a model makes of an example: the index of a candidate, a number, an answer, or counts of
 tokens."""
 
+LossAndPredictions = tuple[float, Sequence[Prediction]]
+"""The mean of a task's own loss over a split, and a prediction for each example."""
+
 
 class Predicted(NamedTuple):
     """What `lezo-ds predict` writes of a record.
@@ -380,7 +383,7 @@ class Task:
             return encoder.encode_conversation(example, keep_end=self.keeps_end)
         return encoder.encode_candidates(example)
 
-    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> LossAndPredictions:
         """Return the mean of the task's own loss over a split, and a prediction for each example.
 
         A collective.
