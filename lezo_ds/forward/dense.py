@@ -40,8 +40,7 @@ class DenseDirections(Directions):
     def start_pass(
         self, state: PassState, perturbation: Perturbation, batch: MicroBatch
     ) -> Perturber:
-        takes_blocks = self.kernels_of(batch.device).takes_blocks
-        return DensePerturber(state, self, takes_blocks=takes_blocks)
+        return DensePerturber(state, self, batch.device)
 
     def perturb(self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]) -> Copies:
         """Return theta + scale * z of each weight at each probe.
@@ -102,10 +101,8 @@ class DensePerturber(Perturber):
 
     probes_at_once = PROBES_AT_ONCE
 
-    def __init__(
-        self, state: PassState, directions: DenseDirections, *, takes_blocks: bool
-    ) -> None:
-        super().__init__(state, takes_blocks=takes_blocks)
+    def __init__(self, state: PassState, directions: DenseDirections, device: torch.device) -> None:
+        super().__init__(state, takes_blocks=directions.kernels_of(device).takes_blocks)
         self._directions = directions
         self._kept: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}
 

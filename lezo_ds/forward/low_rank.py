@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
@@ -136,11 +137,12 @@ class LowRankPerturber(Perturber):
             for key in probe.keys:
                 number_of.setdefault(key, len(number_of))
         self._keys = list(number_of)
-        numbers = [[number_of[key] for key in probe.keys] for probe in probes]
-        self._directions = torch.tensor(numbers)  # [probes, groups]
+        numbers = torch.tensor([[number_of[key] for key in probe.keys] for probe in probes])
         scales = torch.tensor([probe.scale for probe in probes], dtype=torch.float64)
         self._scale = float(scales.abs().max())
-        self._signs = scales / (self._scale or 1.0)  # [probes], +1 or -1 if all scales are equal
+        signs = scales / (self._scale or 1.0)  # +1 or -1 if all scales are equal
+        is_own = one_hot(numbers, len(self._keys)) > 0
+        self._signs = torch.where(is_own, signs[:, None, None], 0.0)  # [probes, groups, directions]
         self._token_examples = batch.token_examples
         # By rows of a copy, and tokens of a row.
         self._signs_of_tokens: dict[tuple[int, int], Tensor] = {}
@@ -202,17 +204,14 @@ class LowRankPerturber(Perturber):
         found = self._signs_of_tokens.get((num_rows, tokens_of_row))
         if found is None:
             groups = self._groups_of_tokens(num_rows, tokens_of_row)
-            directions = self._directions[:, groups].reshape(-1)  # [copies * rows * tokens]
-            signs = self._signs[:, None].expand(-1, groups.numel()).reshape(-1, 1)
-            found = torch.zeros(num_tokens, len(self._keys), dtype=torch.float64)
-            found.scatter_(1, directions[:, None], signs)
+            found = self._signs[:, groups].reshape(num_tokens, -1)
             found = found.repeat_interleave(self._rank, dim=1).to(next(module.parameters()))
             self._signs_of_tokens[num_rows, tokens_of_row] = found
         return found
 
     def _groups_of_tokens(self, num_rows: int, tokens_of_row: int) -> Tensor:
         """Return the group of each token of one copy: int64 [num_rows, tokens_of_row]."""
-        num_groups = self._directions.shape[1]
+        num_groups = self._signs.shape[1]
         examples = self._token_examples
         if num_groups == 1 or examples is None:
             # Examples have equally many rows each, one after the other.

@@ -79,6 +79,10 @@ class Message(NamedTuple):
         return {"role": self.role, "content": self.content, **others}
 
 
+Turns = tuple[Message, ...]
+"""The turns of a conversation."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One record as texts.
@@ -108,7 +112,7 @@ class Example:
     index: int = 0
     references: tuple[str, ...] = ()
     demonstrations: str = ""
-    messages: tuple[Message, ...] = ()
+    messages: Turns = ()
     is_written: bool = False
     record: Record = field(default_factory=dict, compare=False, repr=False)
     place: str = field(default="", compare=False)
