@@ -33,7 +33,7 @@ from lezo_ds.errors import HubError, UserError, did_you_mean, first_line
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_other_inputs
 from lezo_ds.forward.rope import rotate_each_row
 from lezo_ds.noise import Region
-from lezo_ds.sharding.files import WeightFiles, fp8_block, has_weights
+from lezo_ds.sharding.files import NameLists, WeightFiles, fp8_block, has_weights
 from lezo_ds.sharding.parameters import own_name
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -357,7 +357,7 @@ def check_files(model: nn.Module, directory: Path) -> None:
     files = open_weights(model, directory)
     files.find(names, {name: tuple(model.get_parameter(name).shape) for name in names})
     buffers = dict(persistent_buffers(model))
-    stored = {name: (name,) for name in buffers if files.stored_as(name) is not None}
+    stored: NameLists = {name: (name,) for name in buffers if files.stored_as(name) is not None}
     shapes = {name: tuple(buffers[name].shape) for name in stored}
     for name, tensors in files.find(stored, shapes).items():
         buffer = buffers[name]
@@ -370,7 +370,7 @@ def open_weights(model: nn.Module, directory: Path) -> WeightFiles:
     return WeightFiles(directory, prefix=prefix, conversions=get_model_conversion_mapping(model))
 
 
-def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def parameter_names(model: nn.Module) -> NameLists:
     """Return all own names of each parameter, by its first name. Tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -57,6 +57,9 @@ _MOST_MAPPED = 1 << 27
 _SCALES = "_scale_inv"
 """What the name of the scales of a matrix adds to the name of the matrix."""
 
+NameLists = dict[str, tuple[str, ...]]
+"""By a parameter's name, all its names, or the tensors that it consists of."""
+
 
 class _StoredTensor(NamedTuple):
     """Where a tensor is stored, its shape, and its dtype as safetensors names it."""
@@ -117,9 +120,7 @@ class WeightFiles:
                 return self._stored[spelling]
         return None
 
-    def find(
-        self, names: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, tuple[str, ...]]:
+    def find(self, names: NameLists, shapes: Mapping[str, tuple[int, ...]]) -> NameLists:
         """Return the tensors whose flattened values, one after the other, are each parameter.
 
         Args:
@@ -129,7 +130,7 @@ class WeightFiles:
         Raises:
             UserError: a parameter is missing or has another shape.
         """
-        found: dict[str, tuple[str, ...]] = {}
+        found: NameLists = {}
         for name, aliases in names.items():
             for alias in aliases:
                 stored_as = self.stored_as(alias)
@@ -375,7 +376,7 @@ def _map_tensors(file: Path) -> dict[str, Tensor]:
 
 def stored_parameters(
     names: Iterable[str], conversions: Sequence[WeightTransform] = ()
-) -> dict[str, tuple[str, ...]]:
+) -> NameLists:
     """Map names of parameters to the tensors whose flattened values, in order, they consist of.
 
     A tensor also stands for a parameter of its own name. That comes first if both exist.
@@ -391,7 +392,7 @@ def stored_parameters(
     names = sorted(names, key=dot_natural_key)  # expert 10 comes after expert 9
     renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
-    stored: dict[str, tuple[str, ...]] = {}
+    stored: NameLists = {}
     converted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters)

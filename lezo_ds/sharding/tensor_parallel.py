@@ -187,15 +187,13 @@ def _split_of(name: str, parameter: nn.Parameter, group: Any) -> Split:
     if description is None or description["conversion"].get("replicated"):
         quantization = quantization_of(parameter)
         return Split(quantization.shape if quantization else tuple(parameter.shape), [], group)
-    problem = UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=USE_ZERO3)
     stored_map = description["conversion"].get("affine_map")
-    if not stored_map:
-        raise problem
-    affine_map = ParamAffineMap.from_dict(stored_map)
-    pieces = [piece for of_rank in affine_map.pieces_by_rank.values() for piece in of_rank]
-    if len(pieces) != len(affine_map.pieces_by_rank):
-        raise problem
-    return Split(affine_map.logical_shape, pieces, group)
+    if stored_map:
+        affine_map = ParamAffineMap.from_dict(stored_map)
+        pieces = [piece for of_rank in affine_map.pieces_by_rank.values() for piece in of_rank]
+        if len(pieces) == len(affine_map.pieces_by_rank):
+            return Split(affine_map.logical_shape, pieces, group)
+    raise UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=USE_ZERO3)
 
 
 def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:

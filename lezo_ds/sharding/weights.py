@@ -18,7 +18,7 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.noise import Elements, Region, Updater, UpdateTarget
 from lezo_ds.noise.low_bits import split_master
-from lezo_ds.sharding.files import WeightFiles
+from lezo_ds.sharding.files import NameLists, WeightFiles
 from lezo_ds.sharding.shards import Shard
 from lezo_ds.sharding.zero3 import finish_updates
 from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
@@ -59,7 +59,7 @@ class ShardedWeights:
         self,
         shards: Sequence[Shard],
         *,
-        aliases: Mapping[str, tuple[str, ...]],
+        aliases: NameLists,
         precision: UpdatePrecision | None,
         has_adapter: bool = False,
     ) -> None:
