@@ -53,8 +53,7 @@ from lezo_ds.data.objectives import Objective, training_objective
 from lezo_ds.data.splits import Examples, usable
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import EncodedExample, Example, TokenIds
+from lezo_ds.tasks.base import EncodedExample, Example, Task, TokenIds
 from lezo_ds.tasks.conversations import OF_CONVERSATIONS
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from lezo_ds.config.schema import DataConfig
 from lezo_ds.data.batches import num_earlier
 from lezo_ds.data.tables import Row, kind_of, read_file, read_hub, read_source
 from lezo_ds.errors import UserError, cut, did_you_mean
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Record
+from lezo_ds.tasks.base import Example, Record, Task
 from lezo_ds.tasks.template import field_value, shown
 
 logger = logging.getLogger(__name__)
