@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import comm
 from deepspeed.checkpoint.affine import ParamAffineMap
@@ -38,7 +37,7 @@ from lezo_ds.distributed import device
 from lezo_ds.errors import UserError, cut, one_line
 from lezo_ds.sharding.quantization import quantization_of
 from lezo_ds.sharding.shards import Split
-from lezo_ds.sharding.surgery import put_parameters, run_without_engine_hooks
+from lezo_ds.sharding.surgery import put_parameters, start_engine
 
 LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
 """Forward passes that are a matrix product, a sum over ranks if `sums_outputs`, and a bias."""
@@ -101,7 +100,7 @@ def shard_model(
     # DeepSpeed moves a model to its device when it has split it, and calls nothing in between.
     model.to = materialize  # type: ignore[method-assign]
     try:
-        engine, *_ = deepspeed.initialize(model=model, config=only_blocks)
+        engine = start_engine(model, only_blocks)
     except (AssertionError, ValueError, NotImplementedError) as error:  # how AutoTP refuses a model
         reason = cut(one_line(error), 200)
         raise UserError(
@@ -112,7 +111,6 @@ def shard_model(
         groups.mpu = None  # or later engines of this process would take their groups from this one
     # It broadcasts the first batch to compare it. The ranks compare their batches at every step.
     engine.first_dataloader_check.remove()
-    run_without_engine_hooks(engine, model)
     check_that_it_runs(model)
     return engine, splits
 
