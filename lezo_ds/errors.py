@@ -153,13 +153,18 @@ def end_with(error: LezoError) -> NoReturn:
         time.sleep(_LOST_RANK_SECONDS)
     elif not is_lost and rank > 0:
         time.sleep(_SILENCE_SECONDS)
-    line = cut(" ".join(str(error).split()), _MAX_LINE)
+    line = cut(one_line(error), _MAX_LINE)
     print(f"error: {printable(line)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if is_lost and rank == 1:
         time.sleep(_LOST_RANK_SECONDS)
     # Not sys.exit, which destroys the process group: that waits for ranks in a collective.
     os._exit(error.exit_code)
+
+
+def one_line(text: object) -> str:
+    """Return a text, or what an error says, without line breaks and other runs of spaces."""
+    return " ".join(str(text).split())
 
 
 def first_line(error: Exception) -> str:

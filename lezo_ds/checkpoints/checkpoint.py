@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from lezo_ds.errors import HubError, UserError, did_you_mean, first_line
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_other_inputs
 from lezo_ds.forward.rope import rotate_each_row
 from lezo_ds.noise import Region
-from lezo_ds.sharding.files import WeightFiles, fp8_block, has_weights
+from lezo_ds.sharding.files import NameLists, WeightFiles, fp8_block, has_weights
+from lezo_ds.sharding.parameters import own_name
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -356,7 +357,7 @@ def check_files(model: nn.Module, directory: Path) -> None:
     files = open_weights(model, directory)
     files.find(names, {name: tuple(model.get_parameter(name).shape) for name in names})
     buffers = dict(persistent_buffers(model))
-    stored = {name: (name,) for name in buffers if files.stored_as(name) is not None}
+    stored: NameLists = {name: (name,) for name in buffers if files.stored_as(name) is not None}
     shapes = {name: tuple(buffers[name].shape) for name in stored}
     for name, tensors in files.find(stored, shapes).items():
         buffer = buffers[name]
@@ -369,24 +370,15 @@ def open_weights(model: nn.Module, directory: Path) -> WeightFiles:
     return WeightFiles(directory, prefix=prefix, conversions=get_model_conversion_mapping(model))
 
 
-def parameter_names(
-    model: nn.Module, own_name: Callable[[str], str] = str
-) -> dict[str, tuple[str, ...]]:
-    """Return all names of each parameter, by its first name. Tied parameters have several.
-
-    Args:
-        model: its parameters may be on the meta device.
-        own_name: maps a name in the module tree to the parameter's own (`Adapter.own_name`).
-    """
+def parameter_names(model: nn.Module) -> NameLists:
+    """Return all own names of each parameter, by its first name. Tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(own_name(name))
     return {aliases[0]: tuple(aliases) for aliases in names.values()}
 
 
-def persistent_buffers(
-    model: nn.Module, own_name: Callable[[str], str] = str
-) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of what a model stores besides its parameters (see `check_files`)."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(path, recurse=False):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from lezo_ds.forward.adapters import (
 from lezo_ds.forward.blocks import BlockLayout, freeze_all_but, quantized_matrices
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.files import WeightFiles
-from lezo_ds.sharding.parameters import parameter_ids, table_hash
+from lezo_ds.sharding.parameters import own_name, parameter_ids, table_hash
 from lezo_ds.sharding.quantization import quantization_of, quantize_parameters
 from lezo_ds.sharding.quantized_shards import QuantizedFlatShard, QuantizedRectangleShard
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, Split
@@ -138,8 +138,7 @@ def load_sharded_model(
     adapter = make_adapter(peft)
     if adapter is not None:
         adapter.attach(module, layout)
-    own_name = adapter.own_name if adapter else str
-    aliases = parameter_names(module, own_name)
+    aliases = parameter_names(module)
     freeze_all_but(trained, module, layout)
     engine: Any = None
     splits: dict[nn.Parameter, Split] = {}
@@ -150,20 +149,20 @@ def load_sharded_model(
         def restore() -> None:
             put_back()
             if bits:
-                quantize_parameters(module, quantized, bits, None, own_name)
+                quantize_parameters(module, quantized, bits, None)
 
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
     else:
         if bits:
             num_parts = partition_size or distributed.world_size()
-            quantize_parameters(module, quantized, bits, num_parts, own_name)
+            quantize_parameters(module, quantized, bits, num_parts)
         zero3.shard_model(module, ds_config, partition_size)
-    shards = _shards_of(module, layout, parameter_ids(aliases), own_name, splits)
+    shards = _shards_of(module, layout, parameter_ids(aliases), splits)
     weights = ShardedWeights(
         shards, aliases=aliases, precision=precision, has_adapter=bool(adapter)
     )
     weights.load(weights.base_shards, open_weights(module, directory))
-    buffers = dict(persistent_buffers(module, own_name))
+    buffers = dict(persistent_buffers(module))
     fingerprint = _fingerprint(weights.digest(weights.base_shards), buffers)
     hash_of_names = table_hash({shard.name: shard.shape for shard in shards})
     base = BaseModel(model, directory, fingerprint, hash_of_names, bits)
@@ -209,7 +208,6 @@ def _shards_of(
     module: nn.Module,
     layout: BlockLayout,
     ids: Mapping[str, int],
-    own_name: Callable[[str], str],
     splits: Mapping[nn.Parameter, Split],
 ) -> list[Shard]:
     """Return this rank's shard of each parameter. Those in `splits` are split over ranks."""

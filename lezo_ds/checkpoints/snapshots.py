@@ -50,6 +50,8 @@ MANIFEST = "lezo_manifest.json"
 README = "README.md"
 MAX_FILE_BYTES = 1 << 30
 """Most bytes of a file of weights, unless a single parameter has more."""
+Manifest = Mapping[str, Any]
+"""What `lezo_manifest.json` has, by name."""
 Card = Callable[[str], str]
 """Returns the README.md of a model, from the SHA-256 of its weight files (`_weights_sha256`)."""
 
@@ -65,7 +67,7 @@ def snapshot_path(root: Path, step: int) -> Path:
 def write_snapshot(
     sharded: ShardedModel,
     target: Path,
-    facts: Mapping[str, Any],
+    facts: Manifest,
     *,
     card: Card | None,
     texts: Mapping[str, str] | None,
@@ -119,8 +121,7 @@ def write_snapshot(
                 _copy_companions(sharded.base.directory, temporary)
                 for name, text in (texts or {}).items():
                     (temporary / name).write_text(text, encoding="utf-8")
-                own_name = sharded.adapter.own_name if sharded.adapter else str
-                buffers = persistent_buffers(sharded.module, own_name)
+                buffers = persistent_buffers(sharded.module)
                 written = _write_tensors(temporary, chain(tensors, buffers))
                 _write_config(sharded, temporary, written)
             else:
@@ -228,7 +229,7 @@ def _write_config(sharded: ShardedModel, directory: Path, written: set[str]) -> 
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _publish(temporary: Path, target: Path, facts: Mapping[str, Any], card: Card | None) -> None:
+def _publish(temporary: Path, target: Path, facts: Manifest, card: Card | None) -> None:
     """Sync all files, write the manifest, and rename the directory."""
     files: dict[str, dict[str, Any]] = {}
     for path in temporary.rglob("*"):
@@ -296,13 +297,13 @@ class SnapshotOwner:
         """
         return self.checksums[min(step, len(self.checksums) - 1)]
 
-    def owns(self, step: int, manifest: Mapping[str, Any]) -> bool:
+    def owns(self, step: int, manifest: Manifest) -> bool:
         """Return whether a snapshot with this manifest is one of this run after `step` updates."""
         expected = {"base": self.base, "step": step, "journal": self.checksum(step)}
         return expected.items() <= manifest.items()
 
 
-def read_manifest(directory: Path) -> dict[str, Any] | None:
+def read_manifest(directory: Path) -> Manifest | None:
     """Return the manifest of a snapshot if all its files exist and have the right hash."""
     manifest = read_facts(directory)
     if manifest is None:
@@ -314,9 +315,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def damage_of(
-    directory: Path, manifest: Mapping[str, Any], suffixes: tuple[str, ...] = ("",)
-) -> str:
+def damage_of(directory: Path, manifest: Manifest, suffixes: tuple[str, ...] = ("",)) -> str:
     """Return which file of a snapshot is not as its manifest has it, or "".
 
     Only files whose names end in one of the suffixes are read.
@@ -333,7 +332,7 @@ def damage_of(
     return ""
 
 
-def read_facts(directory: Path) -> dict[str, Any] | None:
+def read_facts(directory: Path) -> Manifest | None:
     """Return the manifest of a snapshot without looking at its files, or None if it has none."""
     try:
         manifest = json.loads(read_regular(directory / MANIFEST))
@@ -348,14 +347,12 @@ def snapshot_steps(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match is not None)
 
 
-def own_snapshots(
-    root: Path, owner: SnapshotOwner | None
-) -> tuple[dict[int, dict[str, Any]], list[int]]:
+def own_snapshots(root: Path, owner: SnapshotOwner | None) -> tuple[dict[int, Manifest], list[int]]:
     """Return the manifests of a run's snapshots by step, and the steps of all other snapshots.
 
     Their files are not read. If `owner` is None, all snapshots are the run's.
     """
-    own: dict[int, dict[str, Any]] = {}
+    own: dict[int, Manifest] = {}
     foreign: list[int] = []
     for step in snapshot_steps(root):
         manifest = read_facts(snapshot_path(root, step))

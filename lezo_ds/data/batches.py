@@ -30,6 +30,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.tasks.base import EncodedExample, TokenIds
@@ -190,17 +192,11 @@ def token_batch(
 
 def _pad(sequences: Sequence[TokenIds], pad_id: int) -> Tensor:
     """Return sequences as rows, int64 [sequences, a multiple of PAD_MULTIPLE]."""
-    longest = max(len(ids) for ids in sequences)
-    width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
-    padded = np.full((len(sequences), width), pad_id)
-    for row, ids in zip(padded, sequences, strict=True):
-        row[: len(ids)] = ids
-    return torch.from_numpy(padded)
+    rows = pad_sequence(list(map(torch.tensor, sequences)), batch_first=True, padding_value=pad_id)
+    return F.pad(rows, (0, -rows.shape[1] % PAD_MULTIPLE), value=pad_id)
 
 
 def _slots(counts: Sequence[int]) -> Tensor:
     """Assign items to groups in order: [2, 1] gives [[0, 1], [2, -1]], int64 [groups, longest]."""
-    length = torch.tensor(counts).unsqueeze(1)  # [groups, 1]
-    first = length.cumsum(0) - length
-    column = torch.arange(int(length.max()))  # [longest]
-    return torch.where(column < length, first + column, -1)
+    items = torch.split(torch.arange(sum(counts)), list(counts))
+    return pad_sequence(list(items), batch_first=True, padding_value=-1)

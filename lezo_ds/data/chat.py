@@ -36,9 +36,9 @@ from lezo_ds.data.encoding import (
     PromptTokenizer,
     num_alike,
 )
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, one_line
 from lezo_ds.forward.batch import Thought
-from lezo_ds.tasks.base import EncodedExample, Example, Message, TokenIds
+from lezo_ds.tasks.base import EncodedExample, Example, Message, TokenIds, Turns
 from lezo_ds.tasks.conversations import (
     ASSISTANT,
     OTHER_FIELDS,
@@ -119,7 +119,8 @@ def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
         UserError: the template cannot write the conversation, or leaves out a turn.
     """
     template = _Template(tokenizer, example)
-    template.check_all_written()
+    if example.label is None:  # `encode_conversation` looks at one with an answer
+        template.check_all_written()
     *before, last = example.messages
     if last.is_trained:
         question = template.write(before, opened=True)
@@ -304,7 +305,7 @@ def turns_apart(example: Example) -> list[Example]:
     The turns before it are context.
     """
     parts = []
-    context: tuple[Message, ...] = ()
+    context: Turns = ()
     for turn in example.messages:
         if turn.is_trained:
             asked = context[-1].content if context else ""
@@ -540,7 +541,7 @@ class _Template:
                 messages, tools, **dict(self.tokenizer.template_options), **options
             )
         except Exception as error:  # a template raises errors of its own and of Jinja
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = one_line(f"{type(error).__name__}: {error}")
             raise UserError(
                 f"the chat template of {backend.name_or_path} cannot write "
                 f"{self.example.where}: {reason}",

@@ -24,8 +24,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedTokenizerBase
 
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Message, with_fields
+from lezo_ds.tasks.base import Example, Message, Task, with_fields
 from lezo_ds.tasks.conversations import ASSISTANT
 from lezo_ds.tasks.template import field_value
 

@@ -154,7 +154,8 @@ def load_tokenizer(
     Raises:
         UserError: the tokenizer cannot be loaded, or does not fit the model.
     """
-    if (Path(path) / "tekken.json").is_file() and not (Path(path) / FULL_TOKENIZER_FILE).is_file():
+    directory = Path(path)
+    if (directory / "tekken.json").is_file() and not (directory / FULL_TOKENIZER_FILE).is_file():
         raise UserError(
             f"{path} has its tokenizer as tekken.json, which transformers reads without the tokens "
             "that begin and end texts",
@@ -169,13 +170,13 @@ def load_tokenizer(
         # Tokens that were added to a tokenizer may be missing from the model's embedding.
         vocabulary = range(config.get_text_config().vocab_size)
         written = backend("a", return_special_tokens_mask=True)
-        ends = generation_ends(Path(path), config)
-        of_processor = Path(path) / LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
+        ends = generation_ends(directory, config)
+        of_processor = directory / LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
         if backend.chat_template is None and of_processor.is_file():  # older models for images
             backend.chat_template = json.loads(of_processor.read_text())["chat_template"]
     except Exception as error:  # transformers raises many unrelated types here
         fix = "correct model.path, or save config.json and the tokenizer's files there"
-        if (Path(path) / "tokenizer.model").is_file() and not is_sentencepiece_available():
+        if (directory / "tokenizer.model").is_file() and not is_sentencepiece_available():
             fix = "pip install sentencepiece protobuf"  # transformers asks for another package
         raise UserError(
             f"cannot load the tokenizer of {path}: {first_line(error)}", fix=fix

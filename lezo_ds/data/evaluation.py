@@ -16,8 +16,7 @@ from lezo_ds.data.metrics import has_labels, load_score, majority_score
 from lezo_ds.data.objectives import training_objective
 from lezo_ds.data.reader import EncodedSplit, Reader
 from lezo_ds.data.scorer import Model, Scorer
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Prediction
+from lezo_ds.tasks.base import Example, Prediction, Task
 from lezo_ds.tasks.metrics import LabelScore, label_scores
 
 PREDICTED = "predicted"

@@ -22,14 +22,16 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LogitsProcessorList,
     StoppingCriteriaList,
@@ -47,7 +49,7 @@ from lezo_ds.forward.answer_cache import (
     keeps_states_apart,
     takes_padding,
 )
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Prompts, Thought
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Prompts, Tensors, Thought
 from lezo_ds.forward.rope import may_outgrow
 from lezo_ds.tasks.base import TokenIds
 
@@ -108,13 +110,12 @@ def prompt_batch(
         A batch whose weight is the number of prompts, with the inputs "input_ids" and
         "attention_mask", int64 [prompts, width].
     """
-    width = max(len(ids) for ids in prompts)
-    input_ids = torch.full((len(prompts), width), settings.pad_id)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, ids in enumerate(prompts):
-        input_ids[row, width - len(ids) :] = torch.tensor(ids)
-        attention_mask[row, width - len(ids) :] = 1
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    rows = list(map(torch.tensor, prompts))
+    pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
+    inputs = {
+        "input_ids": pad_left(rows, padding_value=settings.pad_id),
+        "attention_mask": pad_left(list(map(torch.ones_like, rows))),
+    }
     common_ids = torch.tensor([prompts[0][:num_common]]) if num_common else None
     return MicroBatch(inputs, len(prompts), prompts=Prompts(settings, common_ids=common_ids))
 
@@ -142,7 +143,7 @@ def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
     return _continue_by_length(model, replace(prompts, common_ids=None), inputs)
 
 
-def _continue_by_length(model: Any, prompts: Prompts, inputs: Mapping[str, Tensor]) -> Tensor:
+def _continue_by_length(model: Any, prompts: Prompts, inputs: Tensors) -> Tensor:
     """Continue the prompts of each length by themselves, without padding; see `generate`."""
     lengths = inputs["attention_mask"].sum(dim=1)
     width = inputs["attention_mask"].shape[1]
@@ -157,9 +158,7 @@ def _continue_by_length(model: Any, prompts: Prompts, inputs: Mapping[str, Tenso
         # A rank with fewer lengths than others repeats its last one.
         length = distinct[min(index, len(distinct) - 1)]
         rows = (lengths == length).nonzero().squeeze(1)
-        of_length = {name: value[rows] for name, value in inputs.items()}
-        for name in ("input_ids", "attention_mask"):
-            of_length[name] = of_length[name][:, width - length :]
+        of_length = {name: value[rows, width - length :] for name, value in inputs.items()}
         keys = prompts.sample_keys
         own = replace(prompts, sample_keys=None if keys is None else keys[rows.cpu()])
         written = _continue(model, own, of_length)
@@ -168,7 +167,7 @@ def _continue_by_length(model: Any, prompts: Prompts, inputs: Mapping[str, Tenso
     return tokens[:, :longest]
 
 
-def _continue(model: Any, prompts: Prompts, tensors: Mapping[str, Tensor]) -> Tensor:
+def _continue(model: Any, prompts: Prompts, tensors: Tensors) -> Tensor:
     """Continue prompts, which are padded to the same length; see `generate`."""
     inputs: dict[str, Any] = dict(tensors)
     settings = prompts.settings

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Prediction
+from lezo_ds.tasks.base import Example, Prediction, Task
 from lezo_ds.tasks.metrics import Score, find_score
 from lezo_ds.user_code import call_of_user, shown
 

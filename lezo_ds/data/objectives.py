@@ -28,8 +28,7 @@ from lezo_ds.data.rewards import Reward, Rewards, judges_answers
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import EncodedExample
+from lezo_ds.tasks.base import EncodedExample, Task
 from lezo_ds.tasks.metrics import best_f1
 from lezo_ds.user_code import call_of_user, shown
 

@@ -50,11 +50,10 @@ from lezo_ds.data.encoding import (
 )
 from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
 from lezo_ds.data.objectives import Objective, training_objective
-from lezo_ds.data.splits import usable
+from lezo_ds.data.splits import Examples, usable
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import EncodedExample, Example, TokenIds
+from lezo_ds.tasks.base import EncodedExample, Example, Task, TokenIds
 from lezo_ds.tasks.conversations import OF_CONVERSATIONS
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class EncodedSplit:
         reads_records: whether the objective is a reward, which reads the fields of records.
     """
 
-    examples: tuple[Example, ...]
+    examples: Examples
     encoded: tuple[EncodedExample, ...]
     prompts: tuple[TokenIds, ...] = ()
     reads_records: bool = False
@@ -185,7 +184,7 @@ class Reader:
     _named: set[str] = field(default_factory=set)
     """What records have and the model does not read, as far as the log says so."""
 
-    def encode(self, examples: tuple[Example, ...], *, is_training: bool = False) -> EncodedSplit:
+    def encode(self, examples: Examples, *, is_training: bool = False) -> EncodedSplit:
         """Encode examples that can be used.
 
         Args:
@@ -339,7 +338,7 @@ class Reader:
             logger.info("fields that the recipe leaves out (records): %s", ", ".join(new))
         self._named.update(counts, others)
 
-    def _texts(self, examples: tuple[Example, ...]) -> list[_Texts]:
+    def _texts(self, examples: Examples) -> list[_Texts]:
         """Return the texts of examples, and log which control tokens are in their records."""
         control_tokens = ControlTokens(self.tokenizer.backend, self.data.in_chat)
         texts = []

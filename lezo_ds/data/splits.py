@@ -34,14 +34,15 @@ from lezo_ds.config.schema import DataConfig
 from lezo_ds.data.batches import num_earlier
 from lezo_ds.data.tables import Row, kind_of, read_file, read_hub, read_source
 from lezo_ds.errors import UserError, cut, did_you_mean
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Record
+from lezo_ds.tasks.base import Example, Record, Task
 from lezo_ds.tasks.template import field_value, shown
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+Examples = tuple[Example, ...]
 
 _type_adapter = cache(TypeAdapter)
 """Checks a field's type. When strict, it does not take True for an int."""
@@ -69,10 +70,10 @@ class Splits:
             the dev examples.
     """
 
-    train: tuple[Example, ...]
-    dev: tuple[Example, ...]
-    test: tuple[Example, ...]
-    pool: tuple[Example, ...]
+    train: Examples
+    dev: Examples
+    test: Examples
+    pool: Examples
 
 
 def load_splits(task: Task, data: DataConfig) -> Splits:
@@ -171,12 +172,11 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
         if data.protocol == "clean" or num_train < 1:
             raise UserError(problem, fix="set a smaller data.num_train or data.num_dev")
         logger.warning("%s: MeZO's protocol trains on %d", problem, num_train)
-    order = _permutation(data.seed, len(train))
-    test_order = _permutation(data.seed, len(test))
+    shuffled = _shuffled(data.seed, train)
     return Splits(
-        train=_chosen(train, order[:num_train]),
-        dev=_chosen(train, order[num_train : num_train + num_dev]),
-        test=_chosen(test, test_order[:num_test]),
+        train=shuffled[:num_train],
+        dev=shuffled[num_train : num_train + num_dev],
+        test=_shuffled(data.seed, test)[:num_test],
         pool=train,
     )
 
@@ -194,15 +194,14 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     )
     built = dict(zip(sources, _built(task, data, sources, stored), strict=True))
     examples = built["train"]
-    left = _order(task, data, examples)
+    left = _in_order(task, data, examples)
     drawn = []
     for name, wanted in (("test", data.num_test), ("validation", data.num_dev)):
         if name in built:
-            own = built[name]
-            drawn.append(_chosen(own, _order(task, data, own)[:wanted]))
+            drawn.append(_in_order(task, data, built[name])[:wanted])
             continue
         size = wanted or min(_MOST_DRAWN[name], max(1, len(examples) // 5))
-        drawn.append(_chosen(examples, left[:size]))
+        drawn.append(left[:size])
         left = left[size:]
     test, dev = drawn
     if len(left) < (data.num_train or 1) or len(dev) < (data.num_dev or 0):
@@ -210,7 +209,7 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
             f"{data.train} leaves {len(left)} records to train on and {len(dev)} for dev",
             fix="set a smaller data.num_train, data.num_dev or data.num_test, or add records",
         )
-    train = _chosen(examples, left[: data.num_train])
+    train = left[: data.num_train]
     if task.has_classes and len({example.label for example in train}) == 1:
         (text,) = train[0].gold_texts
         logger.warning("all %d training records have the label %s", len(train), text.strip())
@@ -219,7 +218,7 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
         repeat = "%d of %d validation records repeat the text of training records"
         logger.warning(repeat, num_repeated, len(dev))
     # All that train could take counts, so that test does not depend on the sizes of the others.
-    new = _new(test, (*dev, *_chosen(examples, left)))
+    new = _new(test, (*dev, *left))
     if len(new) < len(test):
         repeat = "%d of %d test records repeat the text of training or validation records; %d stay"
         num_records = len(test)
@@ -229,24 +228,23 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     return Splits(train, dev, test, pool=train)
 
 
-def _order(task: Task, data: DataConfig, examples: Sequence[Example]) -> list[int]:
-    """Return the order in which splits take examples.
+def _in_order(task: Task, data: DataConfig, examples: Sequence[Example]) -> Examples:
+    """Return examples in the order in which splits take them.
 
     In a stratified one of a classification, the k-th of the n examples of a label comes after the
     part (k + 1/2) / n of all, so that each split has about the same share of every label.
     """
-    order = _permutation(data.seed, len(examples))
+    shuffled = _shuffled(data.seed, examples)
     if data.splits == "random" or not task.has_classes:
-        return order
-    labels = [examples[index].label for index in order]
+        return shuffled
+    labels = [example.label for example in shuffled]
     totals = Counter(labels)
-    places = {}
-    for index, label, number in zip(order, labels, num_earlier(labels), strict=True):
-        places[index] = (number + 0.5) / totals[label]
-    return sorted(order, key=places.__getitem__)
+    pairs = zip(labels, num_earlier(labels), strict=True)
+    places = [(number + 0.5) / totals[label] for label, number in pairs]
+    return tuple(shuffled[row] for row in sorted(range(len(places)), key=places.__getitem__))
 
 
-def _new(examples: Sequence[Example], others: Sequence[Example]) -> tuple[Example, ...]:
+def _new(examples: Sequence[Example], others: Sequence[Example]) -> Examples:
     """Return the examples whose text no other example has."""
     texts = set(map(_text, others))
     return tuple(example for example in examples if _text(example) not in texts)
@@ -278,7 +276,7 @@ def with_demonstrations(data: DataConfig, splits: Splits) -> Splits:
             fix=f"set data.num_demonstrations={available}, or add training examples",
         )
 
-    def ask(questions: tuple[Example, ...]) -> tuple[Example, ...]:
+    def ask(questions: Examples) -> Examples:
         shown = [splits.train[:wanted]] * len(questions)
         if per_question:
             shown = draw_demonstrations(data.seed, questions, splits.pool, wanted)
@@ -298,7 +296,7 @@ def _solved(examples: Sequence[Example]) -> str:
 
 def draw_demonstrations(
     seed: int, questions: Sequence[Example], pool: Sequence[Example], count: int
-) -> list[tuple[Example, ...]]:
+) -> list[Examples]:
     """Draw the examples to show before each question, as MeZO's icl.sh does.
 
     Question i has a seed: the i-th of `np.random.randint(0, 10000, size=number of questions)` under
@@ -308,20 +306,16 @@ def draw_demonstrations(
     seeds = np.random.RandomState(seed).randint(0, 10_000, len(questions)).tolist()
     drawn = []
     for question, question_seed in zip(questions, seeds, strict=True):
-        rows = _permutation(question_seed, len(pool))[: count + 1]
-        others = [pool[row] for row in rows if pool[row] is not question]
+        first = _shuffled(question_seed, pool)[: count + 1]
+        others = [example for example in first if example is not question]
         drawn.append(tuple(others[:count]))
     return drawn
 
 
-def _permutation(seed: int, num_records: int) -> list[int]:
+def _shuffled(seed: int, examples: Sequence[Example]) -> Examples:
     # The stream of MeZO's np.random.seed(seed) and np.random.permutation, without the global state.
-    order: list[int] = np.random.RandomState(seed).permutation(num_records).tolist()
-    return order
-
-
-def _chosen(examples: Sequence[Example], order: Sequence[int]) -> tuple[Example, ...]:
-    return tuple(examples[index] for index in order)
+    order = np.random.RandomState(seed).permutation(len(examples))
+    return tuple(examples[row] for row in order)
 
 
 def _read_split(directory: Path, split: str) -> list[Row]:
@@ -339,7 +333,7 @@ def _read_split(directory: Path, split: str) -> list[Row]:
 
 def _built(
     task: Task, data: DataConfig, names: Iterable[str], stored: Sequence[Sequence[Row]]
-) -> list[tuple[Example, ...]]:
+) -> list[Examples]:
     """Return the examples of some splits, by a task that has seen the records of all."""
     rows = chain.from_iterable(stored)
     surveyed = task.survey([record for _, record in rows if isinstance(record, Mapping)])
@@ -349,7 +343,7 @@ def _built(
     )
 
 
-def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> tuple[Example, ...]:
+def _examples(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> Examples:
     """Return the examples of records with a right answer, or of all if the task has no answers."""
     of_split = f"of the {split} split of {task.name}"
 

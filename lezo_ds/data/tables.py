@@ -33,7 +33,7 @@ from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from lezo_ds.checkpoints.checkpoint import hub_problem
-from lezo_ds.errors import HubError, UserError, first_line
+from lezo_ds.errors import HubError, UserError, first_line, one_line
 from lezo_ds.tasks.base import ArrowRecord, Record
 from lezo_ds.tasks.conversations import are_objects, are_turns
 
@@ -51,6 +51,7 @@ _PARQUET_ROWS = 1024  # that are in memory at a time
 _GUESSED_BYTES = 2**20  # of a table, from which its encoding is guessed
 _SNIFFED_BYTES = 64  # that tell what a file is, if it is not what its name says
 _SNIFFED_LINES = 20  # of a table, from which its separator is found
+_ON_HUB = re.compile("([^/]*/[^/]*)(?:/([^/]*))?:([^:]*)")  # OWNER/NAME:SPLIT, see above
 _SEPARATORS = (",", ";", "\t", "|")
 _SEPARATOR_LINE = re.compile('"?sep=(.)"?[\r\n]*')
 _CONTAINERS = ("data", "rows", "records", "examples")  # usual keys of a list that is the table
@@ -80,12 +81,10 @@ def read_source(key: str, source: str, encoding: str = UTF_8) -> list[Row]:
         UserError: the source is not there, cannot be read, or has no records.
     """
     path = Path(source)
-    hub_name, colon, split = source.rpartition(":")
-    owner, *names = hub_name.split("/")
-    if colon and not path.exists() and len(names) in (1, 2):
-        config = names[1] if len(names) == 2 else None
-        fix = f"set {key} to a file"
-        (rows,) = read_hub(f"{owner}/{names[0]}", config, [split], fix=fix)
+    on_hub = _ON_HUB.fullmatch(source)
+    if on_hub and not path.exists():
+        hub_id, config, split = on_hub.groups()
+        (rows,) = read_hub(hub_id, config, [split], fix=f"set {key} to a file")
     else:
         check_kind(f"{key}={source}", path)
         rows = list(read_file(path, encoding))
@@ -97,23 +96,21 @@ def read_source(key: str, source: str, encoding: str = UTF_8) -> list[Row]:
 
 def _refuse_misread(path: Path, rows: Sequence[Row]) -> None:
     """Refuse a file whose structure is another one, so that none of its rows is a record."""
-    problems = [
-        (place, row)
-        for place, row in rows
-        if isinstance(row, ValueError) and not isinstance(row, RepeatedKeyError)
-    ]
-    if rows and len(problems) == len(rows):
-        (place, problem), *_ = problems
+    if not rows:
+        return
+    place, first = rows[0]
+    if all(
+        isinstance(row, ValueError) and not isinstance(row, RepeatedKeyError) for _, row in rows
+    ):
         fix = "write one object a line, or one list of objects, in UTF-8"
         if kind_of(path) in TABLES:
             fix = (
                 "let line 1 name all columns, remove what is before it, and quote texts that "
                 "have the separator"
             )
-        raise UserError(f"{path} has no record: the first row{place} {problem}", fix=fix)
-    for _, record in rows[:1]:
-        if isinstance(record, Mapping):
-            _refuse_container(path, record, is_alone=len(rows) == 1)
+        raise UserError(f"{path} has no record: the first row{place} {first}", fix=fix)
+    if isinstance(first, Mapping):
+        _refuse_container(path, first, is_alone=len(rows) == 1)
 
 
 def _refuse_container(path: Path, record: Mapping[str, Any], *, is_alone: bool) -> None:
@@ -198,7 +195,7 @@ def read_file(path: Path, encoding: str = UTF_8) -> Iterator[Row]:
         csv.Error,
         ArrowException,
     ) as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = one_line(f"{type(error).__name__}: {error}")
         after = f" after{place}" if place else ""
         fix = f"save it as the UTF-8 {kind} file that its name says, or use .jsonl"
         if isinstance(error, csv.Error):
@@ -550,15 +547,13 @@ def _read_parquet(path: Path, _: str) -> _Records:
 
 def _arrow_records(table: pa.RecordBatch | pa.Table) -> Sequence[Record]:
     """Return the rows of a table."""
-    names = table.schema.names
-    columns = [
-        [_as_python(value, field.type) for value in column.to_pylist()]
-        for field, column in zip(table.schema, table.columns, strict=True)
-    ]
-    records = [ArrowRecord(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    kind = pa.struct(list(table.schema))
     class_names = _class_names(table.schema)
-    for record in records:
+    records = []
+    for row in table.to_pylist():
+        record = ArrowRecord(_as_python(row, kind))
         record.class_names = class_names
+        records.append(record)
     return records
 
 

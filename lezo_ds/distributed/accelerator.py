@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 from torch import Tensor
 
-from lezo_ds.errors import LezoError, UserError, cut
+from lezo_ds.errors import LezoError, UserError, cut, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def out_of_memory(error: Exception) -> LezoError | None:
     is_of_cpu = "can't allocate memory" in str(error)
     if not is_of_cpu and not isinstance(error, torch.OutOfMemoryError | MemoryError):
         return None
-    problem = cut(" ".join(str(error).split()), 300)
+    problem = cut(one_line(error), 300)
     return LezoError(
         f"there is too little memory: {problem}; fix: halve train.eval_batch_size, "
         "train.micro_batch_size or data.max_length, or use more ranks"

@@ -57,11 +57,11 @@ class Heartbeat:
         self._limit = limit_seconds
         self._watched = [0] if rank > 0 else list(range(1, num_ranks))
         # The counting thread alone writes these two.
-        self._counts: dict[int, int] = {}  # of the watched ranks that have joined
+        self._counts = dict.fromkeys(self._watched, 0)  # of the watched ranks; 0 until one joins
         self._store_is_gone = False
         # The watching thread alone writes these two. The seconds are those of looks since the count
         # of a rank changed, not of the clock: the machine may have slept.
-        self._seen: dict[int, int] = {}  # counts at the last look
+        self._seen = dict(self._counts)  # counts at the last look
         self._missed = dict.fromkeys(self._watched, 0.0)
 
     def start(self) -> None:
@@ -87,9 +87,7 @@ class Heartbeat:
             while not self.stopped.is_set():
                 store.add(f"heartbeat {self._rank}", 1)
                 for rank in self._watched:
-                    count = store.add(f"heartbeat {rank}", 0)
-                    if count > 0:
-                        self._counts[rank] = count
+                    self._counts[rank] = store.add(f"heartbeat {rank}", 0)
                 self.stopped.wait(self._interval)
         except RuntimeError:  # a closed connection, so rank 0 has ended
             self._store_is_gone = True
@@ -104,7 +102,7 @@ class Heartbeat:
                 self._report("rank 0 has ended")
             self._look()
             waited += self._interval
-            absent = ", ".join(str(rank) for rank in self._watched if rank not in self._counts)
+            absent = ", ".join(str(rank) for rank, count in self._counts.items() if not count)
             is_time = waited % _NOTICE_SECONDS < self._interval
             if absent and is_time and self._rank < 2:
                 logger.error(
@@ -118,10 +116,10 @@ class Heartbeat:
     def _look(self) -> None:
         """Add up how long each rank has not counted, and report one that is lost."""
         for rank in self._watched:
-            count = self._counts.get(rank, 0)
+            count = self._counts[rank]
             has_only_joined = count > 0 and not self.all_joined
             limit = _JOINING_SECONDS if has_only_joined else self._limit
-            if count != self._seen.get(rank, 0):
+            if count != self._seen[rank]:
                 self._seen[rank] = count
                 self._missed[rank] = 0.0
             self._missed[rank] += self._interval

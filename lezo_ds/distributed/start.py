@@ -36,7 +36,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from lezo_ds.distributed import heartbeat
 from lezo_ds.distributed.accelerator import adapt_to_cpu, fix_arithmetic, take_device
 from lezo_ds.distributed.collectives import barrier
-from lezo_ds.errors import LostRankError, UserError
+from lezo_ds.errors import LostRankError, UserError, one_line
 
 # Phrases of gloo's errors and of no others. gloo raises a plain RuntimeError (torch 2.13).
 _LOST = re.compile(
@@ -113,7 +113,7 @@ def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
 
 def lost_rank(error: Exception) -> LostRankError | None:
     """Return what an error of a message between ranks means, and None for another error."""
-    problem = " ".join(str(error).split())
+    problem = one_line(error)
     if not isinstance(error, DistError) and not _LOST.search(problem):
         return None
     return heartbeat.lost_rank_error(problem[:200])

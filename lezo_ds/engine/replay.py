@@ -16,7 +16,7 @@ from lezo_ds.checkpoints.snapshots import SnapshotOwner, newest_snapshot, snapsh
 from lezo_ds.config import ZoConfig
 from lezo_ds.engine.model import LAST_RESULT, ModelEngine, Parts
 from lezo_ds.errors import UserError
-from lezo_ds.sharding.integrity import Witness
+from lezo_ds.sharding.weights import Witness
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import StepUpdate, step_updates
 

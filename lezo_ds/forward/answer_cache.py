@@ -48,7 +48,6 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # without types
         """Make an empty layer. It makes room for `num_new_tokens` more tokens than it needs."""
         super().__init__()
         self._num_new_tokens = num_new_tokens
-        self._room: tuple[Tensor, Tensor] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -56,36 +55,23 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # without types
         """Append the states of new tokens, [rows, heads, tokens, width]; return those of all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        old_length = self.get_seq_length()
-        new_length = old_length + key_states.shape[-2]
-        if not self._has_room(new_length):
-            self._make_room(key_states, value_states, new_length)
-        assert self._room is not None, "room has been made"
-        keys, values = self._room
-        keys[:, :, old_length:new_length] = key_states
-        values[:, :, old_length:new_length] = value_states
-        self.keys = keys[:, :, :new_length]
-        self.values = values[:, :, :new_length]
+            self.keys = self._key_room = key_states[:, :, :0]
+            self.values = self._value_room = value_states[:, :, :0]
+        self._key_room, self.keys = self._append(self._key_room, self.keys, key_states)
+        self._value_room, self.values = self._append(self._value_room, self.values, value_states)
         return self.keys, self.values
 
-    def _has_room(self, length: int) -> bool:
-        if self._room is None:
-            return False
-        # Methods that select or repeat rows, as `batch_select_indices`, replace the keys.
-        is_in_room = self.keys.data_ptr() == self._room[0].data_ptr()
-        return is_in_room and length <= self._room[0].shape[2]
-
-    def _make_room(self, key_states: Tensor, value_states: Tensor, length: int) -> None:
-        old_length = self.get_seq_length()
-        room = []
-        for old, new in ((self.keys, key_states), (self.values, value_states)):
+    def _append(self, room: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new states after old ones; return the room in which they are, and all states."""
+        old_length = old.shape[2]
+        length = old_length + new.shape[2]
+        # Methods that select or repeat rows, as `batch_select_indices`, replace the old states.
+        if old.data_ptr() != room.data_ptr() or length > room.shape[2]:
             rows, heads, _, width = new.shape
-            tensor = new.new_empty(rows, heads, length + self._num_new_tokens, width)
-            if old_length:
-                tensor[:, :, :old_length] = old
-            room.append(tensor)
-        keys, values = room
-        self._room = (keys, values)
+            room = new.new_empty(rows, heads, length + self._num_new_tokens, width)
+            room[:, :, :old_length] = old
+        room[:, :, old_length:length] = new
+        return room, room[:, :, :length]
 
 
 def answer_cache(model: Any, num_new_tokens: int) -> DynamicCache | None:
@@ -135,14 +121,10 @@ def keeps_states_apart(model: Any) -> bool:
     return keeps_in_modules or not model._supports_default_dynamic_cache()
 
 
-def changes_cache(module: Any) -> bool:
-    """Return whether the forward method of a module gets a cache, which each call changes."""
-    return bool(cache_name(module))
-
-
 def cache_name(module: Any) -> str:
     """Return the name by which the forward method of a module gets a cache, or "".
 
+    Each call of the method changes the cache.
     Transformers 5.24 renamed it to "cache". The output of a model has the same name.
     """
     inputs = _inputs(module)

@@ -15,7 +15,7 @@ meet all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from lezo_ds.forward.answer_cache import (
     kinds_of_layers,
     takes_padding,
 )
-from lezo_ds.forward.batch import LogitSelection, MicroBatch
+from lezo_ds.forward.batch import LogitSelection, MicroBatch, Tensors
 from lezo_ds.forward.rope import rope_limit
 from lezo_ds.zo.passes import group_of
 
@@ -79,7 +79,7 @@ class _Layout(NamedTuple):
         answers: the batch of answers, a row for each sequence.
     """
 
-    inputs: Mapping[str, Tensor]
+    inputs: Tensors
     rows: Tensor
     columns: Tensor
     answers: MicroBatch

@@ -18,6 +18,9 @@ from torch import Tensor
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
 
+Tensors = Mapping[str, Tensor]
+"""Tensors by name."""
+
 
 @dataclass(frozen=True)
 class LogitSelection:
@@ -124,9 +127,9 @@ class MicroBatch:
         num_start: number of columns of each row with which all sequences of the row begin.
     """
 
-    inputs: Mapping[str, Tensor]
+    inputs: Tensors
     weight: float
-    labels: Mapping[str, Tensor] = field(default_factory=dict)
+    labels: Tensors = field(default_factory=dict)
     selection: LogitSelection | None = None
     prompts: Prompts | None = None
     examples: tuple[Example, ...] = ()
@@ -174,7 +177,7 @@ LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """Return the micro-batch with all its tensors on `device`."""
 
-    def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def move(tensors: Tensors) -> dict[str, Tensor]:
         return {name: tensor.to(device) for name, tensor in tensors.items()}
 
     selection = batch.selection

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.module_calls import PRODUCTS
+from lezo_ds.sharding.gather import used_together
 from lezo_ds.sharding.quantization import GROUP
 from lezo_ds.zo.laws import TrainedPart
 
@@ -194,16 +194,7 @@ class GatherSizes(NamedTuple):
 
 def gather_sizes(model: nn.Module, layout: BlockLayout) -> GatherSizes:
     """Return the sizes of what is gathered at a time from a model that is not sharded yet."""
-    blocks = model.get_submodule(layout.path)
-    inside = set(blocks.modules())
-    gathered = [set(block.parameters()) for block in blocks.children()]
-    for module in modules_of_text(model).values():
-        if module not in inside:
-            gathered.append(set(module.parameters(recurse=False)))
-    num_users = Counter(parameter for parameters in gathered for parameter in parameters)
-    tied = {parameter for parameter, number in num_users.items() if number > 1}
-    sizes = [sum(parameter.numel() for parameter in parameters - tied) for parameters in gathered]
-    return GatherSizes(
-        largest=max(sizes),
-        tied=sum(parameter.numel() for parameter in tied),
-    )
+    blocks = list(model.get_submodule(layout.path).children())
+    used_by, tied = used_together(modules_of_text(model).values(), blocks)
+    sizes = [sum(parameter.numel() for parameter in set(used) - tied) for used in used_by.values()]
+    return GatherSizes(max(sizes), tied=sum(parameter.numel() for parameter in tied))

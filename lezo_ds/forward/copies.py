@@ -16,10 +16,17 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from lezo_ds.errors import UserError
 from lezo_ds.forward.answer_cache import RoomyLayer
 
+Forward = Callable[..., Any]
+"""The forward method of a module."""
+Args = Sequence[Any]
+"""Its positional arguments."""
+Kwargs = Mapping[str, Any]
+"""Its arguments by name."""
+
 _LAYERS_OF_KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
 
 
-def has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def has_batch(args: Args, kwargs: Kwargs) -> bool:
     """Return whether any tensor has rows of the batch, and is not the same for all of them."""
     leaves = tree_leaves((list(args), dict(kwargs)))
     return any(isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[0] > 1 for leaf in leaves)
@@ -64,9 +71,9 @@ def probe_slice(
 
 
 def run_once(
-    run: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    run: Forward,
+    args: Args,
+    kwargs: Kwargs,
     rows: int,
     total: int,
     cache_layer: int | None,

@@ -9,13 +9,15 @@ The stored weights are never written to, so that nothing drifts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.directions import PROBES_AT_ONCE, Directions, PassState, Perturber
 from lezo_ds.forward.module_calls import (
     call_with_weights,
@@ -26,7 +28,7 @@ from lezo_ds.forward.module_calls import (
     product_at_probes,
 )
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
-from lezo_ds.noise import UpdateTarget, Weight
+from lezo_ds.noise import Copies, UpdateTarget, Weight
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
 from lezo_ds.zo.passes import KeyedProbe
 from lezo_ds.zo.updates import Update, UpdatePrecision
@@ -38,12 +40,9 @@ class DenseDirections(Directions):
     def start_pass(
         self, state: PassState, perturbation: Perturbation, batch: MicroBatch
     ) -> Perturber:
-        kernels = self.kernels_of(batch.device)
-        return DensePerturber(state, self, takes_blocks=kernels.takes_blocks)
+        return DensePerturber(state, self, batch.device)
 
-    def perturb(
-        self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]
-    ) -> list[list[Tensor]]:
+    def perturb(self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]) -> Copies:
         """Return theta + scale * z of each weight at each probe.
 
         A probe followed by the opposite one shares one draw of z with it.
@@ -58,7 +57,7 @@ class DenseDirections(Directions):
             For each weight, a copy for each probe, of theta's shape, or [len(rows), width]. A copy
             for scale 0 may be theta itself: do not write to it.
         """
-        copies: list[list[Tensor]] = [[] for _ in weights]
+        copies: Copies = [[] for _ in weights]
         index = 0
         while weights and index < len(probes):
             key = probes[index].key
@@ -102,40 +101,38 @@ class DensePerturber(Perturber):
 
     probes_at_once = PROBES_AT_ONCE
 
-    def __init__(
-        self, state: PassState, directions: DenseDirections, *, takes_blocks: bool
-    ) -> None:
-        super().__init__(state, takes_blocks=takes_blocks)
+    def __init__(self, state: PassState, directions: DenseDirections, device: torch.device) -> None:
+        super().__init__(state, takes_blocks=directions.kernels_of(device).takes_blocks)
         self._directions = directions
         self._kept: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}
 
     def run_module(
         self,
         module: nn.Module,
-        own_forward: Callable[..., Any],
+        own_forward: Forward,
         active: Sequence[TrainedParameter],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         state = self.state
         if type(module).forward in LOOKUP_FORWARDS:
             # An embedding: perturb only the rows that its tokens read.
             (ids,) = [*args, *kwargs.values()]  # nn.Embedding calls its argument `input`
-
-            def rows_of_probe(_: int, ids: Tensor) -> Tensor:
-                return self.rows_of(active[0], ids)
-
-            return look_up(module, ids, lambda own: state.run_in_parts(1, rows_of_probe, [own], {}))
+            rows_of = partial(self.rows_of, active[0])
+            return look_up(module, ids, lambda own: state.run_in_parts(1, rows_of, [own], {}))
         names = [entry.name for entry in active]
         copies = dict(zip(names, self._copies(active), strict=True))
-        num_probes = len(state.current.probes)
+        probes = state.current.probes
+        num_probes = len(probes)
         # With one probe, no input has to be cut, so that any number of rows will do.
         rows = num_probes * state.current.rows if num_probes > 1 else 1
         if is_product(own_forward, args, kwargs, rows):
             return product_at_probes(module, copies, args[0], num_probes)
 
-        def run_probe(probe: int, *args: Any, **kwargs: Any) -> Any:
-            weights = {name: of_probes[probe] for name, of_probes in copies.items()}
+        def run_probe(*args: Any, **kwargs: Any) -> Any:
+            (probe,) = state.current.probes
+            number = probes.index(probe)
+            weights = {name: of_probes[number] for name, of_probes in copies.items()}
             return call_with_weights(module, own_forward, weights, args, kwargs)
 
         is_norm = is_16_bit_norm(module)
@@ -160,7 +157,7 @@ class DensePerturber(Perturber):
         if not self.state.current.writes_answers:
             self._kept = {}
 
-    def _copies(self, active: Sequence[TrainedParameter]) -> list[list[Tensor]]:
+    def _copies(self, active: Sequence[TrainedParameter]) -> Copies:
         """Return the copies of each parameter, one for each probe that runs."""
         probes = self.state.current.probes
         if self._kept and all((entry.parameter, probes[0]) in self._kept for entry in active):

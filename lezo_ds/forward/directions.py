@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.forward.copies import map_tensors, probe_slice
+from lezo_ds.forward.copies import Args, Forward, Kwargs, map_tensors, probe_slice
 from lezo_ds.forward.probes import AT_THETA, Perturbation, TrainedParameter
 from lezo_ds.noise import Kernels, UpdateTarget, kernels_of
 from lezo_ds.zo.laws import PerturbationLaw
@@ -77,29 +77,29 @@ class PassState:
         self,
         num_probes: int,
         run: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Call `run` on the copies of `num_probes` probes at a time, and concatenate the outputs.
 
         Args:
             num_probes: most copies of the batch in one call.
-            run: (index of the first probe of the call, *args, **kwargs) -> output. While it runs,
-                `current` has the probes of the call only.
+            run: (*args, **kwargs) -> output. While it runs, `current` has the probes of the call
+                only.
             args: of the module, with the rows of all copies.
             kwargs: likewise.
         """
         whole = self.current
         total = len(whole.probes)
         if total <= num_probes:
-            return run(0, *args, **kwargs)
+            return run(*args, **kwargs)
         outputs = []
         try:
             for first in range(0, total, num_probes):
                 probes = whole.probes[first : first + num_probes]
                 self.current = whole._replace(probes=probes)
                 take = probe_slice(whole.rows, whole.tokens, total, first, len(probes))
-                outputs.append(run(first, *map_tensors(take, args), **map_tensors(take, kwargs)))
+                outputs.append(run(*map_tensors(take, args), **map_tensors(take, kwargs)))
         finally:
             self.current = whole
         return tree_map(_concatenate, *outputs)
@@ -130,10 +130,10 @@ class Perturber(ABC):
     def run_module(
         self,
         module: nn.Module,
-        own_forward: Callable[..., Any],
+        own_forward: Forward,
         active: Sequence[TrainedParameter],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Return the output of a module, k * n rows, each row at the weights of its probe.
 

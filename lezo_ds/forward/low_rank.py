@@ -24,16 +24,18 @@ programs and all layouts give the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.directions import Directions, PassState, Perturber
 from lezo_ds.forward.module_calls import add_before_sum
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
@@ -135,11 +137,12 @@ class LowRankPerturber(Perturber):
             for key in probe.keys:
                 number_of.setdefault(key, len(number_of))
         self._keys = list(number_of)
-        numbers = [[number_of[key] for key in probe.keys] for probe in probes]
-        self._directions = torch.tensor(numbers)  # [probes, groups]
+        numbers = torch.tensor([[number_of[key] for key in probe.keys] for probe in probes])
         scales = torch.tensor([probe.scale for probe in probes], dtype=torch.float64)
         self._scale = float(scales.abs().max())
-        self._signs = scales / (self._scale or 1.0)  # [probes], +1 or -1 if all scales are equal
+        signs = scales / (self._scale or 1.0)  # +1 or -1 if all scales are equal
+        is_own = one_hot(numbers, len(self._keys)) > 0
+        self._signs = torch.where(is_own, signs[:, None, None], 0.0)  # [probes, groups, directions]
         self._token_examples = batch.token_examples
         # By rows of a copy, and tokens of a row.
         self._signs_of_tokens: dict[tuple[int, int], Tensor] = {}
@@ -148,10 +151,10 @@ class LowRankPerturber(Perturber):
     def run_module(
         self,
         module: nn.Module,
-        own_forward: Callable[..., Any],
+        own_forward: Forward,
         active: Sequence[TrainedParameter],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         (weight,) = active  # `blocks.freeze_all_but` leaves nothing else
         (inputs,) = [*args, *kwargs.values()]  # nn.Linear calls its argument `input`
@@ -201,17 +204,14 @@ class LowRankPerturber(Perturber):
         found = self._signs_of_tokens.get((num_rows, tokens_of_row))
         if found is None:
             groups = self._groups_of_tokens(num_rows, tokens_of_row)
-            directions = self._directions[:, groups].reshape(-1)  # [copies * rows * tokens]
-            signs = self._signs[:, None].expand(-1, groups.numel()).reshape(-1, 1)
-            found = torch.zeros(num_tokens, len(self._keys), dtype=torch.float64)
-            found.scatter_(1, directions[:, None], signs)
+            found = self._signs[:, groups].reshape(num_tokens, -1)
             found = found.repeat_interleave(self._rank, dim=1).to(next(module.parameters()))
             self._signs_of_tokens[num_rows, tokens_of_row] = found
         return found
 
     def _groups_of_tokens(self, num_rows: int, tokens_of_row: int) -> Tensor:
         """Return the group of each token of one copy: int64 [num_rows, tokens_of_row]."""
-        num_groups = self._directions.shape[1]
+        num_groups = self._signs.shape[1]
         examples = self._token_examples
         if num_groups == 1 or examples is None:
             # Examples have equally many rows each, one after the other.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
+from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.probes import PerturbedWeights
 from lezo_ds.sharding.tensor_parallel import (
     LINEAR_FORWARDS,
@@ -64,10 +65,10 @@ def children_read_by(module: nn.Module) -> list[str]:
 
 def call_with_weights(
     module: nn.Module,
-    own_forward: Callable[..., Any],
+    own_forward: Forward,
     perturbed: Mapping[str, Tensor],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Call a module's forward with the perturbed weights of one probe, by the parameters' names.
 
@@ -78,24 +79,20 @@ def call_with_weights(
     names = set(perturbed)
     if is_norm:
         names |= {name for name, parameter in module._parameters.items() if parameter is not None}
-    tables: dict[str, dict[str, Any]] = {}
-    own: dict[str, Tensor] = {}
-    for name in names:
-        path, _, key = name.rpartition(".")
-        # nn.Module.__setattr__ refuses plain tensors where parameters are registered.
-        tables[name] = module.get_submodule(path)._parameters
-        own[name] = tables[name][key]
-
-    def put(tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            tables[name][name.rpartition(".")[2]] = tensor
-
-    dtypes = {name: torch.float32 if is_norm else own[name].dtype for name in names}
+    replaced = []
     try:
-        put({name: perturbed.get(name, own[name]).to(dtypes[name]) for name in names})
+        for name in names:
+            path, _, key = name.rpartition(".")
+            # nn.Module.__setattr__ refuses plain tensors where parameters are registered.
+            table: dict[str, Any] = module.get_submodule(path)._parameters
+            own = table[key]
+            replaced.append((table, key, own))
+            dtype = torch.float32 if is_norm else own.dtype
+            table[key] = perturbed.get(name, own).to(dtype)
         return own_forward(*args, **kwargs)
     finally:
-        put(own)
+        for table, key, own in replaced:
+            table[key] = own
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
@@ -108,9 +105,7 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, values)
 
 
-def is_product(
-    own_forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], rows: int
-) -> bool:
+def is_product(own_forward: Forward, args: Args, kwargs: Kwargs, rows: int) -> bool:
     """Return whether `product_at_probes` can run this call of a module.
 
     The first dimension of the batch must be a multiple of `rows`, the number of rows of all copies.
@@ -184,7 +179,7 @@ def product_at_probes(
 
 def add_before_sum(
     module: nn.Module,
-    own_forward: Callable[..., Any],
+    own_forward: Forward,
     inputs: Tensor,
     add: Callable[[Tensor], None],
 ) -> Tensor:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.answer_cache import cache_name, changes_cache, takes_padding
+from lezo_ds.forward.answer_cache import cache_name, takes_padding
 from lezo_ds.forward.answer_tokens import check_contexts, read_contexts
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.copies import Args, Kwargs
 from lezo_ds.forward.directions import Directions, PassState
 from lezo_ds.forward.module_calls import children_read_by
 from lezo_ds.forward.probes import Perturbation, ProbePass, TrainedParameter
@@ -87,7 +88,7 @@ class PerturbedForward:
         for module in model.modules():
             owns_any = any(parameter is not None for parameter in module._parameters.values())
             if owns_any or children_read_by(module):
-                if changes_cache(module) and parameters_read_by(module, entries):
+                if cache_name(module) and parameters_read_by(module, entries):
                     self._trains_what_changes_caches = True
                 wrap_module(module, self._state, entries)
         for index, block in enumerate(blocks):
@@ -208,7 +209,7 @@ class PerturbedForward:
         perturbed = set(range(self._num_blocks)) - perturbation.dropped_layers
         return min(perturbed, default=0)
 
-    def _start_pass(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _start_pass(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Note the rows of a call of the model. While it writes answers, a pass has many calls."""
         state = self._state
         state.num_equal_blocks = self._num_unperturbed

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.batch import MicroBatch, Tensors
 
 
 def rope_limit(config: Any) -> int | None:
@@ -65,7 +65,7 @@ def _by_row(own_forward: Callable[..., Any], limit: int) -> Callable[..., Any]:
     return forward
 
 
-def own_positions(batch: MicroBatch) -> Mapping[str, Tensor]:
+def own_positions(batch: MicroBatch) -> Tensors:
     """Return the inputs of a batch that is padded on the right, with position ids for each row.
 
     The padding after the last logits that a row selects has the position of its last token, so that

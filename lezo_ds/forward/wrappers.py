@@ -13,15 +13,15 @@ the module's parameters and those that release them. All wrappers of a model sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lezo_ds.forward.copies import has_batch, run_once
+from lezo_ds.forward.copies import Args, Kwargs, has_batch, run_once
 from lezo_ds.forward.directions import PROBES_AT_ONCE, PassState
 from lezo_ds.forward.module_calls import children_read_by, modules_that_run
 from lezo_ds.forward.probes import AT_THETA, TrainedParameter, trained_parameters
@@ -53,14 +53,11 @@ def wrap_module(module: nn.Module, state: PassState, trainable: Trainable) -> No
         if not state.runs_at_once and (active or has_batch(args, kwargs)):
             # A module at theta is cut up, too: the bits of a product depend on its number of rows.
             assert state.perturber is not None
-            return state.run_in_parts(state.perturber.probes_at_once, run_part, args, kwargs)
+            return state.run_in_parts(state.perturber.probes_at_once, forward, args, kwargs)
         if not active:
             return own_forward(*args, **kwargs)
         assert state.perturber is not None
         return state.perturber.run_module(module, own_forward, active, args, kwargs)
-
-    def run_part(_: int, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
 
     module.forward = forward
 
@@ -89,7 +86,7 @@ def wrap_block(block: nn.Module, index: int, state: PassState, trainable: Traina
         finally:
             perturber.end_block()
 
-    def run_on_one_copy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run_on_one_copy(args: Args, kwargs: Kwargs) -> Any:
         current = state.current
         cache_layer = index if current.writes_answers else None
         state.current = AT_THETA
@@ -109,10 +106,11 @@ def target_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
         targets: int64 [N].
     """
     # Slices, because float32 copies of all logits may take more memory than the model.
-    losses = []
-    for first in range(0, len(targets), TARGETS_AT_ONCE):
-        part = slice(first, first + TARGETS_AT_ONCE)
-        losses.append(F.cross_entropy(logits[part].float(), targets[part], reduction="none"))
+    slices = [torch.split(tensor, TARGETS_AT_ONCE) for tensor in (logits, targets)]
+    losses = [
+        F.cross_entropy(part.float(), targets_of_part, reduction="none")
+        for part, targets_of_part in zip(*slices, strict=True)
+    ]
     return -torch.cat(losses)
 
 
@@ -171,7 +169,7 @@ class SelectingHead:
         """
         state = self._state
 
-        def run_part(_: int, hidden: Tensor) -> Tensor:
+        def run_part(hidden: Tensor) -> Tensor:
             logits = self._all_entries(hidden)
             return target_log_probabilities(logits, targets.repeat(len(logits) // len(targets)))
 
@@ -180,15 +178,12 @@ class SelectingHead:
 
     def _entries(self, entries: Tensor, hidden: Tensor) -> Tensor:
         """Return the logits of some entries of the vocabulary: [copies * N, K]."""
-
-        def run_part(_: int, hidden: Tensor) -> Tensor:
-            return self._entries_at_probe(entries, hidden)
-
         state = self._state
         num_probes = 1
         if state.perturber is not None and not state.active(self._owned):
             num_probes = state.perturber.probes_at_once
-        logits: Tensor = state.run_in_parts(num_probes, run_part, [hidden], {})
+        run = partial(self._entries_at_probe, entries)
+        logits: Tensor = state.run_in_parts(num_probes, run, [hidden], {})
         return logits
 
     def _entries_at_probe(self, entries: Tensor, hidden: Tensor) -> Tensor:

@@ -135,6 +135,10 @@ class Weight(NamedTuple):
     rows: Tensor | None = None
 
 
+Copies = list[list[Tensor]]
+"""For each weight, its perturbed copies, each of theta's shape or of the rows."""
+
+
 class UpdateTarget(NamedTuple):
     """What an update changes in place: elements that a rank stores.
 
@@ -170,7 +174,7 @@ class Kernels(ABC):
         key: int,
         scale: float,
         num_signs: int,
-    ) -> list[list[Tensor]]:
+    ) -> Copies:
         """Return theta + scale * z of each weight and, with two signs, theta - scale * z.
 
         Product and sum are rounded to fp32, each on its own, and then to the copy's dtype.

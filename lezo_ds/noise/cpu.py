@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lezo_ds.errors import UserError
 from lezo_ds.noise import (
+    Copies,
     Elements,
     Kernels,
     Region,
@@ -146,7 +147,7 @@ class CpuKernels(Kernels):
         key: int,
         scale: float,
         num_signs: int,
-    ) -> list[list[Tensor]]:
+    ) -> Copies:
         copies = []
         for theta, elements, out_dtype, rows in weights:
             theta = theta.contiguous()

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lezo_ds.noise import (
+    Copies,
     Kernels,
     Region,
     UpdateTarget,
@@ -35,6 +36,8 @@ _BLOCKS_OF_SUBTRACTION = 512  # of 4 elements
 _ALIGNMENT = 512
 # In FIRST_PROGRAM of the unused columns of a table.
 _NO_PROGRAM = 1 << 62
+Constants = tuple[tuple[str, Any], ...]
+"""The constexpr arguments of a kernel: names and values."""
 TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -98,7 +101,7 @@ class TritonKernels(Kernels):
         key: int,
         scale: float,
         num_signs: int,
-    ) -> list[list[Tensor]]:
+    ) -> Copies:
         """Return the copies, which lie in one piece of memory.
 
         plus of weight 0 | plus of weight 1 | ... | minus of weight 0 | minus of weight 1 | ...
@@ -243,7 +246,6 @@ class TritonKernels(Kernels):
             low = values  # any address
         parameter_width = elements.shape[1]
         starts = (region.start, 0 if region.num_rows == 1 else region.stride)
-        in_units = (region.width, values.data_ptr(), low.data_ptr())
         tile_size = 4 * _BLOCKS_OF_SUBTRACTION
         kernel = _compiled(
             kernels.subtract_kernel,
@@ -251,7 +253,7 @@ class TritonKernels(Kernels):
                 ("dtype", TRITON_TYPES[values.dtype]),
                 ("storage", "fp32" if is_fp32 else precision),
                 ("layout", "any" if any(start % 4 for start in starts) else "aligned"),
-                ("unit", 16 if all(number % 16 == 0 for number in in_units) else 1),
+                ("unit", _unit(region.width, values.data_ptr(), low.data_ptr())),
                 ("wraps_once", parameter_width >= tile_size),
                 ("num_blocks", _BLOCKS_OF_SUBTRACTION),
             ),
@@ -286,7 +288,7 @@ class _Part(NamedTuple):
     `constants` are the constexpr arguments of the kernel that this tensor needs, by name.
     """
 
-    constants: tuple[tuple[str, Any], ...]
+    constants: Constants
     parameter_id: int
     region: Region
     address: int
@@ -296,9 +298,7 @@ class _Part(NamedTuple):
     low_address: int = 0
 
 
-def _perturb_constants(
-    dtype: torch.dtype, out_dtype: torch.dtype, num_signs: int
-) -> tuple[tuple[str, Any], ...]:
+def _perturb_constants(dtype: torch.dtype, out_dtype: torch.dtype, num_signs: int) -> Constants:
     return (("dtype", dtype), ("out_dtype", out_dtype), ("two_signs", num_signs == 2))
 
 
@@ -312,10 +312,9 @@ def _launches(
     they need the same constants, layout and alignment. A parameter whose numbers are no multiples
     of 16 has a launch of its own, so that it slows down no other.
     """
-    alike: dict[tuple[tuple[str, Any], ...], list[_Part]] = {}
+    alike: dict[Constants, list[_Part]] = {}
     for part in parts:
-        in_units = (part.region.size, part.address, part.copy_offset, part.low_address)
-        unit = 16 if all(number % 16 == 0 for number in in_units) else 1
+        unit = _unit(part.region.size, part.address, part.copy_offset, part.low_address)
         layout = "any"
         if part.region.num_rows > 1:
             layout = "rows"
@@ -383,6 +382,11 @@ def _tiles_of_row(width: int, per_block: int, blocks_of_tile: int) -> int:
     return num_tiles(Region.run(per_block - 1, width), per_block, blocks_of_tile)
 
 
+def _unit(*numbers: int) -> int:
+    """Return 16 if all numbers are multiples of it, which makes a kernel faster, else 1."""
+    return 1 if any(number % 16 for number in numbers) else 16
+
+
 def _aligned(num_bytes: int) -> int:
     """Round a number of bytes up to a multiple of _ALIGNMENT."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -403,7 +407,7 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
 
 @functools.cache
 def _compiled(
-    kernel: Any, constants: tuple[tuple[str, Any], ...], are_aligned: tuple[bool, ...] = ()
+    kernel: Any, constants: Constants, are_aligned: tuple[bool, ...] = ()
 ) -> CompiledKernel:
     """Return a kernel with its constants, the same one at each call.
 

@@ -57,6 +57,9 @@ _MOST_MAPPED = 1 << 27
 _SCALES = "_scale_inv"
 """What the name of the scales of a matrix adds to the name of the matrix."""
 
+NameLists = dict[str, tuple[str, ...]]
+"""By a parameter's name, all its names, or the tensors that it consists of."""
+
 
 class _StoredTensor(NamedTuple):
     """Where a tensor is stored, its shape, and its dtype as safetensors names it."""
@@ -96,15 +99,13 @@ class WeightFiles:
         self.directory = directory
         self._fix = fix
         self._prefix = prefix
-        self._mapped: _MappedTensors | None = None
+        self._mapped_file: Path | None = None
+        self._mapped: dict[str, Tensor] = {}
+        self._num_read = 0  # bytes of mapped tensors
         self._block = fp8_block(directory) or (1, 1)
         self.tensors: dict[str, _StoredTensor] = {}
         for file in _files_of(directory) if single is None else [directory / single]:
-            with self._opened(file) as handle:
-                for name in handle.keys():  # noqa: SIM118  (not a dict)
-                    view = handle.get_slice(name)
-                    shape = tuple(view.get_shape())
-                    self.tensors[name] = _StoredTensor(file, shape, view.get_dtype())
+            self.tensors |= self._list(file)
         scales = {name + _SCALES for name in self.tensors}
         self._stored = stored_parameters(self.tensors.keys() - scales, conversions)
 
@@ -119,9 +120,7 @@ class WeightFiles:
                 return self._stored[spelling]
         return None
 
-    def find(
-        self, names: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, tuple[str, ...]]:
+    def find(self, names: NameLists, shapes: Mapping[str, tuple[int, ...]]) -> NameLists:
         """Return the tensors whose flattened values, one after the other, are each parameter.
 
         Args:
@@ -131,7 +130,7 @@ class WeightFiles:
         Raises:
             UserError: a parameter is missing or has another shape.
         """
-        found: dict[str, tuple[str, ...]] = {}
+        found: NameLists = {}
         for name, aliases in names.items():
             for alias in aliases:
                 stored_as = self.stored_as(alias)
@@ -161,7 +160,7 @@ class WeightFiles:
                 raise UserError(
                     f"{tensors[0]} in {self.directory} has shape {stored[0]}, and the model needs "
                     f"{shape}",
-                    fix="use a checkpoint that belongs to the config.json",
+                    fix=OTHER_CHECKPOINT,
                 )
         return found
 
@@ -196,10 +195,10 @@ class WeightFiles:
         if region.num_rows > 1:
             (tensor,) = tensors  # only one tensor has rows of its parameter's width
             row, column = divmod(region.start, region.stride)
-            with self._opened(self.tensors[tensor].file) as handle:
-                columns = slice(column, column + region.width)
-                rectangle = handle.get_slice(tensor)[row : row + region.num_rows, columns]
-                return self._scaled(tensor, rectangle, row, column).reshape(-1)
+            rows = slice(row, row + region.num_rows)
+            columns = slice(column, column + region.width)
+            rectangle = self._part(tensor, (rows, columns))
+            return self._scaled(tensor, rectangle, row, column).reshape(-1)
         slices: list[Tensor] = []
         begin = 0  # of the tensor, counted in the parameter
         for tensor in tensors:
@@ -215,27 +214,21 @@ class WeightFiles:
 
     def _read_slice(self, tensor: str, start: int, stop: int) -> Tensor:
         """Return the elements [start, stop) of a flattened tensor. Only whole rows can be read."""
-        file, shape, _ = self.tensors[tensor]
+        shape = self.tensors[tensor].shape
         width = math.prod(shape[1:])
         first_row = start // width
-        # The file is memory-mapped. Pages that were read count as this process's memory until the
-        # file is closed.
-        with self._opened(file) as handle:
-            view = handle.get_slice(tensor)
-            rows: Tensor = view[first_row : math.ceil(stop / width)] if shape else view[...]
-            rows = self._scaled(tensor, rows, first_row, 0)
-            return rows.reshape(-1)[start - first_row * width : stop - first_row * width]
+        of_rows = slice(first_row, math.ceil(stop / width)) if shape else ...
+        rows = self._scaled(tensor, self._part(tensor, of_rows), first_row, 0)
+        return rows.reshape(-1)[start - first_row * width : stop - first_row * width]
 
     def _scaled(self, tensor: str, values: Tensor, row: int, column: int) -> Tensor:
         """Return a rectangle of a tensor, from a row and a column on, times its scales if any."""
-        stored = self.tensors.get(tensor + _SCALES)
-        if stored is None:
+        if tensor + _SCALES not in self.tensors:
             return values
         height, width = self._block
         first, offset = divmod(row, height)
-        with self._opened(stored.file) as handle:
-            view = handle.get_slice(tensor + _SCALES)
-            scales = view[first : math.ceil((row + len(values)) / height)].float()
+        of_rows = slice(first, math.ceil((row + len(values)) / height))
+        scales = self._part(tensor + _SCALES, of_rows).float()
         columns = torch.arange(column, column + values.shape[1]) // width
         values = values.float()
         for index, scale in enumerate(scales):
@@ -243,23 +236,45 @@ class WeightFiles:
             values[max(start, 0) : start + height] *= scale[columns]
         return values
 
-    @contextmanager
-    def _opened(self, file: Path) -> Iterator[Any]:
-        try:
-            assert_regular(file)
+    def _list(self, file: Path) -> dict[str, _StoredTensor]:
+        """Return the tensors in a file, by name."""
+        with _read_errors_named(file):
+            if file.suffix != ".safetensors":
+                tensors = self._mapped_tensors(file)
+                return {
+                    name: _StoredTensor(file, tuple(tensor.shape), str(tensor.dtype))
+                    for name, tensor in tensors.items()
+                }
+            with safe_open(file, framework="pt") as handle:
+                views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+                return {
+                    name: _StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+                    for name, view in views.items()
+                }
+
+    def _part(self, tensor: str, index: Any) -> Tensor:
+        """Read a stored tensor at an index: a slice, or one for each of two dimensions."""
+        file = self.tensors[tensor].file
+        with _read_errors_named(file):
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as handle:
-                    yield handle
-                return
-            mapped = self._mapped
-            if mapped is None or mapped.file != file or mapped.num_read > _MOST_MAPPED:
-                self._mapped = mapped = _MappedTensors(file)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{file} cannot be read: {error}",
-                fix="download the model again, or correct the file's permissions",
-            ) from error
-        yield mapped
+                    part: Tensor = handle.get_slice(tensor)[index]
+                return part
+            part = self._mapped_tensors(file)[tensor][index]
+        self._num_read += part.nbytes
+        return part
+
+    def _mapped_tensors(self, file: Path) -> dict[str, Tensor]:
+        """Return the tensors in a file of `torch.save`.
+
+        Pages that were read count as this process's memory until the file is mapped anew, which
+        takes a while: torch reads the list of all tensors.
+        """
+        if file != self._mapped_file or self._num_read > _MOST_MAPPED:
+            self._mapped = _map_tensors(file)
+            self._mapped_file = file
+            self._num_read = 0
+        return self._mapped
 
 
 def fp8_block(directory: Path) -> tuple[int, int] | None:
@@ -331,63 +346,37 @@ def _files_of(directory: Path) -> list[Path]:
     return [directory / file for file in files]
 
 
-class _MappedTensors:
-    """The tensors in a file of `torch.save`, with the methods of an open file of safetensors.
-
-    Pages that were read count as this process's memory until the file is mapped anew, which takes
-    a while: torch reads the list of all tensors.
-
-    Attributes:
-        file: their file.
-        num_read: number of bytes that were read.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.num_read = 0
-        try:
-            values = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            self._tensors: dict[str, Tensor] = {
-                name: value for name, value in values.items() if isinstance(value, Tensor)
-            }
-        except OSError:
-            raise
-        except Exception as error:  # damaged files raise errors of many types
-            raise UserError(
-                f"{file} cannot be read in slices without running its code: {first_line(error)}",
-                fix="download the model again, or convert it once with transformers: "
-                "from_pretrained, then save_pretrained",
-            ) from error
-
-    def keys(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def get_slice(self, name: str) -> _MappedTensor:
-        return _MappedTensor(self, self._tensors[name])
+@contextmanager
+def _read_errors_named(file: Path) -> Iterator[None]:
+    """Turn what goes wrong with a file of weights into a UserError."""
+    try:
+        assert_regular(file)
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{file} cannot be read: {error}",
+            fix="download the model again, or correct the file's permissions",
+        ) from error
 
 
-class _MappedTensor:
-    """A tensor that is mapped from its file."""
-
-    def __init__(self, owner: _MappedTensors, tensor: Tensor) -> None:
-        self._owner = owner
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def get_dtype(self) -> str:
-        return str(self._tensor.dtype)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        part = self._tensor[index]
-        self._owner.num_read += part.nbytes
-        return part
+def _map_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file of `torch.save`, mapped into memory."""
+    try:
+        values = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    except OSError:
+        raise
+    except Exception as error:  # damaged files raise errors of many types
+        raise UserError(
+            f"{file} cannot be read in slices without running its code: {first_line(error)}",
+            fix="download the model again, or convert it once with transformers: "
+            "from_pretrained, then save_pretrained",
+        ) from error
 
 
 def stored_parameters(
     names: Iterable[str], conversions: Sequence[WeightTransform] = ()
-) -> dict[str, tuple[str, ...]]:
+) -> NameLists:
     """Map names of parameters to the tensors whose flattened values, in order, they consist of.
 
     A tensor also stands for a parameter of its own name. That comes first if both exist.
@@ -403,7 +392,7 @@ def stored_parameters(
     names = sorted(names, key=dot_natural_key)  # expert 10 comes after expert 9
     renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
-    stored: dict[str, tuple[str, ...]] = {}
+    stored: NameLists = {}
     converted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -154,18 +155,10 @@ def _bundles_of(
     model: nn.Module, blocks: Sequence[nn.Module]
 ) -> Mapping[nn.Module, Sequence[Bundle]]:
     """Return the bundles of each block, and of each module with parameters outside the blocks."""
-    used_by = {block: list(block.parameters()) for block in blocks}
-    inside = {module for block in blocks for module in block.modules()}
-    for module in set(model.modules()) - inside:
-        used_by[module] = list(module.parameters(recurse=False))
-    num_users = Counter(parameter for used in used_by.values() for parameter in used)
+    used_by, tied = used_together(model.modules(), blocks)
     accelerator = get_accelerator()
     stream = None if accelerator.is_synchronized_device() else accelerator.Stream()
-    shared = {
-        parameter: Bundle([parameter], stream, is_shared=True)
-        for parameter, users in num_users.items()
-        if users > 1
-    }
+    shared = {parameter: Bundle([parameter], stream, is_shared=True) for parameter in tied}
     bundles: dict[nn.Module, list[Bundle]] = {}
     for module, used in used_by.items():
         by_dtype = defaultdict(list)
@@ -177,6 +170,22 @@ def _bundles_of(
         if own:
             bundles[module] = own
     return bundles
+
+
+def used_together(
+    modules: Iterable[nn.Module], blocks: Sequence[nn.Module]
+) -> tuple[dict[nn.Module, list[nn.Parameter]], set[nn.Parameter]]:
+    """Return the parameters that are gathered at a time, and the tied ones, which several use.
+
+    The first are those of each block, and those of each of the other modules.
+    """
+    used_by = {block: list(block.parameters()) for block in blocks}
+    inside = {module for block in blocks for module in block.modules()}
+    for module in modules:
+        if module not in inside:
+            used_by[module] = list(module.parameters(recurse=False))
+    num_users = Counter(chain.from_iterable(used_by.values()))
+    return used_by, {parameter for parameter, number in num_users.items() if number > 1}
 
 
 def keep_in_step(blocks: Iterable[nn.Module]) -> None:

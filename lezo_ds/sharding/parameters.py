@@ -1,4 +1,4 @@
-"""What identifies the parameters of a model on any number of ranks: ids, and a hash of all names.
+"""What identifies a model's parameters on any number of ranks: names, ids, a hash of all names.
 
 Noise is a function of (key, parameter id, element), and the journal's header has the hash of all
 names and shapes. So all of these are functions of the unsharded model alone.
@@ -8,6 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+
+
+def own_name(module_name: str) -> str:
+    """Return a parameter's own name, given its name in the module tree.
+
+    peft puts a module around the model's own, which it calls base_layer, and calls the adapter
+    default.
+    """
+    return module_name.replace(".base_layer.", ".").replace(".default.", ".")
 
 
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:

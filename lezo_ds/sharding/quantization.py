@@ -20,7 +20,7 @@ model. So the adapter and all else compute with the same values on any number of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds.errors import UserError
+from lezo_ds.sharding.parameters import own_name
 
 GROUP = 64
 """Number of elements that have a minimum and a step in common."""
@@ -79,24 +80,21 @@ class Quantization:
             part: [size_of_part], what a rank stores.
             values: [n], of any dtype, a multiple of 64 elements. They may be on another device.
         """
-        codes, steps, minima = self._fields(part)
-        chunk = _chunk(part.device)
-        num_groups = values.numel() // GROUP
-        for first in range(0, num_groups, chunk):
-            rows = slice(first, min(first + chunk, num_groups))
-            group = values.reshape(-1, GROUP)[rows].to(part.device, torch.float32)
+        most = 2**self.bits - 1
+        groups = values.reshape(-1, GROUP)
+        stored = [field[: len(groups)] for field in self._fields(part)]
+        for codes, steps, minima, given in _chunks(*stored, groups):
+            group = given.to(part.device, torch.float32)
             low = group.amin(1, keepdim=True)
             high = group.amax(1, keepdim=True)
-            minima[rows] = low
-            steps[rows] = (high - low) / (2**self.bits - 1)
+            minima.copy_(low)
+            steps.copy_((high - low) / most)
             # Codes belong to the rounded minimum and step. The step of equal elements is 0.
-            step = steps[rows].float()
-            step = torch.where(step == 0, 1.0, step)
-            code = ((group - minima[rows].float()) / step).round_().clamp_(0, 2**self.bits - 1)
-            code = code.to(torch.uint8)
+            step = torch.where(steps == 0, 1.0, steps.float())
+            code = ((group - minima.float()) / step).round_().clamp_(0, most).to(torch.uint8)
             if self.bits == 4:
                 code = code[:, 0::2] << 4 | code[:, 1::2]
-            codes[rows] = code
+            codes.copy_(code)
 
     def dequantize(self, parts: Tensor) -> Tensor:
         """Return the elements of one part or of several: [number of groups * 64].
@@ -111,21 +109,16 @@ class Quantization:
         return values.view(-1)
 
     def _dequantize_part(self, part: Tensor, elements: Tensor) -> None:
-        codes, steps, minima = self._fields(part)
-        chunk = _chunk(part.device)
-        for first in range(0, len(elements), chunk):
-            rows = slice(first, first + chunk)
-            code = codes[rows]
+        for codes, steps, minima, group in _chunks(*self._fields(part), elements):
             if self.bits == 4:
-                value = torch.empty(len(code), GROUP // 2, 2, device=part.device)
-                value[..., 0] = code >> 4
-                value[..., 1] = code & 15
+                value = torch.empty(len(codes), GROUP // 2, 2, device=part.device)
+                value[..., 0] = codes >> 4
+                value[..., 1] = codes & 15
                 value = value.view(-1, GROUP)
             else:
-                value = code.float()
+                value = codes.float()
             # Two operations, which round twice on any device.
-            value.mul_(steps[rows].float()).add_(minima[rows].float())
-            elements[rows] = value
+            group.copy_(value.mul_(steps.float()).add_(minima.float()))
 
     def matrix(self, parts: Tensor) -> Tensor:
         """Return the matrix [*shape] that modules compute with, from the parts of all ranks."""
@@ -139,8 +132,10 @@ class Quantization:
         return codes.view(torch.uint8).view(num_groups, -1), steps[:, None], minima[:, None]
 
 
-def _chunk(device: torch.device) -> int:
-    return _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of each tensor, some groups at a time."""
+    size = _CHUNK_ON_CPU if tensors[0].device.type == "cpu" else _CHUNK
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
 def quantization_of(parameter: nn.Parameter) -> Quantization | None:
@@ -153,8 +148,7 @@ def quantize_parameters(
     names: Set[str],
     bits: int,
     num_parts: int | None,
-    own_name: Callable[[str], str] = str,
-) -> list[Quantization]:
+) -> None:
     """Turn matrices on the meta device into quantized ones, and let their modules dequantize them.
 
     Args:
@@ -163,15 +157,10 @@ def quantize_parameters(
         bits: of a code.
         num_parts: number of ranks that get a part of each matrix; None if tensor parallelism has
             split them.
-        own_name: returns a parameter's own name, given its name in the module tree.
-
-    Returns:
-        The quantization of each matrix.
 
     Raises:
         UserError: tensor parallelism has split a group.
     """
-    quantizations = []
     matrices: dict[str, Any] = dict(model.named_parameters())
     for name, matrix in matrices.items():
         if own_name(name) not in names:
@@ -186,9 +175,7 @@ def quantize_parameters(
         matrix.data = matrix.new_empty(quantization.num_parts * quantization.size_of_part)
         matrix.requires_grad_(False)
         matrix.quantization = quantization
-        quantizations.append(quantization)
         _dequantize_in_calls(model.get_submodule(name.removesuffix(".weight")))
-    return quantizations
 
 
 def _dequantize_in_calls(module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor
@@ -20,18 +19,19 @@ class QuantizedShard(Shard):
         quantization: Quantization = self.parameter.quantization
         return quantization
 
-    @abstractmethod
-    def _codes(self) -> Tensor:
-        """Return what this rank stores: [quantization.size_of_part]."""
-
     def stored(self) -> Tensor:
         """Return a copy of the elements, in the dtype that modules compute with."""
-        return self.quantization.dequantize(self._codes())[: self.count]
+        return self.quantization.dequantize(self._codes)[: self.count]
 
     def fill(self, values: Tensor) -> None:
         """Quantize values [count] of any dtype, and store their codes."""
         if self.count:
-            self.quantization.quantize_(self._codes(), values)
+            self.quantization.quantize_(self._codes, values)
+
+    @property
+    def _codes(self) -> Tensor:
+        """What this rank stores: [quantization.size_of_part]."""
+        return self.memory()[: self.quantization.size_of_part]
 
 
 class QuantizedFlatShard(QuantizedShard, FlatShard):
@@ -42,14 +42,6 @@ class QuantizedFlatShard(QuantizedShard, FlatShard):
         quantization: Quantization = parameter.quantization
         return quantization.groups_of_part * GROUP, quantization.shape
 
-    def _codes(self) -> Tensor:
-        codes: Tensor = self.parameter.ds_tensor.data[: self.quantization.size_of_part]
-        return codes
-
 
 class QuantizedRectangleShard(QuantizedShard, RectangleShard):
     """Tensor parallelism: whole groups of a rectangle of the matrix."""
-
-    def _codes(self) -> Tensor:
-        codes: Tensor = self.parameter.data
-        return codes

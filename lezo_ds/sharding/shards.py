@@ -10,9 +10,9 @@ the ranks of a group store the parameter together. An example is a parameter [3,
     rank 2   8   9  10  11               8   9 | 10  11
                                         rank 0 | rank 1
 
-Everything that loads, updates, compares or writes weights (`weights`, `integrity`, the checkpoints)
-uses the interface of `Shard` and does not ask for its class. To store weights in another form,
-write another subclass, and make it where `load_sharded_model` makes the shards.
+Everything that loads, updates, compares or writes weights (`weights`, the checkpoints) uses the
+interface of `Shard` and does not ask for its class. To store weights in another form, write another
+subclass, and make it where `load_sharded_model` makes the shards.
 
 The facts about DeepSpeed that these classes rely on are in docs/deepspeed.md.
 """
@@ -78,12 +78,16 @@ class Shard(ABC):
         self.dtype: torch.dtype = self.parameter.dtype
         self.device: torch.device = self.parameter.device
 
-    @abstractmethod
+    def memory(self) -> Tensor:
+        """Return all that this rank stores, in its format: [n], a view."""
+        raise NotImplementedError
+
     def stored(self) -> Tensor:
         """Return the stored elements [count] in the order of their region, without any padding.
 
         Of a parameter that is trained, this is a view: what is written to it is stored.
         """
+        return self.memory()[: self.count]
 
     def fill(self, values: Tensor) -> None:
         """Store values [count] of any dtype, converted to what this class stores."""
@@ -124,8 +128,8 @@ class FlatShard(Shard):
         size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
         return size, tuple(parameter.ds_shape)
 
-    def stored(self) -> Tensor:
-        own_slice: Tensor = self.parameter.ds_tensor.data[: self.count]
+    def memory(self) -> Tensor:
+        own_slice: Tensor = self.parameter.ds_tensor.data
         return own_slice
 
     def own_elements(self, values: Tensor) -> Tensor:
@@ -178,7 +182,7 @@ class RectangleShard(Shard):
         super().__init__(parameter, name, block, elements, split.group)
         self.computed = elements
 
-    def stored(self) -> Tensor:
+    def memory(self) -> Tensor:
         rectangle: Tensor = self.parameter.data
         return rectangle.view(-1)
 

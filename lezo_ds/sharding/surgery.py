@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import deepspeed
 from torch import nn
 
 from lezo_ds.distributed import device
@@ -29,13 +30,15 @@ def put_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, Any]) -
                 module._buffers[name] = buffer.to(device())
 
 
-def run_without_engine_hooks(engine: Any, model: nn.Module) -> None:
-    """Make an engine of DeepSpeed run its model in eval mode, without the engine's own hooks.
+def start_engine(model: nn.Module, ds_config: Mapping[str, Any]) -> Any:
+    """Return an engine of DeepSpeed that runs a model in eval mode, without the engine's own hooks.
 
     They start timers that only a training engine reads, and let sharded parameters gather
     themselves.
     """
+    engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
     engine.eval()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     engine.forward = model.__call__
+    return engine

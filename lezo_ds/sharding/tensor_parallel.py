@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import comm
 from deepspeed.checkpoint.affine import ParamAffineMap
@@ -35,10 +34,10 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from lezo_ds.distributed import device
-from lezo_ds.errors import UserError, cut
+from lezo_ds.errors import UserError, cut, one_line
 from lezo_ds.sharding.quantization import quantization_of
 from lezo_ds.sharding.shards import Split
-from lezo_ds.sharding.surgery import put_parameters, run_without_engine_hooks
+from lezo_ds.sharding.surgery import put_parameters, start_engine
 
 LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
 """Forward passes that are a matrix product, a sum over ranks if `sums_outputs`, and a bias."""
@@ -101,9 +100,9 @@ def shard_model(
     # DeepSpeed moves a model to its device when it has split it, and calls nothing in between.
     model.to = materialize  # type: ignore[method-assign]
     try:
-        engine, *_ = deepspeed.initialize(model=model, config=only_blocks)
+        engine = start_engine(model, only_blocks)
     except (AssertionError, ValueError, NotImplementedError) as error:  # how AutoTP refuses a model
-        reason = cut(" ".join(str(error).split()), 200)
+        reason = cut(one_line(error), 200)
         raise UserError(
             f"AutoTP does not support {type(model).__name__}: {reason}", fix=USE_ZERO3
         ) from error
@@ -112,7 +111,6 @@ def shard_model(
         groups.mpu = None  # or later engines of this process would take their groups from this one
     # It broadcasts the first batch to compare it. The ranks compare their batches at every step.
     engine.first_dataloader_check.remove()
-    run_without_engine_hooks(engine, model)
     check_that_it_runs(model)
     return engine, splits
 
@@ -187,15 +185,13 @@ def _split_of(name: str, parameter: nn.Parameter, group: Any) -> Split:
     if description is None or description["conversion"].get("replicated"):
         quantization = quantization_of(parameter)
         return Split(quantization.shape if quantization else tuple(parameter.shape), [], group)
-    problem = UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=USE_ZERO3)
     stored_map = description["conversion"].get("affine_map")
-    if not stored_map:
-        raise problem
-    affine_map = ParamAffineMap.from_dict(stored_map)
-    pieces = [piece for of_rank in affine_map.pieces_by_rank.values() for piece in of_rank]
-    if len(pieces) != len(affine_map.pieces_by_rank):
-        raise problem
-    return Split(affine_map.logical_shape, pieces, group)
+    if stored_map:
+        affine_map = ParamAffineMap.from_dict(stored_map)
+        pieces = [piece for of_rank in affine_map.pieces_by_rank.values() for piece in of_rank]
+        if len(pieces) == len(affine_map.pieces_by_rank):
+            return Split(affine_map.logical_shape, pieces, group)
+    raise UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=USE_ZERO3)
 
 
 def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lezo_ds.distributed import device
 from lezo_ds.sharding.gather import GatherAhead, keep_in_step
 from lezo_ds.sharding.shards import is_on_device
-from lezo_ds.sharding.surgery import put_parameters, run_without_engine_hooks
+from lezo_ds.sharding.surgery import put_parameters, start_engine
 
 
 def shard_model(
@@ -90,8 +90,7 @@ def start_forward_engine(
     take two thirds of the host's time in a step, are replaced by those of `GatherAhead`. Weights
     that this rank has in full, on its device, are not gathered at all.
     """
-    engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
-    run_without_engine_hooks(engine, model)
+    engine = start_engine(model, ds_config)
     # Without an optimizer, this is a DeepSpeedZeRoOffload: the hooks that gather and release.
     engine.optimizer.destroy()
     for module in model.modules():

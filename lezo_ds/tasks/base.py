@@ -79,6 +79,10 @@ class Message(NamedTuple):
         return {"role": self.role, "content": self.content, **others}
 
 
+Turns = tuple[Message, ...]
+"""The turns of a conversation."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One record as texts.
@@ -108,7 +112,7 @@ class Example:
     index: int = 0
     references: tuple[str, ...] = ()
     demonstrations: str = ""
-    messages: tuple[Message, ...] = ()
+    messages: Turns = ()
     is_written: bool = False
     record: Record = field(default_factory=dict, compare=False, repr=False)
     place: str = field(default="", compare=False)
@@ -189,6 +193,9 @@ class TokenCounts(NamedTuple):
 Prediction = int | float | str | TokenCounts
 """What a model makes of an example: the index of a candidate, a number, an answer, or counts of
 tokens."""
+
+LossAndPredictions = tuple[float, Sequence[Prediction]]
+"""The mean of a task's own loss over a split, and a prediction for each example."""
 
 
 class Predicted(NamedTuple):
@@ -380,7 +387,7 @@ class Task:
             return encoder.encode_conversation(example, keep_end=self.keeps_end)
         return encoder.encode_candidates(example)
 
-    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> LossAndPredictions:
         """Return the mean of the task's own loss over a split, and a prediction for each example.
 
         A collective.

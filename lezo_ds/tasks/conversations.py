@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, TypeGuard
 
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import ArrowRecord, Message, Record
+from lezo_ds.tasks.base import ArrowRecord, Message, Record, Turns
 from lezo_ds.tasks.template import field_value, shown
 
 SYSTEM = "system"
@@ -61,7 +61,7 @@ def are_turns(value: object) -> bool:
     return are_objects(value) and not {"role", "from"}.isdisjoint(value[0])
 
 
-def read_messages(record: Record, field: str) -> tuple[Message, ...]:
+def read_messages(record: Record, field: str) -> Turns:
     """Return the turns of a conversation, of which there is at least one.
 
     Args:
@@ -207,7 +207,7 @@ def _text(where: str, content: Any) -> Any:
     return "".join(texts)
 
 
-def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
+def with_system(messages: Turns, system_prompt: str | None) -> Turns:
     """Return a conversation with a system prompt before it, unless it begins with its own."""
     if system_prompt is None or messages[0].role in (SYSTEM, "developer"):
         return messages

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lezo_ds.errors import UserError, cut
-from lezo_ds.tasks.base import Example, Message, Record, Task, with_fields
+from lezo_ds.tasks.base import Example, Message, Record, Task, Turns, with_fields
 from lezo_ds.tasks.conversations import (
     ASSISTANT,
     USER,
@@ -413,7 +413,7 @@ class _WrittenAnswers(Generation):
                 )
         return self
 
-    def _turns(self, template: Template | None, record: Record) -> tuple[Message, ...]:
+    def _turns(self, template: Template | None, record: Record) -> Turns:
         """Return the turns in the only field of a template, or nothing if it gives text."""
         if template is None or not are_objects(template.only_value(record)):
             return ()
@@ -436,9 +436,7 @@ class _Conversations(Chat):
         return _of_turns(messages, read_system(record) or self.system_prompt)
 
 
-def _of_turns(
-    turns: tuple[Message, ...], system_prompt: str | None, references: tuple[str, ...] = ()
-) -> Example:
+def _of_turns(turns: Turns, system_prompt: str | None, references: tuple[str, ...] = ()) -> Example:
     """Return the example of a conversation, up to its last turn to learn: what follows has no use.
 
     `references` are all right answers; () if this turn is the only one.

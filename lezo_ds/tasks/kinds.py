@@ -17,6 +17,7 @@ from typing import Any
 from lezo_ds.tasks.base import (
     Encoder,
     Example,
+    LossAndPredictions,
     Predicted,
     Prediction,
     Record,
@@ -71,7 +72,7 @@ class Classification(_Choice):
     loss = "candidates"
     has_classes = True
 
-    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> LossAndPredictions:
         return scorer.choice_loss(), scorer.choices()
 
 
@@ -82,7 +83,7 @@ class MultipleChoice(_Choice):
     kind = "multiple_choice"
     metrics = ("accuracy",)
 
-    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> LossAndPredictions:
         return scorer.gold_loss(), scorer.choices()
 
 
@@ -102,7 +103,7 @@ class Generation(Task):
     def worded(self, encoder: Encoder, example: Example) -> Example:
         return encoder.end_answers(example)
 
-    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> LossAndPredictions:
         return scorer.objective_loss(), scorer.answers()
 
     def predict(self, scorer: Scorer, examples: Sequence[Example]) -> list[Predicted]:
@@ -146,7 +147,7 @@ class Chat(Task):
     def unanswered(self) -> Task:
         return _Question(name=self.name, fields=self.fields, has_answers=False, chat=self)
 
-    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> LossAndPredictions:
         return scorer.token_loss(), scorer.token_counts()
 
     def shown(self, example: Example, predicted: Any) -> str:

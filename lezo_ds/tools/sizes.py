@@ -127,8 +127,7 @@ class ModelSizes:
         self.head = _num_perturbed(head.parameters(), rank=0) if head else 0
 
         if config.model.bits:  # from here on, the sizes of these matrices are those of their codes
-            own_name = adapter.own_name if adapter else str
-            quantize_parameters(model, matrices, config.model.bits, 1, own_name)
+            quantize_parameters(model, matrices, config.model.bits, 1)
         self.stored: list[int] = [parameter.numel() for parameter in model.parameters()]
         self.parts = gather_sizes(model, layout)
         linear_layers = [module for module in blocks.modules() if isinstance(module, nn.Linear)]

@@ -15,6 +15,3 @@ evolution strategies):
 `laws` says what z is, and `keys` derives every key from the run's seed. All state is a function of
 the step records, so a resumed run and a replay need nothing else.
 """
-
-# Importing them registers their estimators.
-from lezo_ds.zo import grzo, one_sided  # noqa: F401

@@ -1,6 +1,6 @@
 """Estimators: the probes of a step, and the projected gradients that their losses give.
 
-To add one: a subclass of `Estimator` here and a line at the end, or
+To add one: a subclass of `Estimator` here and a line after the last one, or
 `zo.estimator: package.module:Name`.
 """
 
@@ -132,6 +132,13 @@ class Estimator(ABC):
         return len(self.probes(()))
 
 
+class JointEstimator(Estimator):
+    """Estimates the groups of examples of a step together, not each as if it were a batch."""
+
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        return self.estimate_groups(probes, [losses])
+
+
 @dataclass(frozen=True)
 class Spsa(Estimator):
     """g = (l(theta + mu z) - l(theta - mu z)) / (2 mu) for each direction z.
@@ -163,8 +170,117 @@ class Spsa(Estimator):
         )
 
 
+@dataclass(frozen=True)
+class Grzo(JointEstimator, Spsa):
+    """g_d = delta_d / s with delta_d = l(theta + mu z_d) - l(theta - mu z_d), for each direction.
+
+    s is the sample deviation of delta over all directions of the step, those of all groups of
+    examples together. The step needs at least two directions. As in FZOO, mu cancels out.
+
+    Source: GRZO (arXiv 2606.02857), which gives each example a direction of its own
+    (zo.examples_per_direction=1).
+    """
+
+    min_directions_of_step: ClassVar[int] = 2
+
+    def estimate_groups(
+        self, probes: Sequence[Probe], losses: Sequence[Sequence[float]]
+    ) -> Estimate:
+        centers = []
+        slopes: list[float] = []
+        for of_group in losses:
+            estimate = Spsa.estimate(self, probes, of_group)
+            centers.append(estimate.loss)
+            slopes += estimate.projected_grads
+        spread = root_mean_square(centered(slopes), degrees_of_freedom=len(slopes) - 1)
+        return Estimate(add_in_order(centers) / len(centers), in_units_of(spread, slopes))
+
+
+@dataclass(frozen=True)
+class OneSided(Estimator):
+    """g = (l(theta + mu z) - l(theta)) / mu for each direction z: n + 1 probes where SPSA has 2 n.
+
+    The error of the slope is of order mu, not mu^2. The first probe is theta itself.
+
+    Source: forward differences (Spall 1992).
+    """
+
+    def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
+        return (Probe(direction=0, scale=0.0), *_one_side(self))
+
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        base, *sides = losses
+        gradients = [(side - base) / self.perturbation_scale for side in sides]
+        return Estimate(base, tuple(gradients))
+
+
+@dataclass(frozen=True)
+class Fzoo(JointEstimator, OneSided):
+    """g_d = (l(theta + mu z_d) - l(theta)) / s for each direction z_d.
+
+    s is the sample deviation of the losses l(theta + mu z_d). It is about mu times the norm of
+    the gradient, so this is normalized descent, and mu cancels out. With fewer than 4 directions,
+    the square of 1 / s has no finite mean (for normal losses). Groups of examples share one s, the
+    deviation of the losses from the mean of their group: if each had its own, an example to which
+    no direction matters would weigh as much as the others.
+
+    Source: FZOO (Dang et al., ICLR 2026, arXiv 2506.09034), which draws z from {-1, +1}.
+    """
+
+    min_directions: ClassVar[int] = 4
+
+    def estimate_groups(
+        self, probes: Sequence[Probe], losses: Sequence[Sequence[float]]
+    ) -> Estimate:
+        bases: list[float] = []
+        differences: list[float] = []
+        from_means: list[float] = []
+        for base, *sides in losses:
+            bases.append(base)
+            differences += [side - base for side in sides]
+            from_means += centered(sides)
+        # Each group has lost a degree of freedom to its mean.
+        spread = root_mean_square(from_means, degrees_of_freedom=len(from_means) - len(losses))
+        return Estimate(add_in_order(bases) / len(bases), in_units_of(spread, differences))
+
+
+@dataclass(frozen=True)
+class EvolutionStrategies(JointEstimator):
+    """g_d = -(r_d - mean r) / s, with r_d = -l(theta + mu z_d) the reward of direction d.
+
+    s is the population's deviation of the rewards, and the factor 1 / mu is part of the learning
+    rate. It is meant for rewards, which need no gradient. Rewards of any scale give the same steps.
+    With groups of examples, each has its own mean, and all share one s: if each had its own, those
+    to which no direction matters would weigh as much as the others.
+
+    Source: Evolution Strategies at Scale (Qiu et al., PMLR 306, 2026, arXiv 2509.24372), with
+    n = 30 directions and mu = 1e-3.
+    """
+
+    min_directions: ClassVar[int] = 2
+
+    def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
+        return tuple(_one_side(self))
+
+    def estimate_groups(
+        self, probes: Sequence[Probe], losses: Sequence[Sequence[float]]
+    ) -> Estimate:
+        means = [add_in_order(of_group) / len(of_group) for of_group in losses]
+        center = add_in_order(means) / len(means)
+        differences: list[float] = []
+        for of_group in losses:
+            # A loss above the mean is a reward below it: the two signs of the formula cancel.
+            differences += centered(of_group)
+        spread = root_mean_square(differences, degrees_of_freedom=len(differences))
+        return Estimate(center, in_units_of(spread, differences))
+
+
 ESTIMATORS: Registry[type[Estimator]] = Registry("estimator", "zo.estimator", kind=Estimator)
 ESTIMATORS.add("spsa", Spsa)
+ESTIMATORS.add("one-sided", OneSided)
+ESTIMATORS.add("fzoo", Fzoo)
+ESTIMATORS.add("evolution-strategies", EvolutionStrategies)
+ESTIMATORS.add("grzo", Grzo)
 
 
 def mean_losses(sums: Sequence[float], num_probes: int, total_weight: float) -> list[float]:
@@ -184,3 +300,30 @@ def add_in_order(values: Sequence[float]) -> float:
     The built-in `sum` compensates for rounding from Python 3.12 on, which gives other bits.
     """
     return functools.reduce(operator.add, values, 0.0)
+
+
+def centered(values: Sequence[float]) -> list[float]:
+    """Return the differences from the mean: exactly 0 if all values are equal."""
+    if all(value == values[0] for value in values) and math.isfinite(values[0]):
+        # The mean of equal values may be rounded to another value, and then no difference is 0.
+        return [0.0] * len(values)
+    mean = add_in_order(values) / len(values)
+    return [value - mean for value in values]
+
+
+def root_mean_square(differences: Sequence[float], degrees_of_freedom: int) -> float:
+    """Return the root of the sum of squares over the degrees of freedom."""
+    squares = [difference * difference for difference in differences]
+    return math.sqrt(add_in_order(squares) / degrees_of_freedom)
+
+
+def _one_side(estimator: Estimator) -> list[Probe]:
+    scale = estimator.perturbation_scale
+    return [Probe(direction, scale) for direction in range(estimator.num_directions)]
+
+
+def in_units_of(spread: float, values: Sequence[float]) -> tuple[float, ...]:
+    """Return values / spread, or zeros if the spread is 0: equal losses favor no direction."""
+    if spread == 0:
+        return (0.0,) * len(values)
+    return tuple(value / spread for value in values)

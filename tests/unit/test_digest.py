@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lezo_ds.noise import Elements, Region
-from lezo_ds.sharding import integrity, parameters
-from lezo_ds.sharding.integrity import digest_of
+from lezo_ds.sharding import parameters, weights
 from lezo_ds.sharding.parameters import parameter_ids, table_hash
+from lezo_ds.sharding.weights import digest_of
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 DTYPES = st.sampled_from([*BITS, torch.int16])
@@ -68,7 +68,7 @@ def test_the_digest_is_the_one_defined_and_slices_add_up_however_they_are_cut(
 def test_more_than_one_chunk_gives_the_sum_of_the_chunks(monkeypatch):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     expected = shard_digest(values, 5, 9)
-    monkeypatch.setattr(integrity, "_CHUNK_ON_CPU", 64)
+    monkeypatch.setattr(weights, "_CHUNK_ON_CPU", 64)
     assert shard_digest(values, 5, 9) == expected
 
 

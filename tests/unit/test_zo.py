@@ -27,8 +27,7 @@ from lezo_ds.config import (
 )
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
-from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Spsa, mean_losses
-from lezo_ds.zo.grzo import Grzo
+from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Grzo, Spsa, mean_losses
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
 from lezo_ds.zo.layers import Fixed, LayerSample, Uniform
 from lezo_ds.zo.passes import Groups

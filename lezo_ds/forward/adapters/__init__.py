@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Adapter = LoraAdapter | PrefixAdapter
-"""Both have `attach`, `own_name`, `fill` and `write_config`, which run in this order."""
+"""Both have `attach`, `fill` and `write_config`, which run in this order."""
 
 
 def make_adapter(config: PeftConfig | None) -> Adapter | None:

@@ -129,12 +129,6 @@ class LoraAdapter:
 
         return restore
 
-    def own_name(self, module_name: str) -> str:
-        """Return a parameter's own name, given its name in the module tree."""
-        # peft puts a module around the model's own, which it calls base_layer, and calls the
-        # adapter default.
-        return module_name.replace(".base_layer.", ".").replace(".default.", ".")
-
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """Set the initial values, which depend only on the seed."""
         key = adapter_key(seed)

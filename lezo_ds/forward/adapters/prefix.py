@@ -71,10 +71,6 @@ class PrefixAdapter:
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def own_name(self, module_name: str) -> str:
-        """Return a parameter's own name: a prefix wraps no module, so it is that in the tree."""
-        return module_name
-
     def attach(self, model: Any, layout: BlockLayout) -> None:
         """Freeze a model that is not sharded yet, and add a `Prefix` to each block's attention."""
         switchable = getattr(model, "_can_set_attn_implementation", lambda: False)
