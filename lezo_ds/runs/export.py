@@ -33,6 +33,7 @@ from lezo_ds.errors import JournalError, LezoError, UserError
 from lezo_ds.files import DAMAGE, failures_named, write_atomically
 from lezo_ds.journal import (
     EvaluationRecord,
+    Header,
     JournalRecord,
     encode_journal,
     scan_journal,
@@ -257,7 +258,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
         if file.stat().st_size > MAX_JOURNAL_BYTES:
             raise ValueError(f"it has more than {MAX_JOURNAL_BYTES} bytes")
         lines = scan_journal(file, _MAX_LINE_BYTES)
-        header, _ = next(lines)
+        header: Header = next(lines).item
         # Of the header, only the types of its members have been checked.
         digests = {}
         for step, digest in header.config.get("digests", {}).items():
@@ -283,8 +284,8 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     refuse_code({"zo.law": config.zo.law}, overrides)
     if trained_part(config.zo) == "all" and config.peft.kind == "none":
         num_groups += 2  # two are outside the blocks
-    for record, _ in lines:  # one in memory at a time
-        fits = fits and _fits(record, num_groups, num_directions(config))
+    for line in lines:  # one in memory at a time
+        fits = fits and _fits(line.item, num_groups, num_directions(config))
     if not fits:
         raise UserError(
             f"{file} is not of a run of {config.model.path}",
