@@ -95,8 +95,10 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
 
 def check_arguments(
     model: object, zo: object, ds_config: object, peft: object, values: Mapping[str, object]
-) -> None:
+) -> RunConfig:
     """Refuse arguments of `lezo_ds.initialize` of a wrong type, or that a recipe refuses, too.
+
+    Return the configuration that the model and `values` stand for.
 
     Args:
         model: A name or path.
@@ -117,7 +119,9 @@ def check_arguments(
         if not isinstance(value, type_of_value):
             kind = type(value).__name__
             raise UserError(f"{name} in lezo_ds.initialize is of type {kind}", fix=fix)
-    READER.read({"run_dir": "", "model.path": str(model), **values}, "lezo_ds.initialize")
+    flat = {"run_dir": "", "model.path": str(model), **values}
+    run: RunConfig = READER.read(flat, "lezo_ds.initialize")
+    return run
 
 
 def checked_optimizer(
