@@ -28,7 +28,8 @@ from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten,
 from lezo_ds.config.paper import PAPER_SCORES, Experiment
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
-from lezo_ds.runs.results import HARNESS_SCORES, RunResults
+from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.results import RunResults
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import REWARD, LabelScore, best_f1, normalize
 
@@ -159,17 +160,16 @@ def _read_run(directory: Path) -> dict[str, Any]:
         row |= _settings(recorded_config(directory))
     except DAMAGE as error:
         return {**row, "problem": f"not a run, or damaged ({' '.join(str(error).split())})"}
-    path = directory / "results.json"
-    if not path.exists():
+    run = RunDirectory(directory)
+    if not run.results.exists():
         return {**row, "problem": "no results yet: it was killed, or is still going"}
-    results = RunResults.read(path)
+    results = RunResults.read(run.results)
     if results is None:
         return {**row, "problem": "damaged results.json"}
     row |= {name: getattr(results, name) for name in ("metric", "model_fingerprint", *_RESULTS)}
     if not results.finished:
         return {**row, "test": None, "problem": f"unfinished, at step {results.steps}"}
-    predictions = directory / "predictions" / f"step-{results.best_step or 0:08}.jsonl"
-    answers = _read_lines(predictions, Answer)
+    answers = _read_lines(run.predictions_at(results.best_step or 0), Answer)
     if answers:
         row["test_data"] = _digest_of_test(answers)
     judge = JUDGES.get(results.metric)
@@ -192,7 +192,7 @@ def _digest_of_test(answers: Sequence[Answer]) -> str:
 
 def recorded_config(directory: Path) -> RunConfig:
     """Return the configuration of a run. One of DAMAGE: it cannot be read."""
-    values = load_yaml(files.read_regular(directory / "config.yaml").decode())
+    values = load_yaml(files.read_regular(RunDirectory(directory).config).decode())
     return config_from_dict(values, str(directory), recorded=True)
 
 
@@ -217,7 +217,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def read_judged_answers(directory: Path) -> list[JudgedAnswer]:
     """Return the answers that the first and the last evaluation of a run have shown."""
-    answers = _read_lines(directory / "samples.jsonl", JudgedAnswer)
+    answers = _read_lines(RunDirectory(directory).samples, JudgedAnswer)
     if not answers:
         return []
     shown_steps = (answers[0].step, answers[-1].step)
@@ -230,7 +230,7 @@ def harness_table(directory: Path) -> pd.DataFrame:
     Its columns are steps of the run: what the model knew before training is at step 0.
     """
     rows = []
-    for measured in _read_lines(directory / HARNESS_SCORES, HarnessScores):
+    for measured in _read_lines(RunDirectory(directory).harness_scores, HarnessScores):
         examples = "all" if measured.limit is None else str(measured.limit)
         for task, scores in sorted(measured.results.items()):
             for name, value in scores.items():
