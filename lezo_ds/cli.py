@@ -24,7 +24,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -40,6 +39,7 @@ from lezo_ds.errors import (
     end_with,
     launched_rank,
     printable,
+    require_package,
 )
 
 _RECIPE_HELP = (
@@ -248,8 +248,8 @@ def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = 
 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
-    if arguments.lm_eval is not None and find_spec("lm_eval") is None:
-        raise UserError("--lm-eval needs lm-eval", fix="pip install 'lezo_ds[lm-eval]'")
+    if arguments.lm_eval is not None:
+        require_package("lm_eval", "--lm-eval needs lm-eval", "'lezo_ds[lm-eval]'")
     if arguments.lm_eval is None and arguments.limit is not None:
         raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
     if arguments.lm_eval is not None and arguments.split != "test":

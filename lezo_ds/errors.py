@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import NoReturn
 
 # Where launchers put the rank of a process: torch and DeepSpeed, Open MPI, srun, other MPIs.
@@ -122,6 +123,12 @@ class LostRankError(LezoError):
     """A rank has ended, or did not answer in time."""
 
     exit_code = 6
+
+
+def require_package(name: str, problem: str, requirement: str) -> None:
+    """Refuse to go on without a package. `requirement` is what pip installs."""
+    if find_spec(name) is None:
+        raise UserError(problem, fix=f"pip install {requirement}")
 
 
 def launched_rank() -> int:

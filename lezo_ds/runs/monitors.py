@@ -16,13 +16,12 @@ import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
 from lezo_ds.distributed.monitors import open_monitors
-from lezo_ds.errors import UserError, first_line
+from lezo_ds.errors import UserError, first_line, require_package
 from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
@@ -63,11 +62,8 @@ def monitor_sections(config: RunConfig, directory: RunDirectory) -> dict[str, An
     sections = {}
     for name in config.train.report_to or ():
         section, package, settings = monitors[name]
-        if find_spec(package) is None:
-            requirement = "'lezo_ds[tensorboard]'" if package == "tensorboard" else package
-            raise UserError(
-                f"train.report_to needs the package {package}", fix=f"pip install {requirement}"
-            )
+        requirement = "'lezo_ds[tensorboard]'" if package == "tensorboard" else package
+        require_package(package, f"train.report_to needs the package {package}", requirement)
         sections[section] = {"enabled": True, **settings}
     return sections
 

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from lezo_ds import distributed
@@ -24,7 +23,7 @@ from lezo_ds.config import ZEROTH_ORDER, RunConfig, make_layer_policy, trained_p
 from lezo_ds.config.deepspeed import check_shares
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, ReplayEngine
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, require_package
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.monitors import Monitors, monitor_sections, without_monitors
 from lezo_ds.runs.opening import load, prepare
@@ -135,8 +134,8 @@ def check_run(
     is_replica = config.elastic.lighthouse is not None
     if resources is not None:
         directory = directory.lock(resources, is_replica=is_replica)
-    if is_replica and find_spec("torchft") is None:
-        raise UserError("elastic.lighthouse needs torchft", fix="pip install 'lezo_ds[elastic]'")
+    if is_replica:
+        require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
     check_records(config, data, directory, num_ranks)
     return monitor_sections(config, directory), directory
 
