@@ -258,17 +258,16 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     if arguments.lm_eval is not None:
         from lezo_ds.runs.harness import run_tasks
 
-        found = run_tasks(opened, arguments.lm_eval, arguments.limit)
-        if launched_rank() == 0:
-            table = found.pop("table")
-            print(json.dumps(found, indent=1) if arguments.json else table)
-        return
-    from lezo_ds.runs.opening import score
-    from lezo_ds.runs.screen import scores_summary
+        scores = run_tasks(opened, arguments.lm_eval, arguments.limit)
+        summary = scores.pop("table", "")  # ranks but 0 have neither
+    else:
+        from lezo_ds.runs.opening import score
+        from lezo_ds.runs.screen import scores_summary
 
-    scores = score(opened, arguments.split)
+        scores = score(opened, arguments.split)
+        summary = scores_summary(scores)
     if launched_rank() == 0:
-        print(json.dumps(scores, indent=1) if arguments.json else scores_summary(scores))
+        print(json.dumps(scores, indent=1) if arguments.json else summary)
 
 
 def _predict(parser: _Parser) -> None:

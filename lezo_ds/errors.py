@@ -54,6 +54,11 @@ def printable(text: str, *, has_bars: bool = False) -> str:
     return commands.sub("?", text)
 
 
+def last_step(num_steps: int) -> str:
+    """Return the index of the last of some steps, as errors name it."""
+    return str(num_steps - 1) if num_steps > 0 else "none"
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return the fix for an unknown name.
 

@@ -58,7 +58,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 import pydantic
 
-from lezo_ds.errors import JournalError, UserError
+from lezo_ds.errors import JournalError, UserError, last_step
 from lezo_ds.files import assert_regular, failures_named, write_atomically
 from lezo_ds.zo.records import StepRecord
 
@@ -384,9 +384,7 @@ class Line:
     @property
     def last_step(self) -> str:
         """The index of the last step, as errors name it."""
-        if self.num_steps == 0:
-            return "none"
-        return str(self.num_steps - 1)
+        return last_step(self.num_steps)
 
     @property
     def checksum(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from lezo_ds.config.components import (
     DESCRIBING_KEYS,
     described_task,
+    is_replayable,
     make_estimator,
     make_law,
     make_schedule,
@@ -252,9 +253,8 @@ def _check_training(config: RunConfig) -> None:
         f"peft.path is a LoRA adapter, and peft.kind={config.peft.kind}",
         "set peft.kind=lora, or peft.path=null",
     )
-    can_share = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
     _refuse_if(
-        config.elastic.lighthouse is not None and not can_share,
+        config.elastic.lighthouse is not None and not is_replayable(config),
         f"replicas cannot train with method={config.method} and peft.kind={config.peft.kind}",
         "set method=lezo and peft.kind=lora, or elastic.lighthouse=null",
     )

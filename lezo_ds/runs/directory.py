@@ -41,7 +41,7 @@ import psutil
 import lezo_ds
 from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
 from lezo_ds.errors import UserError
-from lezo_ds.files import DAMAGE, failures_named, make_directory, write_atomically
+from lezo_ds.files import DAMAGE, failures_named, make_directory, write_output
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
@@ -207,7 +207,7 @@ class RunDirectory:
         """Write config.yaml, which is a recipe: it has either train.steps or train.epochs."""
         if config.train.epochs is not None:
             config = replace(config, train=replace(config.train, steps=None))
-        self.write(self.config, dump_yaml(config_to_dict(config)))
+        write_output(self.config, dump_yaml(config_to_dict(config)))
 
     def cut_logs(self, step: int, evaluated: Collection[tuple[str, int]]) -> float:
         """Drop from metrics.jsonl and samples.jsonl what will be done again, and damaged lines.
@@ -249,7 +249,7 @@ class RunDirectory:
                 if is_kept(entry):
                     entries.append(entry)
                     lines.append(line + b"\n")
-        self.write(path, b"".join(lines))
+        write_output(path, b"".join(lines))
         return entries
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
@@ -268,17 +268,11 @@ class RunDirectory:
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the answers to the test examples by the weights after `step` steps."""
         lines = [json.dumps(row) + "\n" for row in rows]
-        self.write(self.predictions_at(step), "".join(lines))
+        write_output(self.predictions_at(step), "".join(lines))
 
     def write_json(self, path: Path, content: object) -> None:
         """Replace a JSON file of the run. LezoError: it cannot be written."""
-        self.write(path, json.dumps(content, indent=1) + "\n")
-
-    def write(self, path: Path, content: str | bytes) -> None:
-        """Replace a file of the run. LezoError: it cannot be written."""
-        with failures_named(path):
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, content)
+        write_output(path, json.dumps(content, indent=1) + "\n")
 
 
 def append_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:

@@ -193,16 +193,15 @@ def model_card(
     )
     has_candidates = config.data.labels is not None or config.data.choices is not None
     options = config.data.chat_template_kwargs
+    tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
     if kind == "none" and has_candidates:
-        tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
         before_labels = _PLAIN.format(bos=list(tokenizer.begin_ids))
         if config.data.chat_template:
             lead = lead_of_answers(tokenizer, config.data.system_prompt)
             prompt = _WRITTEN if lead is None else f"{_ASKED} + {lead!r}"
             before_labels = _CHAT.replace("{prompt}", prompt)
         card += _EXAMPLE.format(before_labels=before_labels)
-    elif config.data.messages or config.data.chat_template:
-        tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
+    elif config.data.in_chat:
         ends = {*tokenizer.end_ids, *end_of_turn(tokenizer).ids}
         card += _TALK.replace("{ends}", str(sorted(ends)))
     arguments = "".join(f"{name}={value!r}, " for name, value in options.items())

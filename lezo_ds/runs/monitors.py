@@ -22,7 +22,7 @@ from typing import Any
 from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
 from lezo_ds.distributed.monitors import open_monitors
 from lezo_ds.errors import UserError, first_line, require_package
-from lezo_ds.files import failures_named, make_directory, write_atomically
+from lezo_ds.files import write_output
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
 
@@ -77,11 +77,12 @@ class Monitors:
     def start(
         self, config: RunConfig, directory: RunDirectory, ds_config: Mapping[str, Any]
     ) -> None:
-        """Start the monitors of a DeepSpeed JSON, and send them all settings of the run.
+        """Start the monitors of a run and of its DeepSpeed JSON, and send them all settings.
 
         Raises:
             UserError: a monitor cannot start. W&B and Comet may not know the user.
         """
+        ds_config = {**monitor_sections(config, directory), **ds_config}
         _identify(config, directory, ds_config)
         settings = config_to_dict(config)
         try:
@@ -137,11 +138,9 @@ def _identify(config: RunConfig, directory: RunDirectory, ds_config: Mapping[str
     if not any(section in ds_config for section in _WITH_RUN_ID):
         return
     path = directory.monitors / "run_id"
-    with failures_named(path):
-        if not directory.has_records() or not path.exists():
-            make_directory(path.parent)
-            write_atomically(path, uuid.uuid4().hex.encode())
-        run_id = path.read_text(encoding="utf-8")
+    if not directory.has_records() or not path.exists():
+        write_output(path, uuid.uuid4().hex)
+    run_id = path.read_text(encoding="utf-8")
     for variable, value in {
         "WANDB_NAME": _run_name(config, directory),
         "WANDB_RUN_ID": run_id,

@@ -55,15 +55,11 @@ def train(config: RunConfig) -> RunResults:
         check_shares(config, ds_config, num_ranks)
         data = load_task_data(config)
         config = with_steps(config, len(data.train.examples))
-        sections, directory = distributed.on_rank_zero(
-            lambda: check_run(config, data, num_ranks, resources)
-        )
+        directory = distributed.on_rank_zero(lambda: check_run(config, data, num_ranks, resources))
         # From here on, a batch is known by the indices of its records.
         assert_same("training records", distributed.gather_objects(data.train.fingerprint()))
         monitors = Monitors()
-        distributed.on_rank_zero(
-            lambda: monitors.start(config, directory, {**sections, **ds_config})
-        )
+        distributed.on_rank_zero(lambda: monitors.start(config, directory, ds_config))
         ds_config = without_monitors(ds_config)
         run: Run
         if config.method == "adamw":
@@ -111,7 +107,7 @@ def _exits_refused() -> Iterator[None]:
 
 def check_run(
     config: RunConfig, data: TaskData, num_ranks: int, resources: ExitStack | None = None
-) -> tuple[dict[str, Any], RunDirectory]:
+) -> RunDirectory:
     """Refuse what a run cannot do, before weights are loaded. For rank 0.
 
     Args:
@@ -121,8 +117,7 @@ def check_run(
         resources: holds the lock of the run's directory. None, as in a dry run: write nothing.
 
     Returns:
-        The sections of the DeepSpeed JSON for the run's monitors, and its directory, which is the
-        first free one for a replica.
+        The directory of the run, which is the first free one for a replica.
     """
     _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
@@ -137,7 +132,8 @@ def check_run(
     if is_replica:
         require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
     check_records(config, data, directory, num_ranks)
-    return monitor_sections(config, directory), directory
+    monitor_sections(config, directory)
+    return directory
 
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:

@@ -29,7 +29,8 @@ from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import READERS, UTF_8, kind_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError, printable
-from lezo_ds.files import failures_named, make_directory, write_atomically
+from lezo_ds.files import write_output
+from lezo_ds.tasks.base import Record
 from lezo_ds.tools.columns import answers_have_lines, describe_task, read_records
 from lezo_ds.tools.dry_run import LONG_STEP, dry_run, measured_step
 from lezo_ds.tools.memory_plan import GIB, Plan
@@ -186,8 +187,7 @@ class _Draft:
         machine: What the run will compute with.
         directory: The model's folder.
         task: Keys of the section `data` that describe the task.
-        num_records: Number of the records.
-        has_lines: Whether answers to learn have several lines.
+        records: Of the table.
         heading: The first lines, which are comments.
         size: Of a step.
         sharing: Keys that follow from the memory of the GPUs.
@@ -198,8 +198,7 @@ class _Draft:
     machine: _Machine
     directory: Path
     task: dict[str, Any]
-    num_records: int
-    has_lines: bool
+    records: Sequence[Record]
     heading: str
     size: _StepSize = _STEP_SIZES[0]
     sharing: Mapping[str, object] = field(default_factory=dict)
@@ -331,9 +330,8 @@ def main(arguments: Namespace) -> None:
     command = f"{launcher} train --config {shlex.quote(str(target))}"
     title = " ".join(title.split())
     heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
-    has_lines = answers_have_lines(records, task)
     method = _method(arguments, task)
-    draft = _Draft(arguments, method, machine, directory, task, len(records), has_lines, heading)
+    draft = _Draft(arguments, method, machine, directory, task, records, heading)
     data = draft.with_short_labels(load_task_data(draft.config()))
     try:
         step_seconds, problem = draft.fit(data)
@@ -348,9 +346,7 @@ def main(arguments: Namespace) -> None:
     ending = f"is written. {problem}." if problem else f"is written; next: {command}"
     for line in dry_run(draft.config(), num_gpus, step_seconds=step_seconds):
         print(line, flush=True)
-    with failures_named(target):
-        make_directory(target.parent)
-        write_atomically(target, draft.heading + _recipe(draft))
+    write_output(target, draft.heading + _recipe(draft))
     print(f"\n{target} {ending}")
 
 
@@ -466,7 +462,7 @@ def _recipe(draft: _Draft) -> str:
     dtype = machine.dtype_for(decoder.model_type)
     max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
     shrinking = min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5)
-    steps = num_steps(draft.num_records, size.examples)
+    steps = num_steps(len(draft.records), size.examples)
     micro_batch = size.examples // machine.num_ranks
     num_probes = size.num_probes(draft.method)
     match draft.method:
@@ -520,7 +516,8 @@ def _recipe(draft: _Draft) -> str:
     generation = ""
     if not {"labels", "choices"} & task.keys():
         generation = _GENERATION.format(stop="null", max_new_tokens=50)
-        if draft.has_lines or "messages" in task or "chat_template" in task:
+        has_lines = answers_have_lines(draft.records, task)
+        if has_lines or "messages" in task or "chat_template" in task:
             generation = _GENERATION.format(stop="[]", max_new_tokens=tokens_of_turn(max_length))
     return _TEMPLATE.format(
         run_dir=inline_yaml(f"runs/{Path(arguments.data).stem}"),

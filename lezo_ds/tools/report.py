@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from lezo_ds.errors import UserError, require_package
-from lezo_ds.files import failures_named, write_atomically
+from lezo_ds.files import write_output
 from lezo_ds.tools.tables import (
     NOTE,
     each_seed_once,
@@ -41,8 +41,7 @@ def main(arguments: Namespace) -> None:
     if writes_page:
         from lezo_ds.tools.page import page  # which needs matplotlib
 
-        with failures_named(arguments.html):
-            write_atomically(arguments.html, page(runs))
+        write_output(arguments.html, page(runs))
     elif runs["finished"].any():
         print(f"{score_table(runs).to_string(index=False)}\n\n{NOTE}")
         finished = runs[runs["finished"]]
