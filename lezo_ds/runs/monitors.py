@@ -43,28 +43,25 @@ def monitor_sections(config: RunConfig, directory: RunDirectory) -> dict[str, An
     Raises:
         UserError: the package of a monitor is not installed.
     """
-    files = {"output_path": str(directory.monitors), "job_name": _run_name(config, directory)}
-    # (section of DeepSpeed's JSON, package that it needs, settings) by names in train.report_to.
-    monitors: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "csv": ("csv_monitor", "csv", files),
-        "tensorboard": ("tensorboard", "tensorboard", files),
-        "wandb": ("wandb", "wandb", {"project": os.environ.get("WANDB_PROJECT", _PROJECT)}),
-        "comet": (
-            "comet",
-            "comet_ml",
-            {
-                "project": os.environ.get("COMET_PROJECT_NAME", _PROJECT),
-                "experiment_name": _run_name(config, directory),
-                "samples_log_interval": 1,
-            },
-        ),
+    run_name = _run_name(config, directory)
+    files = {"output_path": str(directory.monitors), "job_name": run_name}
+    settings: dict[str, Any] = {
+        "csv": files,
+        "tensorboard": files,
+        "wandb": {"project": os.environ.get("WANDB_PROJECT", _PROJECT)},
+        "comet": {
+            "project": os.environ.get("COMET_PROJECT_NAME", _PROJECT),
+            "experiment_name": run_name,
+            "samples_log_interval": 1,
+        },
     }
-    sections = {}
+    sections: dict[str, Any] = {}
     for name in config.train.report_to or ():
-        section, package, settings = monitors[name]
-        requirement = "'lezo_ds[tensorboard]'" if package == "tensorboard" else package
+        package = "comet_ml" if name == "comet" else name
+        requirement = "'lezo_ds[tensorboard]'" if name == "tensorboard" else package
         require_package(package, f"train.report_to needs the package {package}", requirement)
-        sections[section] = {"enabled": True, **settings}
+        section = "csv_monitor" if name == "csv" else name  # of DeepSpeed's JSON
+        sections[section] = {"enabled": True, **settings[name]}
     return sections
 
 

@@ -383,11 +383,12 @@ class Run(ABC):
             rows = prediction_rows(self.data.task, encoded.examples, result.predicted)
             self.directory.write_predictions(at, rows)
         metric = self.data.task.metric
-        metrics = {metric: result.score}
-        if result.majority_class is not None:
-            metrics[MAJORITY_CLASS] = result.majority_class
-        if result.macro_f1 is not None:
-            metrics[MACRO_F1] = result.macro_f1
+        scores = {
+            metric: result.score,
+            MAJORITY_CLASS: result.majority_class,
+            MACRO_F1: result.macro_f1,
+        }
+        metrics = {name: score for name, score in scores.items() if score is not None}
         rewards = {f"rewards/{name}": mean for name, mean in result.rewards.items()}
         loss = result.loss if math.isfinite(result.loss) else None
         evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics | rewards)

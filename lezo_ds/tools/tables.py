@@ -55,6 +55,9 @@ _RESULTS = [
 ]
 # The same, and the standard error of `test`.
 MEASURED = [*_RESULTS, "standard_error"]
+# Columns that every row has. They are empty where a run cannot be read.
+_COLUMNS = ["model", "task", "method", "data.test", "data.num_test", "data.seed"]
+_COLUMNS += ["metric", "model_fingerprint", "test_data", *MEASURED]
 # These may change when a run resumes, and yet decide its score.
 _OF_SCORES = {"train.steps", "train.epochs", "train.eval_every", "train.patience"}
 _OF_SCORES |= {key for key in READER.may_differ - {"data.date"} if key.startswith("data.")}
@@ -151,11 +154,14 @@ def _read_run(directory: Path) -> dict[str, Any]:
 
     The method "mezo" is LeZO that drops no block. `problem` says why the run is not finished.
     """
-    settings = ["model", "task", "method", "data.test", "data.num_test", "data.seed"]
-    found = ["metric", "model_fingerprint", "test_data", *MEASURED]
-    missing = dict.fromkeys([*settings, *found])
-    row: dict[str, Any] = {"directory": str(directory), "finished": False, "peft.kind": "none"}
-    row |= {**missing, "answers": [], "labels": []}
+    row: dict[str, Any] = {
+        **dict.fromkeys(_COLUMNS),
+        "directory": str(directory),
+        "finished": False,
+        "peft.kind": "none",
+        "answers": [],
+        "labels": [],
+    }
     try:
         row |= _settings(recorded_config(directory))
     except DAMAGE as error:
