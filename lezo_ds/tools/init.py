@@ -43,8 +43,8 @@ _BATCH_SIZE = 16
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of other steps
 _MAX_STEPS = 1000
 _MAX_STEPS_BY_EXAMPLE = 600
-_DIRECTIONS_BY_EXAMPLE = 6
-_DIRECTIONS_OF_ANSWERS = 24
+# Of each example, by the method. Others have one more than a size has directions.
+_NUM_PROBES = {"evolution-strategies": 6, "answers": 24, "lezo": 2, "mezo": 2}
 _DEFAULT_POSITIONS = 2048
 
 # Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
@@ -73,14 +73,7 @@ class _StepSize(NamedTuple):
 
     def num_probes(self, method: str) -> int:
         """Return the number of probes of each example."""
-        match method:
-            case "fzoo" | "population":
-                return self.directions + 1
-            case "evolution-strategies":
-                return _DIRECTIONS_BY_EXAMPLE
-            case "answers":
-                return _DIRECTIONS_OF_ANSWERS
-        return 2
+        return _NUM_PROBES.get(method, self.directions + 1)
 
 
 # From the best to the fastest.
@@ -137,7 +130,7 @@ class _Draft:
     records: Sequence[Record]
     heading: str
     size: _StepSize = _STEP_SIZES[0]
-    sharing: Mapping[str, object] = field(default_factory=dict)
+    sharing: dict[str, object] = field(default_factory=dict)
 
     def config(self) -> RunConfig:
         """Return the configuration that the recipe stands for."""
@@ -162,23 +155,21 @@ class _Draft:
         return data
 
     def fit(self, data: TaskData) -> tuple[float | None, str]:
-        """Choose what fits the machine. Return a step's seconds, if measured, and the problem."""
-        if self.machine.gpu_bytes is None:
-            return self.shorten_steps(data), ""
-        return None, self.share_among_gpus(data)
+        """Choose the size of a step on CPUs, or how GPUs share the weights.
 
-    def share_among_gpus(self, data: TaskData) -> str:
-        """Choose how GPUs share the weights. Return the problem, or ""."""
+        Return a step's seconds, if measured, and the problem, or "".
+        """
+        gpu_bytes = self.machine.gpu_bytes
+        if gpu_bytes is None:
+            return self.shorten_steps(data), ""
         plan = self._plan(data)
-        assert self.machine.gpu_bytes is not None
-        best, problem = best_plan(plan, self.machine.gpu_bytes)
+        best, problem = best_plan(plan, gpu_bytes)
         if problem:
             self.heading += f"# {problem}\n"
-        sharing = best.keys_from(plan.config)
+        self.sharing = best.keys_from(plan.config)
         if best.config.partition_size == best.num_ranks:
-            del sharing["partition_size"]  # the default, for any number of ranks
-        self.sharing = sharing
-        return problem
+            del self.sharing["partition_size"]  # the default, for any number of ranks
+        return None, problem
 
     def shorten_steps(self, data: TaskData) -> float | None:
         """Make a step cheaper that would take long. Return its seconds; None: not measured.
@@ -393,47 +384,35 @@ def _recipe(draft: _Draft) -> str:
     size = draft.size
     machine = draft.machine
     task = draft.task
-    method = draft.method
     decoder = load_model_config(draft.directory).get_text_config()
     dtype = machine.dtype_for(decoder.model_type)
     max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
     max_length = min(_DEFAULT_POSITIONS, max_positions)
+    has_lines = answers_have_lines(draft.records, task)
     steps = num_steps(len(draft.records), size.examples)
-    if method in ("evolution-strategies", "answers"):
+    if draft.method in ("evolution-strategies", "answers"):
         steps = min(_MAX_STEPS_BY_EXAMPLE, steps)
-    elif method in ("lezo", "mezo"):
+    elif draft.method in ("lezo", "mezo"):
         steps = _MAX_STEPS
-    ranks_share_probes = method in ("fzoo", "population")
+    ranks_share_probes = draft.method in ("fzoo", "population")
     num_sharing = 1 if ranks_share_probes else machine.num_ranks
-    stop = None
-    max_new_tokens = None
-    if not {"labels", "choices"} & task.keys():
-        has_lines = answers_have_lines(draft.records, task)
-        in_turns = has_lines or "messages" in task or "chat_template" in task
-        stop = "[]" if in_turns else "null"
-        max_new_tokens = tokens_of_turn(max_length) if in_turns else 50
     template = Template(
         Path(__file__).with_name("recipe.jinja").read_text(),
         trim_blocks=True,
         keep_trailing_newline=True,
     )
     recipe: str = template.render(
-        arguments=draft.arguments,
-        method=method,
-        task=task,
+        draft=draft,
         yaml=inline_yaml,
         name=Path(draft.arguments.data).stem,
         dtype=dtype,
         max_length=max_length,
-        stop=stop,
-        max_new_tokens=max_new_tokens,
-        num_probes=size.num_probes(method),
-        num_ranks=machine.num_ranks,
+        in_turns=has_lines or "messages" in task or "chat_template" in task,
+        tokens_of_turn=tokens_of_turn(max_length),
         shrinking=min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5),
         batch_share=size.examples / _BATCH_SIZE,  # the best rate is in proportion (docs/results.md)
         lezo_scale=_SCALES[dtype],
         steps=steps,
-        batch_size=size.examples,
         of_machine={
             "train.micro_batch_size": size.examples // num_sharing,
             "deepspeed": "zero3_cpu" if machine.gpu_bytes is None else f"zero3_{dtype}",
