@@ -132,7 +132,7 @@ def check_run(
     if is_replica:
         require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
     check_records(config, data, directory, num_ranks)
-    monitor_sections(config, directory)
+    monitor_sections(config, directory)  # refuses a monitor that is not installed
     return directory
 
 
