@@ -8,6 +8,7 @@ string of a run acts as Markdown, HTML or YAML in a card. model_card.jinja is it
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,19 @@ def model_card(
     name, revision = split_revision(config.model.path)
     base = plain(public_name(name))
     options = data.chat_template_kwargs
-    tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
     has_candidates = data.labels is not None or data.choices is not None
     has_example = kind == "none" and has_candidates
+    begin_ids: Sequence[int] = ()
+    ends: set[int] = set()
     lead = None
-    ends = set(tokenizer.end_ids)
-    if data.in_chat:
-        ends |= set(end_of_turn(tokenizer).ids)
-        if has_example:
-            lead = lead_of_answers(tokenizer, data.system_prompt)
+    if has_example or data.in_chat:
+        tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
+        begin_ids = tokenizer.begin_ids
+        ends = set(tokenizer.end_ids)
+        if data.in_chat:
+            ends |= set(end_of_turn(tokenizer).ids)
+            if has_example:
+                lead = lead_of_answers(tokenizer, data.system_prompt)
     template = Template(
         Path(__file__).with_name("model_card.jinja").read_text(),
         trim_blocks=True,
@@ -87,7 +92,7 @@ def model_card(
         weights_sha256=weights_sha256,
         opened_by=opened_by,
         has_example=has_example,
-        begin_ids=list(tokenizer.begin_ids),
+        begin_ids=list(begin_ids),
         lead=lead,
         ends=sorted(ends),
         options="".join(f"{name}={value!r}, " for name, value in options.items()),
