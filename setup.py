@@ -52,7 +52,7 @@ setup(
     packages=[*find_packages(include=["lezo_ds", "lezo_ds.*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
-        "lezo_ds": ["py.typed", "noise/*.cpp", "tools/report.html"],
+        "lezo_ds": ["py.typed", "noise/*.cpp", "*/*.jinja", "tools/report.html"],
         "lezo_ds.ds_configs": ["*.json"],
         "lezo_ds.launch": ["*.sh", "mpi/*", "recipes/*", "slurm/*"],
     },

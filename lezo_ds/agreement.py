@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from lezo_ds.errors import DesyncError
+from lezo_ds.errors import DesyncError, last_step
 from lezo_ds.forward.batch import MicroBatch, StepBatch
 
 Claims = Mapping[str, str]
@@ -134,8 +134,8 @@ def desync_error(problem: str, details: Sequence[str], num_good: int, fix: str) 
     shown = "; ".join(details[:_MOST_SHOWN])
     if len(details) > _MOST_SHOWN:
         shown += f"; and {len(details) - _MOST_SHOWN} more"
-    last_good = str(num_good - 1) if num_good else "none"
     return DesyncError(
-        f"{problem}: {shown}; last good step: {last_good}, later steps will be done again; "
+        f"{problem}: {shown}; last good step: {last_step(num_good)}, "
+        "later steps will be done again; "
         f"fix: run the same command again; if it happens again, {fix}"
     )

@@ -24,7 +24,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -40,6 +39,7 @@ from lezo_ds.errors import (
     end_with,
     launched_rank,
     printable,
+    require_package,
 )
 
 _RECIPE_HELP = (
@@ -248,8 +248,8 @@ def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = 
 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
-    if arguments.lm_eval is not None and find_spec("lm_eval") is None:
-        raise UserError("--lm-eval needs lm-eval", fix="pip install 'lezo_ds[lm-eval]'")
+    if arguments.lm_eval is not None:
+        require_package("lm_eval", "--lm-eval needs lm-eval", "'lezo_ds[lm-eval]'")
     if arguments.lm_eval is None and arguments.limit is not None:
         raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
     if arguments.lm_eval is not None and arguments.split != "test":
@@ -258,17 +258,16 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     if arguments.lm_eval is not None:
         from lezo_ds.runs.harness import run_tasks
 
-        found = run_tasks(opened, arguments.lm_eval, arguments.limit)
-        if launched_rank() == 0:
-            table = found.pop("table")
-            print(json.dumps(found, indent=1) if arguments.json else table)
-        return
-    from lezo_ds.runs.opening import score
-    from lezo_ds.runs.screen import scores_summary
+        scores = run_tasks(opened, arguments.lm_eval, arguments.limit)
+        summary = scores.pop("table", "")  # ranks but 0 have neither
+    else:
+        from lezo_ds.runs.opening import score
+        from lezo_ds.runs.screen import scores_summary
 
-    scores = score(opened, arguments.split)
+        scores = score(opened, arguments.split)
+        summary = scores_summary(scores)
     if launched_rank() == 0:
-        print(json.dumps(scores, indent=1) if arguments.json else scores_summary(scores))
+        print(json.dumps(scores, indent=1) if arguments.json else summary)
 
 
 def _predict(parser: _Parser) -> None:

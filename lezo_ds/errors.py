@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import NoReturn
 
 # Where launchers put the rank of a process: torch and DeepSpeed, Open MPI, srun, other MPIs.
@@ -51,6 +52,11 @@ def printable(text: str, *, has_bars: bool = False) -> str:
     """
     commands = _COMMANDS_BUT_OF_BARS if has_bars else _COMMANDS
     return commands.sub("?", text)
+
+
+def last_step(num_steps: int) -> str:
+    """Return the index of the last of some steps, as errors name it."""
+    return str(num_steps - 1) if num_steps > 0 else "none"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
@@ -122,6 +128,12 @@ class LostRankError(LezoError):
     """A rank has ended, or did not answer in time."""
 
     exit_code = 6
+
+
+def require_package(name: str, problem: str, requirement: str) -> None:
+    """Refuse to go on without a package. `requirement` is what pip installs."""
+    if find_spec(name) is None:
+        raise UserError(problem, fix=f"pip install {requirement}")
 
 
 def launched_rank() -> int:

@@ -103,6 +103,13 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     sync(path.parent)  # the rename itself survives a power cut only after this
 
 
+def write_output(path: Path, content: bytes | str) -> None:
+    """Write a file by `write_atomically`, and make its folder. LezoError: it cannot be written."""
+    with failures_named(path):
+        make_directory(path.parent)
+        write_atomically(path, content)
+
+
 def remove_directory(path: Path) -> None:
     """Remove a directory, if it is there. A crash leaves no part of it under its name."""
     if not path.is_dir():

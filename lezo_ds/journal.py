@@ -43,6 +43,7 @@ on its step: snapshots are written only after `sync`. Any other damage is an err
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -51,12 +52,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import pydantic
 
-from lezo_ds.errors import JournalError, UserError
+from lezo_ds.errors import JournalError, UserError, last_step
 from lezo_ds.files import assert_regular, failures_named, write_atomically
 from lezo_ds.zo.records import StepRecord
 
@@ -136,14 +138,11 @@ class Journal(AbstractContextManager["Journal"]):
     again.
     """
 
-    def __init__(
-        self, path: Path, header: Header, records: list[JournalRecord], marks: list[Mark]
-    ) -> None:
-        self.header = header
+    def __init__(self, path: Path, lines: list[Line]) -> None:
+        self.header: Header = lines[0].item
         self._path = path
-        self._records = records
-        self._marks = marks  # one after the header, and one after each record
-        self._num_synced = len(records)
+        self._lines = lines  # the header, and then the records
+        self._num_synced = len(lines)
         self._sync_thread = ThreadPoolExecutor(1, "journal-sync")
         self._syncing: Future[None] | None = None  # the sync of the last write
         self._file = -1  # a descriptor; -1 is closed
@@ -179,30 +178,30 @@ class Journal(AbstractContextManager["Journal"]):
             JournalError: it is damaged, or cannot be written.
         """
         path = path.absolute()  # the working directory may change
-        header, records, marks = _read(path)
-        if path.stat().st_size > marks[-1].end:
+        lines = list(scan_journal(path))
+        if path.stat().st_size > lines[-1].end:
             logger.warning(
                 "%s line %d: the last write was cut short; last good step: %s",
                 path,
-                len(marks) + 1,
-                marks[-1].last_step,
+                len(lines) + 1,
+                lines[-1].last_step,
             )
-        return cls(path, header, records, marks)
+        return cls(path, lines)
 
     @property
     def records(self) -> tuple[JournalRecord, ...]:
         """All records, oldest first."""
-        return tuple(self._records)
+        return tuple(line.item for line in self._lines[1:])
 
     @property
     def last_checksum(self) -> str:
         """The checksum of the last line, which depends on all lines."""
-        return self._marks[-1].checksum
+        return self._lines[-1].checksum
 
     @property
     def step_checksums(self) -> tuple[str, ...]:
         """See `JournalContents.step_checksums`."""
-        return _step_checksums(self._marks)
+        return _step_checksums(self._lines)
 
     def append(self, record: JournalRecord, *, wait: bool = True) -> None:
         """Write the next record, and wait until it is synced, or return before.
@@ -216,13 +215,13 @@ class Journal(AbstractContextManager["Journal"]):
                 the file.
         """
         self.sync()
-        line, crc = _encode(record, self._marks[-1].crc)
-        mark = self._marks[-1].after(record, len(line), crc)
-        self._write(line, [record], [mark])
+        content, crc = _encode(record, self._lines[-1].crc)
+        line = self._lines[-1].followed_by(record, len(content), crc)
+        self._write(content, [line])
         if wait:
             self.sync()
 
-    def extend(self, lines: bytes) -> list[JournalRecord]:
+    def extend(self, content: bytes) -> list[JournalRecord]:
         """Append and sync the next lines of another copy of this journal, and return their records.
 
         An incomplete last line is left out.
@@ -232,33 +231,26 @@ class Journal(AbstractContextManager["Journal"]):
                 then. Or they cannot be written.
         """
         self.sync()
-        records: list[JournalRecord] = []
-        marks = [self._marks[-1]]
         try:
-            for line in lines.split(b"\n")[:-1]:
-                record, crc = _decode(line, marks[-1].crc)
-                marks.append(marks[-1].after(record, len(line) + 1, crc))
-                records.append(record)
+            lines = list(_read_lines(io.BytesIO(content), self._lines[-1]))
         except (ValueError, RecursionError) as error:
             raise JournalError(
                 f"a replica sends damaged lines: {error}; fix: restart it"
             ) from error
-        num_bytes = marks[-1].end - marks[0].end
-        self._write(lines[:num_bytes], records, marks[1:])
+        self._write(content[: content.rfind(b"\n") + 1], lines)
         self.sync()
-        return records
+        return [line.item for line in lines]
 
-    def _write(self, lines: bytes, records: list[JournalRecord], marks: list[Mark]) -> None:
+    def _write(self, content: bytes, lines: list[Line]) -> None:
         """Write lines, and let the thread sync them."""
         with self._failures():
             self._assert_unchanged()
-            unwritten = lines
+            unwritten = content
             while unwritten:
                 # On a full disk, the first write may be partial. The next one raises the error.
                 num_written = os.write(self._file, unwritten)
                 unwritten = unwritten[num_written:]
-        self._records += records
-        self._marks += marks
+        self._lines += lines
         self._syncing = self._sync_thread.submit(os.fsync, self._file)
 
     def sync(self) -> None:
@@ -272,7 +264,7 @@ class Journal(AbstractContextManager["Journal"]):
         if syncing is not None:
             with self._failures():
                 syncing.result()
-        self._num_synced = len(self._records)
+        self._num_synced = len(self._lines)
 
     def cut(self, num_steps: int) -> None:
         """Keep what is about the weights after at most `num_steps` steps.
@@ -281,24 +273,20 @@ class Journal(AbstractContextManager["Journal"]):
         which collects the records of every cut.
         """
         self.sync()
-        late = [
-            position
-            for position, record in enumerate(self._records)
-            if _num_steps_seen(record) > num_steps
-        ]
-        if not late:
+        header, *others = self._lines
+        kept = [header, *takewhile(lambda line: line.num_steps_seen <= num_steps, others)]
+        if len(kept) == len(self._lines):
             return
-        num_kept = late[0]
         with self._failures():
             self._assert_unchanged()
-            removed = self._path.read_bytes()[self._marks[num_kept].end :]
+            removed = self._path.read_bytes()[kept[-1].end :]
             damaged = self._path.with_name(f"{self._path.name}.damaged")
             if damaged.exists():
                 removed = damaged.read_bytes() + removed
             # The copy is synced before the journal gets shorter, so a crash between the two loses
             # nothing.
             write_atomically(damaged, removed)
-            self._num_synced = num_kept
+            self._num_synced = len(kept)
             self._shorten()
 
     def close(self) -> None:
@@ -318,10 +306,10 @@ class Journal(AbstractContextManager["Journal"]):
     def _assert_unchanged(self) -> None:
         """Refuse to write to a file that is not as this object left it."""
         status = self._path.stat()
-        if status.st_ino != self._inode or status.st_size != self._marks[-1].end:
+        if status.st_ino != self._inode or status.st_size != self._lines[-1].end:
             raise JournalError(
                 f"{self._path} was changed by another process; "
-                f"last good step: {self._marks[-1].last_step}; "
+                f"last good step: {self._lines[-1].last_step}; "
                 "fix: stop the other run in this directory, then run the same command again"
             )
 
@@ -337,16 +325,15 @@ class Journal(AbstractContextManager["Journal"]):
                 self._shorten()
             raise JournalError(
                 f"{self._path} cannot be written: {error.strerror}; "
-                f"last good step: {self._marks[-1].last_step}; "
+                f"last good step: {self._lines[-1].last_step}; "
                 "fix: free space on its disk and check that it is writable, "
                 "then run the same command again"
             ) from error
 
     def _shorten(self) -> None:
         """End the file after the last record that is synced."""
-        del self._records[self._num_synced :]
-        del self._marks[self._num_synced + 1 :]
-        os.ftruncate(self._file, self._marks[-1].end)
+        del self._lines[self._num_synced :]
+        os.ftruncate(self._file, self._lines[-1].end)
         os.fsync(self._file)
 
 
@@ -357,8 +344,9 @@ def read_journal(path: Path) -> JournalContents:
         UserError: the file cannot be read, or a newer version of lezo_ds wrote it.
         JournalError: it is damaged.
     """
-    header, records, marks = _read(path)
-    return JournalContents(header, records, _step_checksums(marks))
+    lines = list(scan_journal(path))
+    header, *records = (line.item for line in lines)
+    return JournalContents(header, records, _step_checksums(lines))
 
 
 def encode_journal(header: Header, records: Iterable[JournalRecord]) -> bytes:
@@ -378,15 +366,17 @@ def header_checksum(header: Header) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """Where a line ends, and what is known there. The default is the beginning of a file.
+class Line:
+    """A line, and what is known at its end. The default is the beginning of a file.
 
     Attributes:
+        item: the `Header` or the `JournalRecord` that the line has.
         end: offset in the file after the line's newline, in bytes.
         crc: the line's checksum, from which that of the next line continues.
         num_steps: number of steps in the journal up to this line.
     """
 
+    item: Any = None
     end: int = 0
     crc: int = 0
     num_steps: int = 0
@@ -394,17 +384,22 @@ class Mark:
     @property
     def last_step(self) -> str:
         """The index of the last step, as errors name it."""
-        if self.num_steps == 0:
-            return "none"
-        return str(self.num_steps - 1)
+        return last_step(self.num_steps)
 
     @property
     def checksum(self) -> str:
         """The crc as lines have it: eight hexadecimal digits."""
         return f"{self.crc:08x}"
 
-    def after(self, item: Header | JournalRecord, num_bytes: int, crc: int) -> Mark:
-        """Return the mark after the next line, which has an item in `num_bytes` bytes.
+    @property
+    def num_steps_seen(self) -> int:
+        """Number of steps of the weights that the line is about."""
+        if isinstance(self.item, EvaluationRecord):
+            return self.item.step
+        return self.num_steps
+
+    def followed_by(self, item: Header | JournalRecord, num_bytes: int, crc: int) -> Line:
+        """Return the next line, which has an item in `num_bytes` bytes.
 
         Raises:
             ValueError: the item cannot follow here.
@@ -421,39 +416,20 @@ class Mark:
             num_steps += 1
         if isinstance(item, EvaluationRecord) and not 0 <= item.step <= num_steps:
             raise ValueError(f"it evaluates after {item.step} steps, {num_steps} are recorded")
-        return Mark(self.end + num_bytes, crc, num_steps)
+        return Line(item, self.end + num_bytes, crc, num_steps)
 
 
-def _num_steps_seen(record: JournalRecord) -> int:
-    """Return the number of steps of the weights that a record is about."""
-    if isinstance(record, StepRecord):
-        return record.step + 1
-    return record.step
-
-
-def _step_checksums(marks: Iterable[Mark]) -> tuple[str, ...]:
+def _step_checksums(lines: Iterable[Line]) -> tuple[str, ...]:
     checksums: dict[int, str] = {}
-    for mark in marks:
+    for line in lines:
         # The lines of evaluations follow that of the step with the same number of steps. They do
         # not count.
-        checksums.setdefault(mark.num_steps, mark.checksum)
+        checksums.setdefault(line.num_steps, line.checksum)
     return tuple(checksums.values())
 
 
-def _read(path: Path) -> tuple[Header, list[JournalRecord], list[Mark]]:
-    """Return the header, all records, and the marks after the header and after each record."""
-    lines = scan_journal(path)
-    header, mark = next(lines)
-    records = []
-    marks = [mark]
-    for record, mark in lines:
-        records.append(record)
-        marks.append(mark)
-    return header, records, marks
-
-
-def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, Mark]]:
-    """Yield the header, then each record, with the mark after it. One line at a time is in memory.
+def scan_journal(path: Path, max_line: int = -1) -> Iterator[Line]:
+    """Yield the header's line, then that of each record. One line at a time is in memory.
 
     A line that ends without newline is left out, but the header must be complete.
 
@@ -465,21 +441,14 @@ def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, Mark]]:
         UserError: the file cannot be read, or a newer version of lezo_ds wrote it.
         JournalError: a line is damaged.
     """
-    mark = Mark()
-    number = 1  # of the line
+    line = Line()
+    number = 1  # of the next line
     try:
         assert_regular(path)
         with path.open("rb") as file:
-            while True:
-                line = file.readline(max_line)
-                if len(line) == max_line:
-                    raise ValueError(f"it has {max_line} bytes or more")
-                if not line.endswith(b"\n"):
-                    break
-                item, crc = _decode(line[:-1], mark.crc)
-                mark = mark.after(item, len(line), crc)
+            for line in _read_lines(file, Line(), max_line):
                 number += 1
-                yield item, mark
+                yield line
         if number == 1:
             raise ValueError("it is not a complete header")
     except OSError as error:
@@ -487,12 +456,25 @@ def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, Mark]]:
         raise UserError(f"the journal {path} cannot be read: {error.strerror}", fix=fix) from error
     except (ValueError, RecursionError) as error:
         fix = "restore the file from a copy (in binary mode)"
-        if mark.end > 0:
-            fix += f", or keep its first {mark.end} bytes (head -c)"
+        if line.end > 0:
+            fix += f", or keep its first {line.end} bytes (head -c)"
         raise JournalError(
             f"{path} line {number} is damaged: {error}; "
-            f"last valid step: {mark.last_step}; fix: {fix}"
+            f"last valid step: {line.last_step}; fix: {fix}"
         ) from error
+
+
+def _read_lines(file: BinaryIO, last: Line, max_line: int = -1) -> Iterator[Line]:
+    """Yield the complete lines of a file after the `last` one. ValueError: one is damaged."""
+    while True:
+        content = file.readline(max_line)
+        if len(content) == max_line:
+            raise ValueError(f"it has {max_line} bytes or more")
+        if not content.endswith(b"\n"):
+            return
+        item, crc = _decode(content[:-1], last.crc)
+        last = last.followed_by(item, len(content), crc)
+        yield last
 
 
 def _encode(item: Header | JournalRecord, previous_crc: int) -> tuple[bytes, int]:

@@ -26,6 +26,7 @@ from lezo_ds.config.components import (
     copies_per_pass,
     eval_every,
     find_task,
+    is_replayable,
     make_estimator,
     make_law,
     make_layer_policy,

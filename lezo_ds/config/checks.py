@@ -15,6 +15,7 @@ from typing import Any
 from lezo_ds.config.components import (
     DESCRIBING_KEYS,
     described_task,
+    is_replayable,
     make_estimator,
     make_law,
     make_schedule,
@@ -95,8 +96,10 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
 
 def check_arguments(
     model: object, zo: object, ds_config: object, peft: object, values: Mapping[str, object]
-) -> None:
+) -> RunConfig:
     """Refuse arguments of `lezo_ds.initialize` of a wrong type, or that a recipe refuses, too.
+
+    Return the configuration that the model and `values` stand for.
 
     Args:
         model: A name or path.
@@ -117,7 +120,9 @@ def check_arguments(
         if not isinstance(value, type_of_value):
             kind = type(value).__name__
             raise UserError(f"{name} in lezo_ds.initialize is of type {kind}", fix=fix)
-    READER.read({"run_dir": "", "model.path": str(model), **values}, "lezo_ds.initialize")
+    flat = {"run_dir": "", "model.path": str(model), **values}
+    run: RunConfig = READER.read(flat, "lezo_ds.initialize")
+    return run
 
 
 def checked_optimizer(
@@ -248,9 +253,8 @@ def _check_training(config: RunConfig) -> None:
         f"peft.path is a LoRA adapter, and peft.kind={config.peft.kind}",
         "set peft.kind=lora, or peft.path=null",
     )
-    can_share = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
     _refuse_if(
-        config.elastic.lighthouse is not None and not can_share,
+        config.elastic.lighthouse is not None and not is_replayable(config),
         f"replicas cannot train with method={config.method} and peft.kind={config.peft.kind}",
         "set method=lezo and peft.kind=lora, or elastic.lighthouse=null",
     )

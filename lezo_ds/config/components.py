@@ -137,6 +137,12 @@ def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
     return may_differ
 
 
+def is_replayable(config: RunConfig) -> bool:
+    """Return whether a base model and a journal give the weights of a run on any machine."""
+    # A prefix starts from a forward pass, which another machine does not repeat bit for bit.
+    return config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
+
+
 def eval_every(config: RunConfig) -> int:
     """Return the number of steps between evaluations, by default a tenth of the run."""
     return config.train.eval_every or max(1, (config.train.steps or 0) // 10)

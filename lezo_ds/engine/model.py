@@ -14,7 +14,14 @@ from lezo_ds import agreement, distributed
 from lezo_ds.agreement import Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.checkpoints.snapshots import Card, load_snapshot, snapshot_path, write_snapshot
-from lezo_ds.config import PeftConfig, ZoConfig, check_partition, make_law, trained_part
+from lezo_ds.config import (
+    ZEROTH_ORDER,
+    PeftConfig,
+    RunConfig,
+    check_partition,
+    make_law,
+    trained_part,
+)
 from lezo_ds.config.deepspeed import offloads_weights, tensor_parallel_size
 from lezo_ds.data.generation import generate
 from lezo_ds.distributed.workers import Ranks, Workers
@@ -241,33 +248,21 @@ class ModelEngine:
             self.journal.cut(num_good)
 
 
-def load_parts(
-    model: str,
-    zo: ZoConfig | None,
-    ds_config: Mapping[str, Any],
-    dtype: str = "fp32",
-    seed: int = 0,
-    peft: PeftConfig | None = None,
-    partition_size: int | None = None,
-    bits: int | None = None,
-) -> Parts:
+def load_parts(config: RunConfig, ds_config: Mapping[str, Any], peft: PeftConfig | None) -> Parts:
     """Load a model sharded over all ranks, and return what an engine is made of. A collective.
 
     Each rank reads only its own slices of the weights. No rank ever holds the whole model.
 
     Args:
-        model: hub id, or directory with config.json and safetensors files.
-        zo: of it, the law of directions, the trained part of the weights and the precision of
-            updates count. None: no weight is perturbed or updated.
-        ds_config: DeepSpeed config as a dict.
-        dtype: "fp32", "bf16" or "fp16".
-        seed: an adapter's start depends on it.
+        config: of a run, or of a model. Of zeroth-order training, the law of directions, the
+            trained part of the weights and the precision of updates count. With another method, no
+            weight is perturbed or updated.
+        ds_config: DeepSpeed's JSON, completed.
         peft: the adapter that the model has, or None.
-        partition_size: number of ranks in a shard group; None for all.
-        bits: in which the matrices of the blocks are stored; None stores them in `dtype`.
     """
     distributed.init_distributed()
-    check_partition(partition_size, distributed.world_size())
+    check_partition(config.partition_size, distributed.world_size())
+    zo = config.zo if config.method in ZEROTH_ORDER else None
     directions = None
     if zo is not None:
         directions = directions_of(make_law(zo))
@@ -276,15 +271,15 @@ def load_parts(
         if offloads_weights(ds_config):
             kernels_of(torch.device("cpu"))
     sharded = load_sharded_model(
-        model,
+        config.model.path,
         ds_config=ds_config,
-        dtype=dtype,
+        dtype=config.model.dtype,
         precision=zo.update_precision if zo else None,
-        seed=seed,
+        seed=config.seed,
         peft=peft,
-        partition_size=partition_size,
+        partition_size=config.partition_size,
         trained=trained_part(zo) if zo else "all",
-        bits=bits,
+        bits=config.model.bits,
     )
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = sharded.engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -294,11 +295,10 @@ def initialize(
         "partition_size": partition_size,
         "train.steps": num_steps,
     }
-    check_arguments(model, config, ds_config, peft, values)
+    run = check_arguments(model, config, ds_config, peft, values)
     config = checked_optimizer(config, peft, bits, num_steps)
     distributed.init_distributed()
     world_size = distributed.world_size()
     completed = load_ds_config(ds_config, dtype, world_size, micro_batch_size=None)
-    path = os.fspath(model)
-    parts = load_parts(path, config, completed, dtype, seed, peft, partition_size, bits)
+    parts = load_parts(replace(run, zo=config), completed, peft)
     return LezoEngine(parts, config, seed, num_steps)

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -164,17 +163,13 @@ def read_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]) -> list
         return _read_answers_twice(engine, data, rows)
     batch = to_device(data.training_batch(rows), engine.device)
     sequences = _sequences(data.reader.objective_batch(data.train, rows), rows)
-    chosen = _shortest_and_longest([len(sequence.ids) for sequence in sequences])
-    sequences = [sequences[place] for place in chosen]
-    # Rank 0's, so that processors that round differently have one verdict.
-    training = distributed.broadcast_object(_scores(engine.run_at_theta(batch), batch).cpu())
-    scores = _of_all_ranks(
-        engine, [partial(_scores_alone, engine, sequence, batch) for sequence in sequences]
-    )
+    training = _scores(engine.run_at_theta(batch), batch).cpu()
     readings = []
-    for sequence, alone in zip(sequences, scores, strict=True):
+    for place in _shortest_and_longest([len(sequence.ids) for sequence in sequences]):
+        sequence = sequences[place]
+        alone = _scores_alone(engine, sequence, batch).cpu()
         readings.append(Reading(sequence.row, training[sequence.selected], alone))
-    return readings
+    return _of_rank_zero(readings)
 
 
 def _sequences(batch: MicroBatch, rows: Sequence[int]) -> list[ReadSequence]:
@@ -251,17 +246,12 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
     batch = to_device(replace(batch, prompts=shorter), engine.device)
     written = engine.run_at_theta(batch).tolist()  # without keys, the first choices
     prompts = [data.train.prompts[row] for row in rows]
-    chosen = _shortest_and_longest([len(prompt) for prompt in prompts])
-    written_here = [up_to_stop(written[place], settings) for place in chosen]
-    answers = distributed.broadcast_object(written_here)
-    pairs = zip(chosen, answers, strict=True)
-    scores = _of_all_ranks(
-        engine, [partial(_choices_alone, engine, prompts[place], answer) for place, answer in pairs]
-    )
     readings = []
-    for place, of_answer in zip(chosen, scores, strict=True):
-        readings.append(Reading(rows[place], of_answer[:, :1], of_answer[:, 1:]))
-    return readings
+    for place in _shortest_and_longest([len(prompt) for prompt in prompts]):
+        answer = distributed.broadcast_object(up_to_stop(written[place], settings))
+        scores = _choices_alone(engine, prompts[place], answer).cpu()
+        readings.append(Reading(rows[place], scores[:, :1], scores[:, 1:]))
+    return _of_rank_zero(readings)
 
 
 def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: Sequence[int]) -> Tensor:
@@ -275,22 +265,7 @@ def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: Sequence[int])
     return torch.cat([of_answer, log_probabilities.amax(dim=1, keepdim=True)], dim=1)
 
 
-def _of_all_ranks(engine: ModelEngine, scores: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-    """Return the scores of all sequences, on the host. A collective.
-
-    At the same time, ranks score different sequences, except those that tensor parallelism joins.
-    All ranks score equally many, because each takes part in every gather of the weights.
-
-    Args:
-        engine: whose ranks score.
-        scores: computes the scores of each sequence. A collective.
-    """
-    number = len(scores)
-    own: dict[int, Tensor] = {}
-    for first in range(0, number, engine.num_workers):
-        place = (first + engine.worker) % number
-        own[place] = scores[place]().cpu()
-    found: dict[int, Tensor] = {}
-    for of_rank in distributed.gather_objects(own):
-        found = of_rank | found
-    return [found[place] for place in range(number)]
+def _of_rank_zero(readings: list[Reading]) -> list[Reading]:
+    """Return rank 0's readings, so that processors that round differently have one verdict."""
+    found: list[Reading] = distributed.broadcast_object(readings)
+    return found

@@ -12,6 +12,7 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
     samples.jsonl             some answers of each evaluation, with their rewards
     metrics.jsonl             a line for each step and each evaluation
     results.json              the outcome (results.py)
+    lm_eval.jsonl             a line for each `lezo-ds evaluate --lm-eval` of the weights
     monitors/                 files of train.report_to (monitors.py)
     STOP                      the user makes this file to ask for a stop
     .stopped                  its time is when STOP was found; what was starting then stops, too
@@ -39,9 +40,8 @@ import psutil
 
 import lezo_ds
 from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
-from lezo_ds.data.evaluation import Sample
 from lezo_ds.errors import UserError
-from lezo_ds.files import DAMAGE, failures_named, make_directory, write_atomically
+from lezo_ds.files import DAMAGE, failures_named, make_directory, write_output
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
@@ -61,8 +61,9 @@ class RunDirectory:
     Attributes:
         path: the directory.
         number: of the replica. Replica 0 has the run's own directory.
-        journal, training_state, results: files of these names.
-        snapshots, checkpoints, monitors: folders of these names.
+        journal, training_state, results, config, metrics, samples, harness_scores: files of these
+            names.
+        snapshots, checkpoints, predictions, monitors: folders of these names.
         stop_file: by which the user asks for a stop.
     """
 
@@ -78,10 +79,11 @@ class RunDirectory:
         self.stop_file = self.path / "STOP"
         self.results = self.path / "results.json"
         self.monitors = self.path / "monitors"
-        self._predictions = self.path / "predictions"
+        self.predictions = self.path / "predictions"
         self.samples = self.path / "samples.jsonl"
-        self._metrics = self.path / "metrics.jsonl"
-        self._config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.config = self.path / "config.yaml"
+        self.harness_scores = self.path / "lm_eval.jsonl"
 
     @contextmanager
     def locked(self, *, needs_lock: bool = False) -> Iterator[None]:
@@ -171,16 +173,16 @@ class RunDirectory:
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal or training state."""
         outputs = [
-            self._metrics,
+            self.metrics,
             self.samples,
-            self._predictions,
+            self.predictions,
             self.results,
             self.snapshots,
             self.checkpoints,
         ]
         if any(path.exists() for path in outputs):
             # The configuration of a run may be there before the run.
-            outputs = [self._config, *outputs]
+            outputs = [self.config, *outputs]
         return [path for path in outputs if path.exists()]
 
     def has_records(self) -> bool:
@@ -205,7 +207,7 @@ class RunDirectory:
         """Write config.yaml, which is a recipe: it has either train.steps or train.epochs."""
         if config.train.epochs is not None:
             config = replace(config, train=replace(config.train, steps=None))
-        self.write(self._config, dump_yaml(config_to_dict(config)))
+        write_output(self.config, dump_yaml(config_to_dict(config)))
 
     def cut_logs(self, step: int, evaluated: Collection[tuple[str, int]]) -> float:
         """Drop from metrics.jsonl and samples.jsonl what will be done again, and damaged lines.
@@ -229,7 +231,7 @@ class RunDirectory:
         def is_shown(entry: Mapping[str, Any]) -> bool:
             return (entry["split"], entry["step"]) in evaluated
 
-        entries = self._keep_lines(self._metrics, is_done)
+        entries = self._keep_lines(self.metrics, is_done)
         self._keep_lines(self.samples, is_shown)
         return max((float(entry["seconds"]) for entry in entries), default=0.0)
 
@@ -247,32 +249,30 @@ class RunDirectory:
                 if is_kept(entry):
                     entries.append(entry)
                     lines.append(line + b"\n")
-        self.write(path, b"".join(lines))
+        write_output(path, b"".join(lines))
         return entries
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
-        append_lines(self._metrics, [entry])
+        append_lines(self.metrics, [entry])
 
-    def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, split: str, samples: Sequence[object]) -> None:
         """Append the answers that an evaluation shows to samples.jsonl."""
         where = {"step": step, "split": split}
         append_lines(self.samples, [where | vars(sample) for sample in samples])
 
+    def predictions_at(self, step: int) -> Path:
+        """Return the file of `write_predictions`."""
+        return self.predictions / f"step-{step:08}.jsonl"
+
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the answers to the test examples by the weights after `step` steps."""
         lines = [json.dumps(row) + "\n" for row in rows]
-        self.write(self._predictions / f"step-{step:08}.jsonl", "".join(lines))
+        write_output(self.predictions_at(step), "".join(lines))
 
     def write_json(self, path: Path, content: object) -> None:
         """Replace a JSON file of the run. LezoError: it cannot be written."""
-        self.write(path, json.dumps(content, indent=1) + "\n")
-
-    def write(self, path: Path, content: str | bytes) -> None:
-        """Replace a file of the run. LezoError: it cannot be written."""
-        with failures_named(path):
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, content)
+        write_output(path, json.dumps(content, indent=1) + "\n")
 
 
 def append_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:

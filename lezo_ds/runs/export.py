@@ -25,14 +25,15 @@ from transformers.utils import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_NAME
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, num_directions, trained_part
+from lezo_ds.config import RunConfig, is_replayable, num_directions, trained_part
 from lezo_ds.config.paths import DATA_KEYS, public_name
 from lezo_ds.data.chat import end_of_turn
 from lezo_ds.data.encoding import generation_ends, load_tokenizer
 from lezo_ds.errors import JournalError, LezoError, UserError
-from lezo_ds.files import DAMAGE, failures_named, write_atomically
+from lezo_ds.files import DAMAGE, write_output
 from lezo_ds.journal import (
     EvaluationRecord,
+    Header,
     JournalRecord,
     encode_journal,
     scan_journal,
@@ -212,7 +213,7 @@ def write_journal(path: Path, file: Path) -> int:
         LezoError: the file cannot be written.
     """
     run = read_run(path)
-    if not _is_replayable(run.config):
+    if not is_replayable(run.config):
         kind = f"method={run.config.method} with peft.kind={run.config.peft.kind}"
         raise UserError(
             f"run {path} cannot be replayed from a base model and a journal: {kind}",
@@ -231,15 +232,8 @@ def write_journal(path: Path, file: Path) -> int:
         section, name = key.split(".")
         config[section] = {**config[section], name: public_name(config[section][name])}
     content = encode_journal(replace(run.header, config=config), run.records)
-    with failures_named(file):
-        write_atomically(file, content)
+    write_output(file, content)
     return len(content)
-
-
-def _is_replayable(config: RunConfig) -> bool:
-    """Return whether a base model and a journal give the weights of a run."""
-    # A prefix starts from a forward pass, which another machine does not repeat bit for bit.
-    return config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
 
 
 def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
@@ -257,7 +251,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
         if file.stat().st_size > MAX_JOURNAL_BYTES:
             raise ValueError(f"it has more than {MAX_JOURNAL_BYTES} bytes")
         lines = scan_journal(file, _MAX_LINE_BYTES)
-        header, _ = next(lines)
+        header: Header = next(lines).item
         # Of the header, only the types of its members have been checked.
         digests = {}
         for step, digest in header.config.get("digests", {}).items():
@@ -276,15 +270,15 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             "or write it again: lezo-ds export --run DIR --journal FILE",
         ) from error
     text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
-    fits = _is_replayable(config)
+    fits = is_replayable(config)
     if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
         fits = False  # such a rank could ask for any amount of memory
     num_groups = text_config.num_hidden_layers
     refuse_code({"zo.law": config.zo.law}, overrides)
     if trained_part(config.zo) == "all" and config.peft.kind == "none":
         num_groups += 2  # two are outside the blocks
-    for record, _ in lines:  # one in memory at a time
-        fits = fits and _fits(record, num_groups, num_directions(config))
+    for line in lines:  # one in memory at a time
+        fits = fits and _fits(line.item, num_groups, num_directions(config))
     if not fits:
         raise UserError(
             f"{file} is not of a run of {config.model.path}",

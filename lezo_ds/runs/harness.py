@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,9 +35,8 @@ from lezo_ds.data.generation import runs_in_step
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.runs.directory import append_lines
+from lezo_ds.runs.directory import RunDirectory, append_lines
 from lezo_ds.runs.opening import Opened
-from lezo_ds.runs.results import HARNESS_SCORES
 
 
 class _Model:
@@ -142,5 +140,5 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
         return {}
     scores = {**opened.source, "limit": limit, "results": found["results"]}
     if "run" in scores:  # which keeps them, for `lezo-ds report`
-        append_lines(Path(scores["run"]) / HARNESS_SCORES, [scores])
+        append_lines(RunDirectory(scores["run"]).harness_scores, [scores])
     return {**scores, "table": make_table(found)}

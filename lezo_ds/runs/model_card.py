@@ -2,16 +2,18 @@
 
 Its header has what the hub reads (license, base model, data sets); its text says how the model was
 trained, its scores, and how to load, serve and share it. A journal may come from anyone, so no
-string of a run acts as Markdown, HTML or YAML in a card.
+string of a run acts as Markdown, HTML or YAML in a card. model_card.jinja is its template.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from jinja2 import Template
 
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig, config_to_dict, flatten, load_yaml
@@ -23,127 +25,9 @@ from lezo_ds.runs.records import RecordedRun, evaluations_of, is_worse_than_base
 from lezo_ds.runs.screen import WORSE
 
 _LICENSE = ("license", "license_name", "license_link")
-_CARD = """\
----
-{header}
----
-
-# {base}, fine-tuned on {task}
-
-lezo_ds trained {trained} of {base} with {optimizer}.
-These are the weights after {step} of {num_steps} steps.{remarks}
-
-| split | step | score |
-| --- | --- | --- |
-{scores}
-
-To load it: `{load}`
-{serve}
-To share it: `hf upload OWNER/NAME DIR`
-
-To label or answer the records of a file: `lezo-ds predict --model DIR new.csv --out answers.csv`
-
-To check the weights: `sha256sum *.safetensors | sha256sum` prints
-
-    {weights_sha256}
-"""
-_EXAMPLE = """
-To score labels with transformers alone, as `lezo-ds predict` does:
-
-```python
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-directory = "."
-# data.prompt in lezo_manifest.json, with the fields of a record filled in.
-prompt = "My parcel is late. This ticket is about"
-# The texts of data.labels, or of data.choices filled in.
-labels = ["billing", "shipping"]
-
-tokenizer = AutoTokenizer.from_pretrained(directory)
-model = AutoModelForCausalLM.from_pretrained(directory).eval()
-{before_labels}
-
-def token_ids(text):
-    return first + tokenizer(text.strip(" "), add_special_tokens=False).input_ids
-
-
-scores = []
-for label in labels:
-    ids = torch.tensor(token_ids(prompt + label))
-    with torch.inference_mode():
-        logits = model(ids[None, :-1]).logits[0].float()
-    losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-    # The first token has no loss. Of the others, those of the label count.
-    num_prompt_tokens = len(token_ids(prompt))
-    scores.append(-losses[num_prompt_tokens - 1 :].mean())
-
-probabilities = torch.stack(scores).softmax(dim=0).tolist()
-```
-"""
-_PLAIN = """
-first = {bos}  # every text begins with it
-if not prompt[-1:].isspace():
-    labels = [label if label[:1].isspace() else " " + label for label in labels]
-"""
-_CHAT = """
-# The prompt is the turn of a user, and what the template writes up to the assistant's answer.
-system_prompt = None  # data.system_prompt in lezo_manifest.json
-turns = [{"role": "user", "content": prompt}]
-if system_prompt is not None:
-    turns.insert(0, {"role": "system", "content": system_prompt})
-{prompt}
-first = []  # the template writes all tokens
-labels = [label.strip() for label in labels]
-"""
-_WRITTEN = """\
-answer = "31415926535897932"  # found again in what the template writes
-turns.append({"role": "assistant", "content": answer})
-prompt = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[0]"""
-_ASKED = """\
-prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)"""
-_TALK = """
-To talk to it: `lezo-ds chat --model DIR`. With transformers (of an adapter, its base model is
-loaded, too):
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(".")
-tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-# data.system_prompt in lezo_manifest.json, if it is not null, is a first turn of the role system.
-turns = [{"role": "user", "content": "Who are you?"}]
-inputs = tokenizer.apply_chat_template(
-    turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-)
-ends = {ends}  # the base model may not know that these tokens end a turn
-tokens = model.generate(**inputs, max_new_tokens=256, do_sample=False, eos_token_id=ends)
-answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-print(answer)
-```
-"""
 _TRAINED = {"none": "all weights", "lora": "low-rank adapters", "prefix": "a prefix in each block"}
 _LIBRARIES = {"none": "transformers", "lora": "peft", "prefix": "lezo_ds"}
 _AUTO_CLASS = "AutoModelForCausalLM"
-_LOAD_BASE = 'AutoModelForCausalLM.from_pretrained("{base}")'
-_LOAD = {
-    "none": 'AutoModelForCausalLM.from_pretrained("DIR")',
-    "lora": f'PeftModel.from_pretrained({_LOAD_BASE}, "DIR")',
-    "prefix": f'model = {_LOAD_BASE}; lezo_ds.forward.adapters.load_prefix(model, Path("DIR"))',
-}
-
-
-_SERVE = {
-    "none": "\nTo serve it with vLLM: `vllm serve DIR`\n",
-    "lora": "\nTo serve it with vLLM: "
-    "`vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned=DIR`\n",
-    "prefix": "",
-}
-_FEW_BITS = (
-    "They were trained and scored on a base in {bits} bits. On the base in 16 bits, scores differ: "
-    "in one measurement, an adapter trained on 4 bits had an accuracy of 65.6 % there, and of "
-    "68.4 % on the unquantized base."
-)
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes as the largest rank of an adapter."""
 
@@ -168,45 +52,52 @@ def model_card(
         license_of: the directory of the base model, whose own card may name a license.
     """
     config = run.config
+    data = config.data
     kind = "none" if merged else config.peft.kind
     name, revision = split_revision(config.model.path)
     base = plain(public_name(name))
-    loaded = base
-    if revision is not None:
-        loaded += f'", revision="{plain(revision)}'
-    trained = _TRAINED[config.peft.kind]
-    if merged:
-        trained += ", which are added to the weights here,"
-    card = _CARD.format(
+    options = data.chat_template_kwargs
+    has_candidates = data.labels is not None or data.choices is not None
+    has_example = kind == "none" and has_candidates
+    begin_ids: Sequence[int] = ()
+    ends: set[int] = set()
+    lead = None
+    if has_example or data.in_chat:
+        tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
+        begin_ids = tokenizer.begin_ids
+        ends = set(tokenizer.end_ids)
+        if data.in_chat:
+            ends |= set(end_of_turn(tokenizer).ids)
+            if has_example:
+                lead = lead_of_answers(tokenizer, data.system_prompt)
+    template = Template(
+        Path(__file__).with_name("model_card.jinja").read_text(),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    card: str = template.render(
+        config=config,
         header=_header(config, _LIBRARIES[kind], opened_by, license_of).to_yaml(),
         base=base,
-        task=plain(config.data.task),
-        trained=trained,
-        optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
+        loaded=base if revision is None else f'{base}", revision="{plain(revision)}',
+        task=plain(data.task),
+        trained=_TRAINED[config.peft.kind],
+        merged=merged,
+        kind=kind,
         step=step,
         num_steps=run.num_steps,
-        remarks=_remarks(run),
+        worse=WORSE if is_worse_than_base(evaluations_of(run.records)) else "",
         scores=_scores(run),
-        load=_LOAD[kind].format(base=loaded),
-        serve=_SERVE[kind].format(base=base, rank=_vllm_rank(config.peft.lora_rank)),
+        vllm_rank=_vllm_rank(config.peft.lora_rank),
         weights_sha256=weights_sha256,
+        opened_by=opened_by,
+        has_example=has_example,
+        begin_ids=list(begin_ids),
+        lead=lead,
+        ends=sorted(ends),
+        options="".join(f"{name}={value!r}, " for name, value in options.items()),
     )
-    has_candidates = config.data.labels is not None or config.data.choices is not None
-    options = config.data.chat_template_kwargs
-    if kind == "none" and has_candidates:
-        tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
-        before_labels = _PLAIN.format(bos=list(tokenizer.begin_ids))
-        if config.data.chat_template:
-            lead = lead_of_answers(tokenizer, config.data.system_prompt)
-            prompt = _WRITTEN if lead is None else f"{_ASKED} + {lead!r}"
-            before_labels = _CHAT.replace("{prompt}", prompt)
-        card += _EXAMPLE.format(before_labels=before_labels)
-    elif config.data.messages or config.data.chat_template:
-        tokenizer = load_tokenizer(str(resolve_model(config.model.path)), None, options)
-        ends = {*tokenizer.end_ids, *end_of_turn(tokenizer).ids}
-        card += _TALK.replace("{ends}", str(sorted(ends)))
-    arguments = "".join(f"{name}={value!r}, " for name, value in options.items())
-    return card.replace(_AUTO_CLASS, opened_by).replace("turns, ", f"turns, {arguments}")
+    return card
 
 
 def _header(
@@ -247,15 +138,6 @@ def _hub_name(name: str) -> str | None:
         return None
     found = re.match(r"[\w-][\w.-]*/[\w-][\w.-]*(?=/[\w.-]+$|$)", name)
     return found and found[0]
-
-
-def _remarks(run: RecordedRun) -> str:
-    remarks = ""
-    if run.config.model.bits:
-        remarks += f" {_FEW_BITS.format(bits=run.config.model.bits)}"
-    if is_worse_than_base(evaluations_of(run.records)):
-        remarks += f" {WORSE}."
-    return remarks
 
 
 def _scores(run: RecordedRun) -> str:

@@ -16,14 +16,13 @@ import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
 from lezo_ds.distributed.monitors import open_monitors
-from lezo_ds.errors import UserError, first_line
-from lezo_ds.files import failures_named, make_directory, write_atomically
+from lezo_ds.errors import UserError, first_line, require_package
+from lezo_ds.files import write_output
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
 
@@ -44,31 +43,25 @@ def monitor_sections(config: RunConfig, directory: RunDirectory) -> dict[str, An
     Raises:
         UserError: the package of a monitor is not installed.
     """
-    files = {"output_path": str(directory.monitors), "job_name": _run_name(config, directory)}
-    # (section of DeepSpeed's JSON, package that it needs, settings) by names in train.report_to.
-    monitors: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "csv": ("csv_monitor", "csv", files),
-        "tensorboard": ("tensorboard", "tensorboard", files),
-        "wandb": ("wandb", "wandb", {"project": os.environ.get("WANDB_PROJECT", _PROJECT)}),
-        "comet": (
-            "comet",
-            "comet_ml",
-            {
-                "project": os.environ.get("COMET_PROJECT_NAME", _PROJECT),
-                "experiment_name": _run_name(config, directory),
-                "samples_log_interval": 1,
-            },
-        ),
+    run_name = _run_name(config, directory)
+    files = {"output_path": str(directory.monitors), "job_name": run_name}
+    settings: dict[str, Any] = {
+        "csv": files,
+        "tensorboard": files,
+        "wandb": {"project": os.environ.get("WANDB_PROJECT", _PROJECT)},
+        "comet": {
+            "project": os.environ.get("COMET_PROJECT_NAME", _PROJECT),
+            "experiment_name": run_name,
+            "samples_log_interval": 1,
+        },
     }
-    sections = {}
+    sections: dict[str, Any] = {}
     for name in config.train.report_to or ():
-        section, package, settings = monitors[name]
-        if find_spec(package) is None:
-            requirement = "'lezo_ds[tensorboard]'" if package == "tensorboard" else package
-            raise UserError(
-                f"train.report_to needs the package {package}", fix=f"pip install {requirement}"
-            )
-        sections[section] = {"enabled": True, **settings}
+        package = "comet_ml" if name == "comet" else name
+        requirement = "'lezo_ds[tensorboard]'" if name == "tensorboard" else package
+        require_package(package, f"train.report_to needs the package {package}", requirement)
+        section = "csv_monitor" if name == "csv" else name  # of DeepSpeed's JSON
+        sections[section] = {"enabled": True, **settings[name]}
     return sections
 
 
@@ -81,11 +74,12 @@ class Monitors:
     def start(
         self, config: RunConfig, directory: RunDirectory, ds_config: Mapping[str, Any]
     ) -> None:
-        """Start the monitors of a DeepSpeed JSON, and send them all settings of the run.
+        """Start the monitors of a run and of its DeepSpeed JSON, and send them all settings.
 
         Raises:
             UserError: a monitor cannot start. W&B and Comet may not know the user.
         """
+        ds_config = {**monitor_sections(config, directory), **ds_config}
         _identify(config, directory, ds_config)
         settings = config_to_dict(config)
         try:
@@ -141,11 +135,9 @@ def _identify(config: RunConfig, directory: RunDirectory, ds_config: Mapping[str
     if not any(section in ds_config for section in _WITH_RUN_ID):
         return
     path = directory.monitors / "run_id"
-    with failures_named(path):
-        if not directory.has_records() or not path.exists():
-            make_directory(path.parent)
-            write_atomically(path, uuid.uuid4().hex.encode())
-        run_id = path.read_text(encoding="utf-8")
+    if not directory.has_records() or not path.exists():
+        write_output(path, uuid.uuid4().hex)
+    run_id = path.read_text(encoding="utf-8")
     for variable, value in {
         "WANDB_NAME": _run_name(config, directory),
         "WANDB_RUN_ID": run_id,

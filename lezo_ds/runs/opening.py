@@ -36,7 +36,6 @@ from lezo_ds.checkpoints.snapshots import (
 )
 from lezo_ds.config import (
     TRAINED,
-    ZEROTH_ORDER,
     Dtype,
     PeftConfig,
     ReadingConfig,
@@ -222,16 +221,7 @@ def load(
         ds_config: the DeepSpeed JSON, if it is known.
     """
     logger.info("loading %s", config.model.path)
-    return load_parts(
-        config.model.path,
-        config.zo if config.method in ZEROTH_ORDER else None,
-        ds_config or prepare(config),
-        config.model.dtype,
-        config.seed,
-        peft,
-        config.partition_size,
-        config.model.bits,
-    )
+    return load_parts(config, ds_config or prepare(config), peft)
 
 
 def prepare(config: RunConfig) -> dict[str, Any]:

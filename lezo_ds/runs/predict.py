@@ -47,7 +47,7 @@ from lezo_ds.data.tables import (
     read_file,
 )
 from lezo_ds.errors import UserError
-from lezo_ds.files import failures_named, remove_directory, sync
+from lezo_ds.files import failures_named, remove_directory, sync, write_output
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.opening import Opened, recipe_of
 from lezo_ds.runs.screen import progress_bar
@@ -149,7 +149,7 @@ def predict_file(
                         probabilities=probabilities,
                         threshold=threshold,
                     )
-                    distributed.on_rank_zero(partial(folder.write, chunk, json.dumps(rows)))
+                    distributed.on_rank_zero(partial(write_output, chunk, json.dumps(rows)))
                 bar.update(len(examples))
         distributed.on_rank_zero(
             lambda: _write_output(source, encoding, out, folder.path, chunks, labels)

@@ -138,16 +138,14 @@ def config_of(
     Raises:
         UserError: a value cannot be read, or an override may not change it.
     """
-    values = {key: value for key, value in header.config.items() if key not in _INPUTS}
+    recorded = {key: value for key, value in header.config.items() if key not in _INPUTS}
     where = f"run {run_dir}"
-    data = values.get("data")
-    if isinstance(data, dict):  # a run without this key is older than it
-        values["data"] = {"splits": "random", **data}
+    # A run without data.splits is older than it.
+    values = {"data.splits": "random", **READER.flatten(recorded), "run_dir": str(run_dir)}
     # A refusal names both versions: an older one had keys and values that are gone.
     version = header.libraries.get("lezo_ds")
     if version != lezo_ds.__version__:
         where += f" (written by lezo_ds {version}; this is {lezo_ds.__version__})"
-    values["run_dir"] = str(run_dir)
     config = config_from_dict(values, where, overrides, recorded=True)
     # No step follows. So the schedule, which may be in a module of anyone, decides nothing.
     replayed = replace(config, zo=replace(config.zo, lr_schedule="constant"))

@@ -19,9 +19,6 @@ from pydantic import TypeAdapter
 from lezo_ds.files import DAMAGE, read_regular
 from lezo_ds.tasks.metrics import LabelScore
 
-HARNESS_SCORES = "lm_eval.jsonl"
-"""The file of a run with a line for each `lezo-ds evaluate --lm-eval` of its weights."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunResults:

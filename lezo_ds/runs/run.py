@@ -78,6 +78,7 @@ from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.data.prefetch import StepBatches
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
+from lezo_ds.errors import last_step
 from lezo_ds.files import remove_directory
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.journal import EvaluationRecord, Header
@@ -152,7 +153,7 @@ class Run(ABC):
 
     def execute(self) -> RunResults:
         """Run to the end, or until all ranks agree to stop, and return the results."""
-        with distributed.lost_ranks_reported(self._last_good_step):
+        with distributed.lost_ranks_reported(lambda: f"last good step: {last_step(self.num_done)}"):
             self.open()
             self.num_done = self.engine.global_steps
             self._earlier = RunResults.read(self.directory.results)
@@ -179,12 +180,6 @@ class Run(ABC):
                 self.directory.forget_stop()
                 self.close()
             return results
-
-    def _last_good_step(self) -> str:
-        """Return what the error says if another rank is lost."""
-        if self.num_done == 0:
-            return "last good step: none"
-        return f"last good step: {self.num_done - 1}"
 
     def _run_to_end(self) -> bool:
         """Do everything that is left. Return whether the run finished, or was asked to stop."""
@@ -388,11 +383,12 @@ class Run(ABC):
             rows = prediction_rows(self.data.task, encoded.examples, result.predicted)
             self.directory.write_predictions(at, rows)
         metric = self.data.task.metric
-        metrics = {metric: result.score}
-        if result.majority_class is not None:
-            metrics[MAJORITY_CLASS] = result.majority_class
-        if result.macro_f1 is not None:
-            metrics[MACRO_F1] = result.macro_f1
+        scores = {
+            metric: result.score,
+            MAJORITY_CLASS: result.majority_class,
+            MACRO_F1: result.macro_f1,
+        }
+        metrics = {name: score for name, score in scores.items() if score is not None}
         rewards = {f"rewards/{name}": mean for name, mean in result.rewards.items()}
         loss = result.loss if math.isfinite(result.loss) else None
         evaluation = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics | rewards)

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from lezo_ds import distributed
@@ -24,7 +23,7 @@ from lezo_ds.config import ZEROTH_ORDER, RunConfig, make_layer_policy, trained_p
 from lezo_ds.config.deepspeed import check_shares
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, ReplayEngine
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, require_package
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.monitors import Monitors, monitor_sections, without_monitors
 from lezo_ds.runs.opening import load, prepare
@@ -56,15 +55,11 @@ def train(config: RunConfig) -> RunResults:
         check_shares(config, ds_config, num_ranks)
         data = load_task_data(config)
         config = with_steps(config, len(data.train.examples))
-        sections, directory = distributed.on_rank_zero(
-            lambda: check_run(config, data, num_ranks, resources)
-        )
+        directory = distributed.on_rank_zero(lambda: check_run(config, data, num_ranks, resources))
         # From here on, a batch is known by the indices of its records.
         assert_same("training records", distributed.gather_objects(data.train.fingerprint()))
         monitors = Monitors()
-        distributed.on_rank_zero(
-            lambda: monitors.start(config, directory, {**sections, **ds_config})
-        )
+        distributed.on_rank_zero(lambda: monitors.start(config, directory, ds_config))
         ds_config = without_monitors(ds_config)
         run: Run
         if config.method == "adamw":
@@ -112,7 +107,7 @@ def _exits_refused() -> Iterator[None]:
 
 def check_run(
     config: RunConfig, data: TaskData, num_ranks: int, resources: ExitStack | None = None
-) -> tuple[dict[str, Any], RunDirectory]:
+) -> RunDirectory:
     """Refuse what a run cannot do, before weights are loaded. For rank 0.
 
     Args:
@@ -122,8 +117,7 @@ def check_run(
         resources: holds the lock of the run's directory. None, as in a dry run: write nothing.
 
     Returns:
-        The sections of the DeepSpeed JSON for the run's monitors, and its directory, which is the
-        first free one for a replica.
+        The directory of the run, which is the first free one for a replica.
     """
     _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
@@ -135,10 +129,11 @@ def check_run(
     is_replica = config.elastic.lighthouse is not None
     if resources is not None:
         directory = directory.lock(resources, is_replica=is_replica)
-    if is_replica and find_spec("torchft") is None:
-        raise UserError("elastic.lighthouse needs torchft", fix="pip install 'lezo_ds[elastic]'")
+    if is_replica:
+        require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
     check_records(config, data, directory, num_ranks)
-    return monitor_sections(config, directory), directory
+    monitor_sections(config, directory)  # refuses a monitor that is not installed
+    return directory
 
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:

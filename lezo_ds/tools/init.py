@@ -3,7 +3,7 @@
 The task follows from the columns of the table (columns.py), the sizes of a step from the
 number of records and GPUs, and the learning rate from the width of the model. On GPUs, the memory
 plan chooses how they share the weights. On a CPU, a step that would take long is made smaller. A
-dry run then checks the recipe before it is written.
+dry run then checks the recipe before it is written. recipe.jinja is its template.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import Template
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
@@ -29,7 +30,8 @@ from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import READERS, UTF_8, kind_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError, printable
-from lezo_ds.files import failures_named, make_directory, write_atomically
+from lezo_ds.files import write_output
+from lezo_ds.tasks.base import Record
 from lezo_ds.tools.columns import answers_have_lines, describe_task, read_records
 from lezo_ds.tools.dry_run import LONG_STEP, dry_run, measured_step
 from lezo_ds.tools.memory_plan import GIB, Plan
@@ -41,8 +43,8 @@ _BATCH_SIZE = 16
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of other steps
 _MAX_STEPS = 1000
 _MAX_STEPS_BY_EXAMPLE = 600
-_DIRECTIONS_BY_EXAMPLE = 6
-_DIRECTIONS_OF_ANSWERS = 24
+# Of each example, by the method. Others have one more than a size has directions.
+_NUM_PROBES = {"evolution-strategies": 6, "answers": 24, "lezo": 2, "mezo": 2}
 _DEFAULT_POSITIONS = 2048
 
 # Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
@@ -60,72 +62,7 @@ _BEYOND_FP16 = {"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"}
 _SCALES: Mapping[Dtype, float] = {"fp32": 1e-3, "fp16": 1e-3, "bf16": 5e-3}
 _SHORTEST_TOKEN = 3  # letters of a token that stands for a label, unless it is a whole word of it
 
-_TEMPLATE = """\
-run_dir: {run_dir}
-
-model:
-  path: {model}
-  dtype: {dtype}
-
-data:
-  train: {train}  # data.validation and data.test name other files
-{task}  max_length: {max_length}  # tokens; longer inputs are cut
-{generation}
-zo:
-{zo}
-train:
-{objective}  steps: {steps}
-  batch_size: {batch_size}  # examples in a step, over all ranks
-{micro_batches}  eval_every: {eval_every}
-
-{sharing}"""
 _TOKENS_NOTE = "# Labels are scored by a token of each; a list scores whole labels.\n"
-_GENERATION = """
-generation:  # answers end at one of the texts in stop
-  stop: {stop}  # [] is the end of the model's turn or of the sequence, and null the first newline
-  max_new_tokens: {max_new_tokens}
-"""
-_FZOO = """\
-  estimator: fzoo
-  directions: {directions}  # with the weights as they are, {num_probes} probes a step
-  probes_per_pass: {probes}  # perturbed copies in a forward pass: 2 needs the least memory
-  noise_distribution: rademacher
-  layer_policy: fixed  # the last third of the blocks is trained, and nothing else
-  sparsity: 0.6667
-  only_blocks: true
-  perturbation_scale: {scale:.2g}
-  learning_rate: {rate:.2g}  # demo-fzoo's, at this width; if the loss grows, divide it by 3
-  lr_schedule: linear  # falls to 0 at the last step
-"""
-_BY_EXAMPLE = """\
-  estimator: evolution-strategies
-  noise_rank: 1  # all probes share one copy of the weights
-  examples_per_direction: 1  # each example has directions of its own
-  directions: {directions}
-  probes_per_pass: {directions}  # perturbed copies in a forward pass: fewer need less memory
-  perturbed_tokens: {tokens}
-  layer_policy: fixed  # the last half of the blocks is trained, and nothing else
-  sparsity: 0.5
-  perturbation_scale: {scale:.2g}
-  learning_rate: {rate:.2g}  # demo's, at this width and batch; if the loss grows, divide it by 3
-  lr_schedule: linear  # falls to 0 at the last step
-"""
-_MEMBERS = """\
-  estimator: evolution-strategies
-  noise_rank: 1  # all probes write their answers in one batch, on one copy of the weights
-  examples_per_direction: 2  # each pair of prompts has directions of its own
-  directions: {directions}
-  probes_per_pass: {probes}  # of each rank at a time; fewer need less memory
-  perturbation_scale: {scale:.2g}  # with a smaller one, answers hardly differ
-  learning_rate: {rate:.2g}  # keywords.yaml's, at this width; if the reward falls, divide it by 3
-  lr_schedule: linear  # falls to 0 at the last step
-  sparsity: 0  # all blocks are trained
-"""
-_LEZO = """\
-  learning_rate: {rate:.1g}  # demo-lezo's, at this width; if the loss grows, divide it by 3
-  perturbation_scale: {scale:.1e}
-  sparsity: {sparsity}  # the share of the transformer blocks that each step leaves out; 0 is MeZO
-"""
 
 
 class _StepSize(NamedTuple):
@@ -136,14 +73,7 @@ class _StepSize(NamedTuple):
 
     def num_probes(self, method: str) -> int:
         """Return the number of probes of each example."""
-        match method:
-            case "fzoo" | "population":
-                return self.directions + 1
-            case "evolution-strategies":
-                return _DIRECTIONS_BY_EXAMPLE
-            case "answers":
-                return _DIRECTIONS_OF_ANSWERS
-        return 2
+        return _NUM_PROBES.get(method, self.directions + 1)
 
 
 # From the best to the fastest.
@@ -186,8 +116,7 @@ class _Draft:
         machine: What the run will compute with.
         directory: The model's folder.
         task: Keys of the section `data` that describe the task.
-        num_records: Number of the records.
-        has_lines: Whether answers to learn have several lines.
+        records: Of the table.
         heading: The first lines, which are comments.
         size: Of a step.
         sharing: Keys that follow from the memory of the GPUs.
@@ -198,11 +127,10 @@ class _Draft:
     machine: _Machine
     directory: Path
     task: dict[str, Any]
-    num_records: int
-    has_lines: bool
+    records: Sequence[Record]
     heading: str
     size: _StepSize = _STEP_SIZES[0]
-    sharing: Mapping[str, object] = field(default_factory=dict)
+    sharing: dict[str, object] = field(default_factory=dict)
 
     def config(self) -> RunConfig:
         """Return the configuration that the recipe stands for."""
@@ -227,23 +155,21 @@ class _Draft:
         return data
 
     def fit(self, data: TaskData) -> tuple[float | None, str]:
-        """Choose what fits the machine. Return a step's seconds, if measured, and the problem."""
-        if self.machine.gpu_bytes is None:
-            return self.shorten_steps(data), ""
-        return None, self.share_among_gpus(data)
+        """Choose the size of a step on CPUs, or how GPUs share the weights.
 
-    def share_among_gpus(self, data: TaskData) -> str:
-        """Choose how GPUs share the weights. Return the problem, or ""."""
+        Return a step's seconds, if measured, and the problem, or "".
+        """
+        gpu_bytes = self.machine.gpu_bytes
+        if gpu_bytes is None:
+            return self.shorten_steps(data), ""
         plan = self._plan(data)
-        assert self.machine.gpu_bytes is not None
-        best, problem = best_plan(plan, self.machine.gpu_bytes)
+        best, problem = best_plan(plan, gpu_bytes)
         if problem:
             self.heading += f"# {problem}\n"
-        sharing = best.keys_from(plan.config)
+        self.sharing = best.keys_from(plan.config)
         if best.config.partition_size == best.num_ranks:
-            del sharing["partition_size"]  # the default, for any number of ranks
-        self.sharing = sharing
-        return problem
+            del self.sharing["partition_size"]  # the default, for any number of ranks
+        return None, problem
 
     def shorten_steps(self, data: TaskData) -> float | None:
         """Make a step cheaper that would take long. Return its seconds; None: not measured.
@@ -331,9 +257,8 @@ def main(arguments: Namespace) -> None:
     command = f"{launcher} train --config {shlex.quote(str(target))}"
     title = " ".join(title.split())
     heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
-    has_lines = answers_have_lines(records, task)
     method = _method(arguments, task)
-    draft = _Draft(arguments, method, machine, directory, task, len(records), has_lines, heading)
+    draft = _Draft(arguments, method, machine, directory, task, records, heading)
     data = draft.with_short_labels(load_task_data(draft.config()))
     try:
         step_seconds, problem = draft.fit(data)
@@ -348,9 +273,7 @@ def main(arguments: Namespace) -> None:
     ending = f"is written. {problem}." if problem else f"is written; next: {command}"
     for line in dry_run(draft.config(), num_gpus, step_seconds=step_seconds):
         print(line, flush=True)
-    with failures_named(target):
-        make_directory(target.parent)
-        write_atomically(target, draft.heading + _recipe(draft))
+    write_output(target, draft.heading + _recipe(draft))
     print(f"\n{target} {ending}")
 
 
@@ -459,85 +382,44 @@ def _this_machine() -> _Machine:
 def _recipe(draft: _Draft) -> str:
     """Return the recipe as YAML with comments, without its first lines."""
     size = draft.size
-    arguments = draft.arguments
     machine = draft.machine
     task = draft.task
     decoder = load_model_config(draft.directory).get_text_config()
     dtype = machine.dtype_for(decoder.model_type)
     max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
-    shrinking = min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5)
-    steps = num_steps(draft.num_records, size.examples)
-    micro_batch = size.examples // machine.num_ranks
-    num_probes = size.num_probes(draft.method)
-    match draft.method:
-        case "population":
-            micro_batch = size.examples  # the ranks share the probes
-            zo = _MEMBERS.format(
-                directions=num_probes,
-                probes=num_probes // machine.num_ranks,
-                scale=1e-2 * shrinking,
-                rate=2e-2 * shrinking,
-            )
-        case "evolution-strategies" | "answers":
-            steps = min(_MAX_STEPS_BY_EXAMPLE, steps)
-            tokens = "answers  # all others are read once, by the weights as they are"
-            zo = _BY_EXAMPLE.format(
-                directions=num_probes,
-                tokens=tokens if draft.method == "answers" else "all",
-                scale=3e-3 * shrinking,
-                # The best rate is in proportion to the batch (docs/results.md).
-                rate=4e-2 * shrinking * size.examples / _BATCH_SIZE,
-            )
-        case "fzoo":
-            micro_batch = size.examples  # the ranks share the probes
-            zo = _FZOO.format(
-                directions=size.directions,
-                num_probes=num_probes,
-                probes=num_probes // max(2, machine.num_ranks),
-                scale=5e-3 * shrinking,
-                rate=8e-3 * shrinking,
-            )
-        case method:
-            steps = _MAX_STEPS
-            sparsity = 0.75 if method == "lezo" else 0.0
-            rate = 3e-5 * shrinking**3
-            zo = _LEZO.format(rate=rate, scale=_SCALES[dtype], sparsity=sparsity)
-    of_machine: dict[str, object] = {
-        "train.micro_batch_size": micro_batch,
-        "deepspeed": "zero3_cpu" if machine.gpu_bytes is None else f"zero3_{dtype}",
-        **draft.sharing,
-    }
-    lines: dict[str, str] = {"": "", "zo": "", "train": ""}
-    for key, value in of_machine.items():
-        section, _, name = key.rpartition(".")
-        indent = "  " if section else ""
-        lines[section] += f"{indent}{name}: {value}\n"
-    task_lines = [f"  {key}: {inline_yaml(value)}\n" for key, value in task.items()]
-    objective = ""
-    if arguments.reward is not None:
-        objective = f"  objective: {arguments.reward}  # judges answers\n"
     max_length = min(_DEFAULT_POSITIONS, max_positions)
-    generation = ""
-    if not {"labels", "choices"} & task.keys():
-        generation = _GENERATION.format(stop="null", max_new_tokens=50)
-        if draft.has_lines or "messages" in task or "chat_template" in task:
-            generation = _GENERATION.format(stop="[]", max_new_tokens=tokens_of_turn(max_length))
-    return _TEMPLATE.format(
-        run_dir=inline_yaml(f"runs/{Path(arguments.data).stem}"),
-        model=inline_yaml(arguments.model),
-        dtype=dtype,
-        train=inline_yaml(arguments.data),
-        task="".join(task_lines),
-        max_length=max_length,
-        generation=generation,
-        zo=zo + lines["zo"],
-        objective=objective,
-        steps=steps,
-        eval_every=steps // 5,
-        batch_size=size.examples,
-        micro_batches=lines["train"],
-        sharing=lines[""],
+    has_lines = answers_have_lines(draft.records, task)
+    steps = num_steps(len(draft.records), size.examples)
+    if draft.method in ("evolution-strategies", "answers"):
+        steps = min(_MAX_STEPS_BY_EXAMPLE, steps)
+    elif draft.method in ("lezo", "mezo"):
+        steps = _MAX_STEPS
+    ranks_share_probes = draft.method in ("fzoo", "population")
+    num_sharing = 1 if ranks_share_probes else machine.num_ranks
+    template = Template(
+        Path(__file__).with_name("recipe.jinja").read_text(),
+        trim_blocks=True,
+        keep_trailing_newline=True,
     )
+    recipe: str = template.render(
+        draft=draft,
+        yaml=inline_yaml,
+        name=Path(draft.arguments.data).stem,
+        dtype=dtype,
+        max_length=max_length,
+        in_turns=has_lines or "messages" in task or "chat_template" in task,
+        tokens_of_turn=tokens_of_turn(max_length),
+        shrinking=min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5),
+        batch_share=size.examples / _BATCH_SIZE,  # the best rate is in proportion (docs/results.md)
+        lezo_scale=_SCALES[dtype],
+        steps=steps,
+        of_machine={
+            "train.micro_batch_size": size.examples // num_sharing,
+            "deepspeed": "zero3_cpu" if machine.gpu_bytes is None else f"zero3_{dtype}",
+            **draft.sharing,
+        },
+    )
+    return recipe
 
 
 def num_steps(num_records: int, batch_size: int = _BATCH_SIZE) -> int:

@@ -63,6 +63,7 @@ from lezo_ds.config import (
     RunConfig,
     config_to_dict,
     copies_per_pass,
+    flatten,
     num_directions,
     num_passes,
     reads_contexts,
@@ -73,7 +74,6 @@ from lezo_ds.config.deepspeed import (
     offloads_weights,
     tensor_parallel_size,
 )
-from lezo_ds.config.schema import READER
 from lezo_ds.forward.directions import PROBES_AT_ONCE
 from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.tools.sizes import InputSizes, ModelSizes
@@ -141,8 +141,8 @@ class Plan:
         shown = ["train.micro_batch_size", "partition_size"]
         if self.split > 1:
             shown[1] = "tensor_parallel"
-        before = READER.flatten(config_to_dict(config))
-        after = READER.flatten(config_to_dict(self.config))
+        before = flatten(config_to_dict(config))
+        after = flatten(config_to_dict(self.config))
         return {key: after[key] for key in after if key in shown or after[key] != before[key]}
 
     def changed(self, **keys: Any) -> Plan:

@@ -15,6 +15,7 @@ import pandas as pd
 from jinja2 import Template
 
 from lezo_ds.files import read_regular
+from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tools.charts import Chart, svg
 from lezo_ds.tools.tables import (
@@ -126,7 +127,7 @@ def _read_curve(directory: Path) -> pd.DataFrame:
     Raises one of DAMAGE if metrics.jsonl is damaged.
     """
     rows = []
-    for line in read_regular(directory / "metrics.jsonl").decode().splitlines():
+    for line in read_regular(RunDirectory(directory).metrics).decode().splitlines():
         if not line.endswith("}"):  # a crash may have cut the last line
             continue
         numbers = json.loads(line)

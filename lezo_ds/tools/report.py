@@ -6,13 +6,12 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterable
 from glob import glob
-from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
 
-from lezo_ds.errors import UserError
-from lezo_ds.files import failures_named, write_atomically
+from lezo_ds.errors import UserError, require_package
+from lezo_ds.files import write_output
 from lezo_ds.tools.tables import (
     NOTE,
     each_seed_once,
@@ -30,9 +29,9 @@ logger = logging.getLogger(__name__)
 def main(arguments: Namespace) -> None:
     """Print the table, or write the page. A run that is not finished is a warning."""
     writes_page = arguments.html is not None
-    if writes_page and find_spec("matplotlib") is None:
+    if writes_page:
         problem = "report --html draws curves with matplotlib, which is not installed"
-        raise UserError(problem, fix="pip install 'lezo_ds[report]'")
+        require_package("matplotlib", problem, "'lezo_ds[report]'")
     runs = read_runs(find_runs(arguments.runs))
     for run in runs[~runs["finished"]].itertuples():
         logger.warning("warning: %s: %s", run.directory, run.problem)
@@ -42,8 +41,7 @@ def main(arguments: Namespace) -> None:
     if writes_page:
         from lezo_ds.tools.page import page  # which needs matplotlib
 
-        with failures_named(arguments.html):
-            write_atomically(arguments.html, page(runs))
+        write_output(arguments.html, page(runs))
     elif runs["finished"].any():
         print(f"{score_table(runs).to_string(index=False)}\n\n{NOTE}")
         finished = runs[runs["finished"]]

@@ -33,6 +33,7 @@ from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_to_dict, flatten, loa
 from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.files import failures_named, make_directory, write_atomically
+from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.signals import on_stop_signals
 from lezo_ds.tools.tables import (
@@ -80,7 +81,7 @@ class SweepRun:
 
     def is_done(self) -> bool:
         """Return whether the run is finished, as it is configured now."""
-        results = RunResults.read(self.directory / "results.json")
+        results = RunResults.read(RunDirectory(self.directory).results)
         if results is None or not results.finished:
             return False
         try:

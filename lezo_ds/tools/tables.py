@@ -28,7 +28,8 @@ from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten,
 from lezo_ds.config.paper import PAPER_SCORES, Experiment
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
-from lezo_ds.runs.results import HARNESS_SCORES, RunResults
+from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.results import RunResults
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import REWARD, LabelScore, best_f1, normalize
 
@@ -54,6 +55,9 @@ _RESULTS = [
 ]
 # The same, and the standard error of `test`.
 MEASURED = [*_RESULTS, "standard_error"]
+# Columns that every row has. They are empty where a run cannot be read.
+_COLUMNS = ["model", "task", "method", "data.test", "data.num_test", "data.seed"]
+_COLUMNS += ["metric", "model_fingerprint", "test_data", *MEASURED]
 # These may change when a run resumes, and yet decide its score.
 _OF_SCORES = {"train.steps", "train.epochs", "train.eval_every", "train.patience"}
 _OF_SCORES |= {key for key in READER.may_differ - {"data.date"} if key.startswith("data.")}
@@ -150,26 +154,28 @@ def _read_run(directory: Path) -> dict[str, Any]:
 
     The method "mezo" is LeZO that drops no block. `problem` says why the run is not finished.
     """
-    settings = ["model", "task", "method", "data.test", "data.num_test", "data.seed"]
-    found = ["metric", "model_fingerprint", "test_data", *MEASURED]
-    missing = dict.fromkeys([*settings, *found])
-    row: dict[str, Any] = {"directory": str(directory), "finished": False, "peft.kind": "none"}
-    row |= {**missing, "answers": [], "labels": []}
+    row: dict[str, Any] = {
+        **dict.fromkeys(_COLUMNS),
+        "directory": str(directory),
+        "finished": False,
+        "peft.kind": "none",
+        "answers": [],
+        "labels": [],
+    }
     try:
         row |= _settings(recorded_config(directory))
     except DAMAGE as error:
         return {**row, "problem": f"not a run, or damaged ({' '.join(str(error).split())})"}
-    path = directory / "results.json"
-    if not path.exists():
+    run = RunDirectory(directory)
+    if not run.results.exists():
         return {**row, "problem": "no results yet: it was killed, or is still going"}
-    results = RunResults.read(path)
+    results = RunResults.read(run.results)
     if results is None:
         return {**row, "problem": "damaged results.json"}
     row |= {name: getattr(results, name) for name in ("metric", "model_fingerprint", *_RESULTS)}
     if not results.finished:
         return {**row, "test": None, "problem": f"unfinished, at step {results.steps}"}
-    predictions = directory / "predictions" / f"step-{results.best_step or 0:08}.jsonl"
-    answers = _read_lines(predictions, Answer)
+    answers = _read_lines(run.predictions_at(results.best_step or 0), Answer)
     if answers:
         row["test_data"] = _digest_of_test(answers)
     judge = JUDGES.get(results.metric)
@@ -192,7 +198,7 @@ def _digest_of_test(answers: Sequence[Answer]) -> str:
 
 def recorded_config(directory: Path) -> RunConfig:
     """Return the configuration of a run. One of DAMAGE: it cannot be read."""
-    values = load_yaml(files.read_regular(directory / "config.yaml").decode())
+    values = load_yaml(files.read_regular(RunDirectory(directory).config).decode())
     return config_from_dict(values, str(directory), recorded=True)
 
 
@@ -217,7 +223,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def read_judged_answers(directory: Path) -> list[JudgedAnswer]:
     """Return the answers that the first and the last evaluation of a run have shown."""
-    answers = _read_lines(directory / "samples.jsonl", JudgedAnswer)
+    answers = _read_lines(RunDirectory(directory).samples, JudgedAnswer)
     if not answers:
         return []
     shown_steps = (answers[0].step, answers[-1].step)
@@ -230,7 +236,7 @@ def harness_table(directory: Path) -> pd.DataFrame:
     Its columns are steps of the run: what the model knew before training is at step 0.
     """
     rows = []
-    for measured in _read_lines(directory / HARNESS_SCORES, HarnessScores):
+    for measured in _read_lines(RunDirectory(directory).harness_scores, HarnessScores):
         examples = "all" if measured.limit is None else str(measured.limit)
         for task, scores in sorted(measured.results.items()):
             for name, value in scores.items():

@@ -11,7 +11,7 @@ import pytest
 from assets import REPOSITORY
 from commands import PATIENCE_SECONDS, assert_one_error, python, run, run_well, start, wait_until
 
-from lezo_ds import __version__, cli
+from lezo_ds import __version__, cli, errors
 from lezo_ds.config import config_from_dict, load_config, load_yaml
 from lezo_ds.errors import UserError
 
@@ -100,7 +100,7 @@ def test_a_wrong_argument_is_refused_with_a_hint(words, expected, monkeypatch, t
 
 
 def test_tasks_of_the_harness_need_its_extra(monkeypatch):
-    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    monkeypatch.setattr(errors, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"needs lm-eval; fix: pip install 'lezo_ds\[lm-eval\]'"):
         in_process(monkeypatch, "evaluate", "--model", "m", "--lm-eval", "hellaswag")
 
