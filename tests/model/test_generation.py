@@ -200,9 +200,9 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     assert [ended(tokens, settings) for tokens in singles] == expected
 
 
-@pytest.mark.parametrize("most_shared", [512, 8, 1])
-def test_prompts_that_share_rows_are_continued_as_each_of_them_alone(most_shared, monkeypatch):
-    monkeypatch.setattr(packing, "_MOST_SHARED", most_shared)
+@pytest.mark.parametrize("row_tokens", [512, 8, 1])
+def test_prompts_that_share_rows_are_continued_as_each_of_them_alone(row_tokens, monkeypatch):
+    monkeypatch.setattr(packing, "_ROW_TOKENS", row_tokens)
     (model, settings), common = start("llama"), (7, 8, 9)
     prompts = [common + prompt for prompt in prompts_of((3, 9, 1, 6, 4, 8))]
     expected = [plain(model, prompt, settings.stop_ids) for prompt in prompts]

@@ -466,6 +466,7 @@ def program(directory, name, text, **values):
     return path
 
 
+@pytest.mark.thorough
 def test_kills_joins_and_a_new_lighthouse_leave_the_run_of_one_process(lab, recipe, tmp_path):
     alone = tmp_path / "alone"
     skips = program(tmp_path, "skips", SKIPS_STEP_8)

@@ -84,7 +84,7 @@ def measure_steps(config, options):
 @pytest.mark.parametrize(
     ("split", "options", "inputs"),
     [
-        (None, ((5,), (9,)), INPUTS),
+        thorough(None, ((5,), (9,)), INPUTS),
         thorough(2, ((5,), (9,)), INPUTS),
         thorough(None, (tuple(range(3, 67)),) * 3, InputSizes(128, 128, rows=3, targets=3 * 64)),
     ],
