@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lezo_ds.errors import LezoError
 
@@ -108,6 +109,17 @@ def write_output(path: Path, content: bytes | str) -> None:
     with failures_named(path):
         make_directory(path.parent)
         write_atomically(path, content)
+
+
+def filled_template(path: Path, **values: Any) -> str:
+    """Return a text of a Jinja template. A line that has only a block of it leaves no line."""
+    from jinja2 import Template  # which few commands need
+
+    template = Template(
+        path.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True
+    )
+    text: str = template.render(**values)
+    return text
 
 
 def remove_directory(path: Path) -> None:

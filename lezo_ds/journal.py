@@ -58,7 +58,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 import pydantic
 
-from lezo_ds.errors import JournalError, UserError, last_step
+from lezo_ds.errors import JournalError, UserError, last_step, one_line
 from lezo_ds.files import assert_regular, failures_named, write_atomically
 from lezo_ds.zo.records import StepRecord
 
@@ -513,7 +513,7 @@ def _decode(line: bytes, previous_crc: int) -> tuple[Any, int]:
         if kind == "header":
             return _read_header(members), crc
     except (TypeError, AttributeError, OverflowError, pydantic.ValidationError) as error:
-        problem = " ".join(str(error).split())  # pydantic's has several lines
+        problem = one_line(error)  # pydantic's has several lines
         raise ValueError(f"its members are not those of format {FORMAT}: {problem}") from error
     raise ValueError(f"its kind {kind!r} is not one of format {FORMAT}")
 

@@ -28,7 +28,7 @@ from lezo_ds.config.checks import check_world
 from lezo_ds.config.paths import find_file, shipped_files
 from lezo_ds.config.reading import flatten
 from lezo_ds.config.schema import TRAINED, RunConfig
-from lezo_ds.errors import UserError, cut
+from lezo_ds.errors import UserError, cut, one_line
 
 # The values that a key of the JSON may have, and the problem with all others. Keys are without
 # DeepSpeed's prefix stage3_, which may be written or not (docs/deepspeed.md).
@@ -260,7 +260,7 @@ def _let_deepspeed_check(config: Mapping[str, Any], source: str) -> None:
     try:
         DeepSpeedConfig(checked)
     except Exception as error:  # DeepSpeed's checks raise many types
-        problem = " ".join(str(error).split()).partition(" For further information")[0]
+        problem = one_line(error).partition(" For further information")[0]
         raise UserError(
             f"DeepSpeed refuses {source}: {cut(problem, 300)}", fix="correct the JSON"
         ) from error

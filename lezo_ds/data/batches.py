@@ -192,8 +192,9 @@ def token_batch(
 
 def _pad(sequences: Sequence[TokenIds], pad_id: int) -> Tensor:
     """Return sequences as rows, int64 [sequences, a multiple of PAD_MULTIPLE]."""
-    rows = pad_sequence(list(map(torch.tensor, sequences)), batch_first=True, padding_value=pad_id)
-    return F.pad(rows, (0, -rows.shape[1] % PAD_MULTIPLE), value=pad_id)
+    rows = [torch.tensor(ids, dtype=torch.int64) for ids in sequences]
+    padded = pad_sequence(rows, batch_first=True, padding_value=pad_id)
+    return F.pad(padded, (0, -padded.shape[1] % PAD_MULTIPLE), value=pad_id)
 
 
 def _slots(counts: Sequence[int]) -> Tensor:

@@ -119,8 +119,7 @@ def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
         UserError: the template cannot write the conversation, or leaves out a turn.
     """
     template = _Template(tokenizer, example)
-    if example.label is None:  # `encode_conversation` looks at one with an answer
-        template.check_all_written()
+    template.check_all_written()
     *before, last = example.messages
     if last.is_trained:
         question = template.write(before, opened=True)

@@ -110,7 +110,7 @@ def prompt_batch(
         A batch whose weight is the number of prompts, with the inputs "input_ids" and
         "attention_mask", int64 [prompts, width].
     """
-    rows = list(map(torch.tensor, prompts))
+    rows = [torch.tensor(ids, dtype=torch.int64) for ids in prompts]
     pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
     inputs = {
         "input_ids": pad_left(rows, padding_value=settings.pad_id),

@@ -62,7 +62,7 @@ _ATTENTION_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}
 """What transformers caches of layers that attend to tokens, or reuse another layer's keys."""
 
 FEWEST_DEALT = 4
-"""Deal at least this many examples to a micro-batch: two or three rarely share a row."""
+"""Deal at least this many examples to a micro-batch: two or three long ones rarely share a row."""
 
 _MOST_TOKENS = 0.9
 """Pack only if at most this part of the tokens is left: wider rows take longer in attention."""

@@ -29,7 +29,7 @@ from lezo_ds.config import RunConfig
 from lezo_ds.data.generation import up_to_stop
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
-from lezo_ds.errors import LezoError, UserError, cut
+from lezo_ds.errors import LezoError, UserError, cut, one_line
 from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.sharding.tensor_parallel import USE_ZERO3
 from lezo_ds.tasks.base import TokenIds
@@ -116,7 +116,7 @@ def cross_check(engine: ModelEngine, data: TaskData, config: RunConfig) -> None:
         known = distributed.lost_rank(error) or distributed.out_of_memory(error)
         if isinstance(error, LezoError) or known is not None:
             raise
-        problem = cut(" ".join(str(error).split()), 200)
+        problem = cut(one_line(error), 200)
         raise UserError(
             f"{type(engine.module).__name__} does not run in a training pass: "
             f"{type(error).__name__}: {problem}",

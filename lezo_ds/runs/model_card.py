@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
-from jinja2 import Template
 
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig, config_to_dict, flatten, load_yaml
 from lezo_ds.config.paths import DATA_KEYS, public_name, split_revision
 from lezo_ds.data.chat import end_of_turn, lead_of_answers
 from lezo_ds.data.encoding import load_tokenizer
-from lezo_ds.files import DAMAGE
+from lezo_ds.files import DAMAGE, filled_template
 from lezo_ds.runs.records import RecordedRun, evaluations_of, is_worse_than_base
 from lezo_ds.runs.screen import WORSE
 
@@ -70,12 +69,8 @@ def model_card(
             ends |= set(end_of_turn(tokenizer).ids)
             if has_example:
                 lead = lead_of_answers(tokenizer, data.system_prompt)
-    template = Template(
-        Path(__file__).with_name("model_card.jinja").read_text(),
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    card: str = template.render(
+    return filled_template(
+        Path(__file__).with_name("model_card.jinja"),
         config=config,
         header=_header(config, _LIBRARIES[kind], opened_by, license_of).to_yaml(),
         base=base,
@@ -97,7 +92,6 @@ def model_card(
         ends=sorted(ends),
         options="".join(f"{name}={value!r}, " for name, value in options.items()),
     )
-    return card
 
 
 def _header(

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jinja2 import Template
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
@@ -29,8 +28,8 @@ from lezo_ds.config.yaml_text import inline_yaml, load_written
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import READERS, UTF_8, kind_of
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.errors import UserError, printable
-from lezo_ds.files import write_output
+from lezo_ds.errors import UserError, one_line, printable
+from lezo_ds.files import filled_template, write_output
 from lezo_ds.tasks.base import Record
 from lezo_ds.tools.columns import answers_have_lines, describe_task, read_records
 from lezo_ds.tools.dry_run import LONG_STEP, dry_run, measured_step
@@ -255,7 +254,7 @@ def main(arguments: Namespace) -> None:
     if machine.num_ranks > 1:
         launcher = f"deepspeed --num_gpus {machine.num_ranks} --module lezo_ds"
     command = f"{launcher} train --config {shlex.quote(str(target))}"
-    title = " ".join(title.split())
+    title = one_line(title)
     heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
     method = _method(arguments, task)
     draft = _Draft(arguments, method, machine, directory, task, records, heading)
@@ -396,12 +395,8 @@ def _recipe(draft: _Draft) -> str:
         steps = _MAX_STEPS
     ranks_share_probes = draft.method in ("fzoo", "population")
     num_sharing = 1 if ranks_share_probes else machine.num_ranks
-    template = Template(
-        Path(__file__).with_name("recipe.jinja").read_text(),
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    recipe: str = template.render(
+    return filled_template(
+        Path(__file__).with_name("recipe.jinja"),
         draft=draft,
         yaml=inline_yaml,
         name=Path(draft.arguments.data).stem,
@@ -419,7 +414,6 @@ def _recipe(draft: _Draft) -> str:
             **draft.sharing,
         },
     )
-    return recipe
 
 
 def num_steps(num_records: int, batch_size: int = _BATCH_SIZE) -> int:

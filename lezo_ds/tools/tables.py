@@ -27,7 +27,7 @@ from lezo_ds import files
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten, load_yaml
 from lezo_ds.config.paper import PAPER_SCORES, Experiment
 from lezo_ds.config.schema import READER
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, one_line
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
 from lezo_ds.tasks.custom import CUSTOM
@@ -165,7 +165,7 @@ def _read_run(directory: Path) -> dict[str, Any]:
     try:
         row |= _settings(recorded_config(directory))
     except DAMAGE as error:
-        return {**row, "problem": f"not a run, or damaged ({' '.join(str(error).split())})"}
+        return {**row, "problem": f"not a run, or damaged ({one_line(error)})"}
     run = RunDirectory(directory)
     if not run.results.exists():
         return {**row, "problem": "no results yet: it was killed, or is still going"}
