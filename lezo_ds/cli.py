@@ -390,6 +390,34 @@ def run_export(arguments: argparse.Namespace) -> None:
         print(f"To share it: hf upload OWNER/NAME {shlex.quote(str(arguments.out))}")
 
 
+def _fit_head(parser: _Parser) -> None:
+    """Fit the output head to labels, and nothing else (linear probing).
+
+    lezo-ds fit-head --run DIR --out DIR
+    lezo-ds fit-head --model DIR --config RECIPE --out DIR
+
+    The model reads each example once, and the head is fitted to the training examples. Each label
+    must be one token. It writes the whole model, which evaluate, predict and train open.
+    """
+    add = _add_weights(parser)
+    add("--out", type=_path, metavar="DIR", required=True, help="output directory")
+    parser.add_keys()
+
+
+def run_fit_head(arguments: argparse.Namespace) -> None:
+    opened = _open_weights(arguments, needs_task=True)
+    from lezo_ds.runs.fit_head import fit_head
+
+    metric, scores = fit_head(opened, arguments.out)
+    if launched_rank() == 0:
+        for split, found in scores.items():
+            print(
+                f"{metric} on {found.num_examples} {split} examples: {found.before:.3f} -> "
+                f"{found.after:.3f}, loss {found.loss_before:.3f} -> {found.loss_after:.3f}"
+            )
+        print(f"The model with the fitted head: {arguments.out}")
+
+
 def _sweep(parser: _Parser) -> None:
     r"""Run every combination of a grid in sequence, and compare settings over seeds.
 
@@ -492,6 +520,7 @@ COMMANDS: dict[str, tuple[Callable[[_Parser], None], str]] = {
     "predict": (_predict, "lezo_ds.cli:run_predict"),
     "chat": (_chat, "lezo_ds.cli:run_chat"),
     "export": (_export, "lezo_ds.cli:run_export"),
+    "fit-head": (_fit_head, "lezo_ds.cli:run_fit_head"),
     "report": (_report, "lezo_ds.tools.report:main"),
     "sweep": (_sweep, "lezo_ds.tools.sweep:main"),
 }

@@ -42,6 +42,7 @@ from lezo_ds.files import (
     write_atomically,
 )
 from lezo_ds.forward.adapters import LoraAdapter, adapter_files
+from lezo_ds.sharding.files import NameLists
 from lezo_ds.sharding.weights import LOW_BITS_DIRECTORY
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ Manifest = Mapping[str, Any]
 """What `lezo_manifest.json` has, by name."""
 Card = Callable[[str], str]
 """Returns the README.md of a model, from the SHA-256 of its weight files (`_weights_sha256`)."""
+
+WeightChanges = Mapping[str, Callable[[Tensor], Tensor]]
+"""(value) -> the value to write instead, by the name of a weight."""
 
 _NAME = re.compile(r"step-(\d{8})")
 _COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}  # none of weights or code
@@ -72,6 +76,7 @@ def write_snapshot(
     card: Card | None,
     texts: Mapping[str, str] | None,
     merge: bool,
+    changes: WeightChanges | None = None,
 ) -> None:
     """Write the model, or its adapter, to a directory. A collective.
 
@@ -88,6 +93,8 @@ def write_snapshot(
         texts: the contents of files by name, which take the place of the base model's. An adapter
             has none.
         merge: whether to write the whole model with a LoRA adapter's products added to its weights.
+        changes: of weights that are written with other values than they have. Of a tied weight, a
+            changed one is written beside the other. The manifest has no digest of the weights then.
 
     Raises:
         LezoError: the disk is full, or does not permit writing.
@@ -95,7 +102,9 @@ def write_snapshot(
     weights = sharded.weights
     adapter = None if merge else sharded.adapter
     known = {name: value for name, value in facts.items() if value is not None}
-    manifest = {**known, "digest": weights.digest(), "base": sharded.base.fingerprint}
+    manifest = {**known, "base": sharded.base.fingerprint}
+    if not changes:
+        manifest["digest"] = weights.digest()
     if sharded.base.bits and not merge:
         manifest["bits"] = sharded.base.bits  # with which the base has this fingerprint
     prefix = adapter.stored_prefix if adapter else ""
@@ -106,6 +115,8 @@ def write_snapshot(
         tensors = sharded.adapter.merged(weights)
     else:
         tensors = ((prefix + shard.name, shard.gather()) for shard in weights.snapshot_shards)
+    if changes:
+        tensors = _changed(tensors, changes, weights.aliases)
     low_tensors = (
         (shard.name, shard.gather_like(weights.low_bits[shard.name]))
         for shard in weights.snapshot_shards
@@ -140,6 +151,21 @@ def write_snapshot(
             f"the model cannot be written to {target}: {problem}; fix: make room on its disk, or "
             "permit writing"
         )
+
+
+def _changed(
+    tensors: Iterable[tuple[str, Tensor]], changes: WeightChanges, aliases: NameLists
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model by name, some of them changed.
+
+    `aliases` has all names of each weight by the first one, under which it comes.
+    """
+    for name, tensor in tensors:
+        if name not in changes:
+            yield name, tensor
+        for alias in aliases[name]:
+            if alias in changes:
+                yield alias, changes[alias](tensor)
 
 
 def _write_tensors(

@@ -106,7 +106,7 @@ def candidate_batch(
         A batch of weight E. Its labels are "label", int64 [E], and in the second layout
         those of `token_batch` and "candidate_slots", int64 [E, most candidates].
     """
-    vocabulary = _shared_candidates(examples) if deduplicate else None
+    vocabulary = shared_candidates(examples) if deduplicate else None
     labels = {"label": torch.tensor([example.gold for example in examples])}
     if vocabulary is not None:
         contexts = [example.sequences[0][:-1] for example in examples]
@@ -137,7 +137,7 @@ def all_candidates(examples: Sequence[EncodedExample]) -> list[Candidate]:
     return [(example, number) for example in examples for number in range(len(example.sequences))]
 
 
-def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
+def shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
     """Return the token ids of the candidates if one row an example is enough, else None."""
     candidates = [ids[-1] for ids in examples[0].sequences]
     for example in examples:

@@ -121,6 +121,38 @@ class Scorer:
         means = self.objective_values[:, 1:].nanmean(dim=0).nan_to_num()
         return dict(zip(functions.names, means.tolist(), strict=True))
 
+    def head_states(self, tokens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+        """Return what the output head reads before each answer, and the logits of some tokens.
+
+        Args:
+            tokens: of the vocabulary. Each candidate of the split is one token.
+            width: number of values that the head reads of a token.
+
+        Returns:
+            float64 [examples, width] and [examples, len(tokens)], the same on every rank.
+        """
+        encoded = self.split.encoded
+        head = self.engine.module.get_output_embeddings()
+        entries = torch.tensor(tokens)
+        seen: list[Tensor] = []
+
+        def read(items: Sequence[int]) -> Tensor:
+            first_candidates = [(encoded[item], 0) for item in items]
+            batch = token_batch(first_candidates, self.reader.tokenizer.pad_id).with_logits()
+            assert batch.selection is not None
+            selection = replace(batch.selection, vocabulary=entries)
+            laid_out = self._laid_out(replace(batch, selection=selection))
+            logits = self.engine.forward(laid_out)
+            assert laid_out.selection is not None
+            hidden = seen.pop()[laid_out.selection.rows, laid_out.selection.positions]
+            return torch.cat([hidden.float(), logits.float()], dim=1)
+
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        rows = _rows_by_length([example.num_tokens for example in encoded])
+        values = self._spread(rows, width + len(tokens), read)
+        hook.remove()
+        return values[:, :width], values[:, width:]
+
     @cached_property
     def log_probabilities(self) -> list[Tensor]:
         """The summed log-probability of the tokens of each candidate.
@@ -243,8 +275,12 @@ class Scorer:
 
     def _forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
         """Return a batch on this rank's device, and its outputs."""
-        laid_out = pack(batch, self.split.num_start) if self._takes_packed else batch
-        return to_device(batch, distributed.device()), self.engine.forward(laid_out)
+        outputs = self.engine.forward(self._laid_out(batch))
+        return to_device(batch, distributed.device()), outputs
+
+    def _laid_out(self, batch: MicroBatch) -> MicroBatch:
+        """Return a batch as it runs: with sequences that share rows, if they may."""
+        return pack(batch, self.split.num_start) if self._takes_packed else batch
 
     def _spread(
         self,
@@ -280,8 +316,7 @@ class Scorer:
             result = run(items).cpu().double()
             if index < len(batches) and counts:
                 values[items] = result
-        summed = distributed.sum_vector(values.flatten().to(distributed.device()))
-        return torch.tensor(summed, dtype=torch.float64).view(values.shape)
+        return distributed.sum_tensor(values.to(distributed.device())).cpu()
 
 
 def _rows_by_context(sequences: Sequence[TokenIds]) -> list[list[int]]:

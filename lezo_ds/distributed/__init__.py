@@ -24,6 +24,7 @@ from lezo_ds.distributed.collectives import (
     gather_objects,
     on_rank_zero,
     rank,
+    sum_tensor,
     sum_vector,
     world_size,
 )

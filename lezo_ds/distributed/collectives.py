@@ -65,8 +65,13 @@ def sum_vector(values: torch.Tensor, group: Any = None) -> list[float]:
 
     The vector is of float64, or of int64, whose sums are integers modulo 2**64.
     """
+    return sum_tensor(values, group).cpu().tolist()
+
+
+def sum_tensor(values: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return the sum over the ranks of a tensor on this rank's device, in place. One all-reduce."""
     comm.all_reduce(values, group=group)
-    return values.cpu().tolist()
+    return values
 
 
 def on_rank_zero(action: Callable[[], _T]) -> _T:

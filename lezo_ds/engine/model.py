@@ -13,7 +13,13 @@ from torch import Tensor
 from lezo_ds import agreement, distributed
 from lezo_ds.agreement import Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.checkpoints.snapshots import Card, load_snapshot, snapshot_path, write_snapshot
+from lezo_ds.checkpoints.snapshots import (
+    Card,
+    WeightChanges,
+    load_snapshot,
+    snapshot_path,
+    write_snapshot,
+)
 from lezo_ds.config import (
     ZEROTH_ORDER,
     PeftConfig,
@@ -165,6 +171,7 @@ class ModelEngine:
         card: Card | None = None,
         texts: Mapping[str, str] | None = None,
         merge: bool = False,
+        changes: WeightChanges | None = None,
         **claims: Any,
     ) -> None:
         """Write the model, or its adapter, to a directory (`write_snapshot`). A collective.
@@ -173,7 +180,9 @@ class ModelEngine:
         """
         self.finish_records()
         facts = {"step": self.global_steps, **claims}
-        write_snapshot(self.sharded, target, facts, card=card, texts=texts, merge=merge)
+        write_snapshot(
+            self.sharded, target, facts, card=card, texts=texts, merge=merge, changes=changes
+        )
 
     def finish_records(self) -> None:
         """Wait until the records of all steps are on the disk, or raise JournalError."""

@@ -25,7 +25,7 @@ from transformers.utils import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_NAME
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
-from lezo_ds.config import RunConfig, is_replayable, num_directions, trained_part
+from lezo_ds.config import ReadingConfig, is_replayable, num_directions, trained_part
 from lezo_ds.config.paths import DATA_KEYS, public_name
 from lezo_ds.data.chat import end_of_turn
 from lezo_ds.data.encoding import generation_ends, load_tokenizer
@@ -99,9 +99,7 @@ def export_run(
     distributed.init_distributed()
 
     def read() -> tuple[RecordedRun, int]:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            problem = f"{target} exists and is not an empty directory"
-            raise UserError(problem, fix="set another --out")
+        refuse_taken(target)
         if path.is_file():
             run = read_file(path, overrides)
             _assert_has_step(run, step)
@@ -135,7 +133,7 @@ def export_run(
             logger.warning("%s", WORSE)
     engine.write_model(
         target,
-        texts=own_texts(run.config),
+        texts=own_texts(run.config.reading),
         card=partial(
             model_card,
             run,
@@ -150,17 +148,24 @@ def export_run(
     return number
 
 
-def own_texts(config: RunConfig) -> dict[str, str]:
+def refuse_taken(target: Path) -> None:
+    """Refuse to write to what exists, unless it is an empty directory."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        problem = f"{target} exists and is not an empty directory"
+        raise UserError(problem, fix="set another --out")
+
+
+def own_texts(reading: ReadingConfig) -> dict[str, str]:
     """Return the files of an export of a chat that are not those of its base model, by name.
 
     The chat template has the run's values as defaults. The token that ends a turn, which a base
     model may not know as an end, ends answers of `generate`.
     """
     texts: dict[str, str] = {}
-    if not config.data.in_chat:
+    if not reading.data.in_chat:
         return texts
-    directory = resolve_model(config.model.path)
-    options = config.data.chat_template_kwargs
+    directory = resolve_model(reading.model)
+    options = reading.data.chat_template_kwargs
     tokenizer = load_tokenizer(str(directory), None, options)
     defaults = ""
     for name, value in sorted(options.items()):

@@ -8,13 +8,14 @@ string of a run acts as Markdown, HTML or YAML in a card. model_card.jinja is it
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from lezo_ds.checkpoints.checkpoint import resolve_model
+from lezo_ds.checkpoints.sharded_model import BaseModel
 from lezo_ds.config import RunConfig, config_to_dict, flatten, load_yaml
 from lezo_ds.config.paths import DATA_KEYS, public_name, split_revision
 from lezo_ds.data.chat import end_of_turn, lead_of_answers
@@ -92,6 +93,49 @@ def model_card(
         ends=sorted(ends),
         options="".join(f"{name}={value!r}, " for name, value in options.items()),
     )
+
+
+def head_card(
+    base: BaseModel,
+    source: Mapping[str, object],
+    metric: str,
+    scores: Mapping[str, Any],
+    weights_sha256: str,
+) -> str:
+    """Return the README.md of a model whose output head was fitted to labels.
+
+    Args:
+        base: the model on disk.
+        source: what was opened, such as a run and a step.
+        metric: of the task.
+        scores: by split, what `runs.fit_head` has changed.
+        weights_sha256: as of `model_card`.
+    """
+    name, _ = split_revision(base.name)
+    header = ModelCardData(
+        library_name=_LIBRARIES["none"],
+        tags=["lezo_ds"],
+        base_model=_hub_name(name),
+        **_license(base.directory),
+    )
+    step = f" after {source['step']} steps of training" if "step" in source else ""
+    lines = [
+        f"---\n{header.to_yaml()}\n---",
+        f"# {plain(public_name(name))}, its output head fitted to labels",
+        f"These are the weights{step}. `lezo-ds fit-head` changed the rows of the output head that "
+        "belong to the tokens of the labels.",
+        f"| split | examples | {plain(metric)} before | after | loss before | after |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        + "\n".join(
+            f"| {split} | {of_split.num_examples} | {of_split.before:.4f} | {of_split.after:.4f} | "
+            f"{of_split.loss_before:.4f} | {of_split.loss_after:.4f} |"
+            for split, of_split in scores.items()
+        ),
+        "To label the records of a file: `lezo-ds predict --model DIR new.csv --out answers.csv`",
+        "To check the weights: `sha256sum *.safetensors | sha256sum` prints\n\n"
+        f"    {weights_sha256}",
+    ]
+    return "\n\n".join(lines) + "\n"
 
 
 def _header(

@@ -84,7 +84,7 @@ def test_generate_of_an_exported_chat_differs_in_the_end_of_a_turn_alone(setting
         (model / "generation_config.json").write_text(json.dumps(settings))
     values = own_values(model, train=str(tmp_path / "chats.jsonl"), messages="turns")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
-    texts = own_texts(load_config(tmp_path / "recipe.yaml", [f"run_dir={tmp_path}"]))
+    texts = own_texts(load_config(tmp_path / "recipe.yaml", [f"run_dir={tmp_path}"]).reading)
     before = AutoModelForCausalLM.from_pretrained(model).generation_config.to_diff_dict()
     for name, text in texts.items():
         (model / name).write_text(text)

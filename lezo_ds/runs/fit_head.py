@@ -1,0 +1,239 @@
+"""Fit the output head to the labels of a task, and nothing else: linear probing.
+
+At the last token of a prompt, the head reads a vector h, and the logit of label k is w_k . h, where
+w_k is the head's row for the token of the label. With all other weights fixed, these rows are those
+of a logistic regression. Each example is read once, and L-BFGS does the rest:
+
+    minimize over D    sum over examples of cross_entropy(logits + D h) + decay * |D|^2
+
+with each element of h divided by its root mean square over the examples. The decay is the one with
+the lowest loss of the validation examples. What is written is the whole model, in which D is added
+to the rows of the labels. A head that was tied to the embedding is tied no more.
+
+Sources: MeZO (Malladi et al. 2023, Table 1) compares with linear probing. Kumar et al. 2022 (arXiv
+2202.10054) combine it with fine-tuning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lezo_ds import distributed
+from lezo_ds.config import check_reading
+from lezo_ds.data.batches import shared_candidates
+from lezo_ds.data.metrics import load_score
+from lezo_ds.data.reader import EncodedSplit
+from lezo_ds.data.scorer import Scorer
+from lezo_ds.data.task_data import load_examples
+from lezo_ds.engine import ModelEngine
+from lezo_ds.errors import UserError
+from lezo_ds.runs.export import own_texts, refuse_taken
+from lezo_ds.runs.model_card import head_card
+from lezo_ds.runs.opening import Opened, recipe_of
+from lezo_ds.tasks.metrics import Score
+
+DECAYS = (1e4, 3e3, 1e3, 3e2, 1e2, 3e1, 1e1, 3.0, 1.0)
+"""Strongest first: each fit starts from the one before."""
+_MOST_ITERATIONS = 200  # of L-BFGS, for each decay
+_UNLIKE = 0.05
+"""The share of the logits' deviation from their means that rounding or a soft cap may explain."""
+
+logger = logging.getLogger(__name__)
+
+
+class SplitScores(NamedTuple):
+    """What a fit of the head has changed on a split.
+
+    Attributes:
+        num_examples: of the split.
+        before, after: the metric of the task.
+        loss_before, loss_after: mean cross-entropy over labels.
+    """
+
+    num_examples: int
+    before: float
+    after: float
+    loss_before: float
+    loss_after: float
+
+
+class _Split(NamedTuple):
+    """A split, as the head reads it.
+
+    Attributes:
+        split: the examples.
+        hidden: what the head reads before each answer, in units of logits (`_scale_of`): float64
+            [examples, width].
+        logits: of each label, float64 [examples, labels].
+        golds: the right labels, int64 [examples].
+    """
+
+    split: EncodedSplit
+    hidden: Tensor
+    logits: Tensor
+    golds: Tensor
+
+    def loss(self, added: Tensor) -> Tensor:
+        """Return the mean cross-entropy with `added` [labels, width] in the rows of the labels."""
+        return F.cross_entropy(self.logits + self.hidden @ added.t(), self.golds)
+
+    def scores(self, score: Score, added: Tensor) -> SplitScores:
+        """Return the scores without and with `added` [labels, width] in the rows of the labels."""
+        after = self.logits + self.hidden @ added.t()
+        examples = self.split.examples
+        return SplitScores(
+            len(examples),
+            score(self.logits.argmax(dim=1).tolist(), examples),
+            score(after.argmax(dim=1).tolist(), examples),
+            float(F.cross_entropy(self.logits, self.golds)),
+            float(F.cross_entropy(after, self.golds)),
+        )
+
+
+def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScores]]:
+    """Fit the head of a model to the training examples of its task. A collective.
+
+    Args:
+        opened: the model, and how it reads records.
+        target: the directory to write, which is missing or empty.
+
+    Returns:
+        The metric, and what changed on the splits "validation" and "test".
+
+    Raises:
+        UserError: the task has no labels of one token each, the weights have an adapter, the model
+            changes what its head returns, or `target` is not empty.
+        LezoError: the directory cannot be written.
+    """
+    distributed.on_rank_zero(partial(refuse_taken, target))
+    opened.refuse_code("data.task", "data.metric")
+    reading = opened.reading
+    check_reading(reading)
+    reader, splits = load_examples(reading)
+    task = reader.task
+    if not task.has_classes:
+        raise UserError(
+            f"fit-head needs labels, and task {task.name} is of kind {task.kind}",
+            fix="use lezo-ds train",
+        )
+    encoded = {
+        "training": reader.encode(splits.train, is_training=True),
+        "validation": reader.encode(splits.dev),
+        "test": reader.encode(splits.test),
+    }
+    tokens = shared_candidates([each for split in encoded.values() for each in split.encoded])
+    if tokens is None:
+        raise UserError(
+            "fit-head needs labels that the model reads as one token each",
+            fix="map each label to a short word of its own in data.labels, or use lezo-ds train",
+        )
+    engine = opened.load_engine()
+    if engine.sharded.adapter is not None:
+        raise UserError(
+            "fit-head needs weights without an adapter",
+            fix="write them by lezo-ds export --merge, and open them with --model",
+        )
+    head, rows = _head_of(engine, tokens)
+    read = {
+        name: _read(Scorer(engine, reader, split, reading.batch_size), tokens, rows.shape[1])
+        for name, split in encoded.items()
+    }
+    scale = _scale_of(read["training"], rows, type(engine.module).__name__)
+    read = {name: each._replace(hidden=scale * each.hidden) for name, each in read.items()}
+    added = distributed.on_rank_zero(lambda: _fit(read["training"], read["validation"]))
+    fitted = (rows.double() + added).to(rows.dtype)
+    score = load_score(task)
+    assert score is not None, "a task with labels has a metric"
+    stored = fitted.double() - rows.double()  # what rounding to the model's dtype leaves
+    scores = {name: read[name].scores(score, stored) for name in ("validation", "test")}
+    engine.write_model(
+        target,
+        card=partial(head_card, engine.base, opened.source, task.metric, scores),
+        texts=own_texts(reading),
+        changes={head: _row_setter(tokens, fitted)},
+        recipe=recipe_of(reading),
+    )
+    return task.metric, scores
+
+
+def _head_of(engine: ModelEngine, tokens: Sequence[int]) -> tuple[str, Tensor]:
+    """Return the name of the head's weight, and its rows [labels, width]. A collective."""
+    model: Any = engine.module
+    head = model.get_output_embeddings()
+    (module,) = [name for name, each in model.named_modules() if each is head]
+    name = f"{module}.weight"
+    weights = engine.weights
+    (shard,) = [shard for shard in weights.shards if name in weights.aliases[shard.name]]
+    return name, shard.gather()[list(tokens)].cpu()
+
+
+def _row_setter(tokens: Sequence[int], fitted: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what sets the rows of the labels in a copy of the head."""
+
+    def set_rows(weight: Tensor) -> Tensor:
+        changed = weight.clone()
+        changed[list(tokens)] = fitted.to(weight.device)
+        return changed
+
+    return set_rows
+
+
+def _read(scorer: Scorer, tokens: Sequence[int], width: int) -> _Split:
+    hidden, logits = scorer.head_states(tokens, width)
+    golds = [example.gold for example in scorer.split.encoded]
+    return _Split(scorer.split, hidden, logits, torch.tensor(golds))
+
+
+def _scale_of(read: _Split, rows: Tensor, model: str) -> float:
+    """Return what a model multiplies the output of its head by: 1 in most models.
+
+    A bias of the head adds a constant to the logits of a label, so deviations are compared.
+    """
+    product = read.hidden @ rows.double().t()
+    own = product - product.mean(dim=0)
+    found = read.logits - read.logits.mean(dim=0)
+    scale = float((own * found).sum() / own.square().sum().clamp_min(1e-30))
+    if (found - scale * own).norm() > _UNLIKE * found.norm():
+        raise UserError(
+            f"the logits of {model} are not the output of its head times a number, so no fit of "
+            "the head is the best one",
+            fix="use lezo-ds train",
+        )
+    return scale
+
+
+def _fit(train: _Split, dev: _Split) -> Tensor:
+    """Return D, float64 [labels, width], with the decay of the lowest validation loss."""
+    size = train.hidden.square().mean(dim=0).sqrt().clamp_min(1e-12)
+    normal = train._replace(hidden=train.hidden / size)
+    added = torch.zeros(train.logits.shape[1], len(size), dtype=torch.float64, requires_grad=True)
+    best = torch.zeros_like(added)
+    best_loss = float(dev.loss(best))
+    for decay in DECAYS:
+        optimizer = torch.optim.LBFGS(
+            [added], max_iter=_MOST_ITERATIONS, line_search_fn="strong_wolfe"
+        )
+
+        def objective(decay: float = decay, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            penalty = decay / len(normal.hidden) * added.square().sum()
+            loss = normal.loss(added) + penalty
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        with torch.enable_grad():
+            optimizer.step(objective)  # type: ignore[no-untyped-call]
+        found = added.detach() / size
+        loss = float(dev.loss(found))
+        logger.info("decay %g: validation loss %.4f", decay, loss)
+        if loss < best_loss:
+            best, best_loss = found, loss
+    return best.detach()

@@ -1,0 +1,206 @@
+"""The fitted head: by transformers, one sentence at a time, of a run, and on every layout."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from assets import write_recipe
+from commands import assert_one_error, run_forked, run_forked_well
+from own_data import own_values, write_chat_model, write_tickets
+from run_ends import results_of
+from safetensors.torch import load_file
+from tiny_models import FAMILIES
+from tiny_runs import write_model
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig
+
+from lezo_ds.checkpoints.snapshots import read_manifest
+from lezo_ds.config import dump_yaml, load_config
+from lezo_ds.data.task_data import load_task_data
+from lezo_ds.runs.fit_head import DECAYS
+
+pytestmark = pytest.mark.distributed
+
+OWN = ("data.task=custom", "data.prompt={sentence} It", "data.label_field=label")
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 1}
+MODELS = {name: config for name, (config, _) in FAMILIES.items()}
+MODELS["granite"] = GraniteConfig(**SIZES, logits_scaling=4.0, tie_word_embeddings=True)
+
+
+def fit(recipe, out, *arguments, runner=run_forked_well, **options):
+    command = ["--model", recipe.parent / "model", "--config", recipe, "--out", out]
+    return runner([*command, f"run_dir={out}.run", *arguments], program="fit-head", **options)
+
+
+def write_family(directory, family, **changes):
+    """Write a recipe whose model is of a family."""
+    recipe = write_recipe(directory)
+    config = copy.deepcopy(MODELS[family])
+    config.vocab_size = len(AutoTokenizer.from_pretrained(directory / "model"))
+    for name, value in changes.items():
+        setattr(config, name, value)
+    write_model(config, directory / "model")
+    return recipe
+
+
+def splits_of(recipe):
+    data = load_task_data(load_config(recipe, ["run_dir=unused"]))
+    return [split.examples for split in (data.train, data.dev, data.test)]
+
+
+def golds_of(examples):
+    return torch.tensor([example.label for example in examples])
+
+
+class Alone:
+    """A model of transformers, which reads one sentence at a time."""
+
+    def __init__(self, directory):
+        self.model = AutoModelForCausalLM.from_pretrained(directory).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.head = self.model.get_output_embeddings()
+        self.labels = self.tokenizer.convert_tokens_to_ids(["terrible", "great"])
+
+    def read(self, examples):
+        """Return what the head reads, and the logits of the labels."""
+        hidden, logits = [], []
+        hook = self.head.register_forward_pre_hook(
+            lambda _, inputs: hidden.append(inputs[0][0, -1])
+        )
+        for example in examples:
+            ids = self.tokenizer(example.prompt, return_tensors="pt").input_ids
+            logits.append(self.model(input_ids=ids).logits[0, -1, self.labels])
+        hook.remove()
+        return torch.stack(hidden).double(), torch.stack(logits).double()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["opt", "opt_projected", "phi", "gemma2", "granite"])
+def test_a_fitted_head_minimizes_the_loss_of_what_transformers_reads(family, tmp_path):
+    recipe = write_family(tmp_path, family)
+    printed = fit(recipe, tmp_path / "fitted").out
+    base, fitted = (Alone(tmp_path / name) for name in ("model", "fitted"))
+    train, *held_out = splits_of(recipe)
+    hidden, before = base.read(train)
+    same_hidden, after = fitted.read(train)
+    torch.testing.assert_close(same_hidden, hidden)
+
+    # Only the rows of the labels are others, and the embedding is the same.
+    embeddings = [each.model.get_input_embeddings().weight for each in (base, fitted)]
+    assert torch.equal(*embeddings)
+    added = (fitted.head.weight - base.head.weight).double()
+    assert added.any(dim=1).nonzero().flatten().tolist() == sorted(base.labels)
+    rows = added[base.labels]
+
+    # The loss has one minimum, where its gradient is 0 for one of the decays.
+    near = 5e-2 if family == "gemma2" else 1e-3  # which caps its logits softly
+    scale = {"granite": 0.25}.get(family, 1.0)
+    torch.testing.assert_close(after - before, scale * hidden @ rows.t(), rtol=near, atol=near)
+    size = (scale * hidden).square().mean(dim=0).sqrt()
+    errors = after.softmax(dim=1) - F.one_hot(golds_of(train), 2)
+    slope = errors.t() @ (scale * hidden / size)
+    left = [(slope + 2 * decay * rows * size).norm() for decay in DECAYS]
+    assert min(left) < (1e-2 + near) * slope.norm()
+
+    # It prints what both models make of the other splits.
+    for name, examples in zip(("validation", "test"), held_out, strict=True):
+        found = re.search(rf"{name} examples: (\S+) -> (\S+), loss (\S+) -> (\S+)", printed)
+        golds = golds_of(examples)
+        logits = [each.read(examples)[1] for each in (base, fitted)]
+        expected = [float((x.argmax(dim=1) == golds).double().mean()) for x in logits]
+        expected += [float(F.cross_entropy(x, golds)) for x in logits]
+        assert list(map(float, found.groups())) == pytest.approx(expected, abs=near)
+        assert name == "test" or expected[3] < expected[2]
+
+
+def test_the_head_of_a_run_is_fitted_at_its_weights_and_training_goes_on_from_it(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    run_forked_well(
+        ["--config", recipe, f"run_dir={run_dir}", "zo.learning_rate=1e-2", "model.dtype=bf16"]
+    )
+    given = ["--run", run_dir, "--step", "last"]
+    run_forked_well([*given, "--out", tmp_path / "exported"], program="export")
+    finished = run_forked_well([*given, "--out", tmp_path / "fitted"], program="fit-head")
+    exported, fitted = (
+        {
+            name: tensor
+            for file in (tmp_path / directory).glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        for directory in ("exported", "fitted")
+    )
+    assert fitted.keys() == {*exported, "lm_head.weight"}
+    assert all(torch.equal(fitted[name], tensor) for name, tensor in exported.items())
+    assert "after 8 steps of training" in (tmp_path / "fitted" / "README.md").read_text()
+    assert "digest" not in read_manifest(tmp_path / "fitted")
+
+    (accuracy,) = re.findall(r"13 test examples: \S+ -> (\S+),", finished.out)
+    changes = [f"model.path={tmp_path / 'fitted'}", f"run_dir={tmp_path / 'next'}", "train.steps=2"]
+    run_forked_well(["--config", recipe, *changes, "model.dtype=bf16"], num_ranks=2)
+    assert results_of(tmp_path / "next")["zero_shot"] == pytest.approx(float(accuracy), abs=1e-3)
+
+
+def test_all_layouts_fit_the_same_head(recipe, tmp_path):
+    fit(recipe, tmp_path / "one")
+    fit(recipe, tmp_path / "two", num_ranks=2)
+    fit(recipe, tmp_path / "whole", "partition_size=1", num_ranks=2)
+    fit(recipe, tmp_path / "split", "tensor_parallel=2", num_ranks=2)
+    one, two, whole, split = (
+        load_file(tmp_path / name / "model-00001.safetensors")["lm_head.weight"]
+        for name in ("one", "two", "whole", "split")
+    )
+    assert torch.equal(two, one)
+    assert torch.equal(whole, one)
+    torch.testing.assert_close(split, one, rtol=1e-2, atol=1e-3)
+
+
+def test_labels_of_a_chat_are_predicted_by_the_fitted_model(tmp_path):
+    model = write_chat_model(tmp_path / "base")
+    tickets = write_tickets(tmp_path / "tickets.csv", 80)
+    data = {"train": str(tickets), "label_field": "topic", "num_test": 20}
+    data |= {"prompt": "{text}\nThis is about", "chat_template": True}
+    data |= {"labels": {"billing": "a", "bug": "b", "shipping": "c"}}
+    (tmp_path / "recipe.yaml").write_text(dump_yaml(own_values(model, **data)))
+    given = ["--model", model, "--config", tmp_path / "recipe.yaml", "--out", tmp_path / "fitted"]
+    run_forked_well([*given, f"run_dir={tmp_path}"], program="fit-head")
+    new = ["--model", tmp_path / "fitted", tickets, "--out", tmp_path / "labels.csv"]
+    run_forked_well(new, program="predict")
+    assert (tmp_path / "labels.csv").read_text().count("\n") > 80
+    assert json.loads((tmp_path / "fitted" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragments"),
+    [
+        ((*OWN, "data.labels={0: the film, 1: the plot}"), ("one token each", "data.labels")),
+        ((*OWN, "data.choices=[link, other]"), ("of kind multiple_choice", "lezo-ds train")),
+    ],
+)
+def test_what_no_head_fits_is_refused(changes, fragments, recipe, tmp_path):
+    finished = fit(recipe, tmp_path / "fitted", *changes, runner=run_forked)
+    assert_one_error(finished, 2, *fragments)
+    assert not (tmp_path / "fitted").exists()
+
+
+def test_a_run_with_an_adapter_is_refused(recipe, tmp_path):
+    run_forked_well(["--config", recipe, f"run_dir={tmp_path / 'run'}", "peft.kind=lora"])
+    given = ["--run", tmp_path / "run", "--out", tmp_path / "fitted"]
+    finished = run_forked(given, program="fit-head")
+    assert_one_error(finished, 2, "without an adapter", "export --merge")
+
+
+def test_a_directory_with_files_is_refused(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    finished = fit(recipe, tmp_path, runner=run_forked)
+    assert_one_error(finished, 2, "is not an empty directory", "set another --out")
+
+
+def test_logits_that_are_no_multiple_of_the_heads_are_refused(tmp_path):
+    recipe = write_family(tmp_path, "gemma2", final_logit_softcapping=1e-3)
+    finished = fit(recipe, tmp_path / "fitted", runner=run_forked)
+    assert_one_error(finished, 2, "Gemma2ForCausalLM are not the output of its head")
