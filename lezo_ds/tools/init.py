@@ -25,6 +25,7 @@ from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import Dtype, RunConfig, config_from_dict
 from lezo_ds.config.run_config import tokens_of_turn
 from lezo_ds.config.yaml_text import inline_yaml, load_written
+from lezo_ds.data.batches import shared_candidates
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import READERS, UTF_8, kind_of
 from lezo_ds.data.task_data import TaskData, load_task_data
@@ -272,8 +273,18 @@ def main(arguments: Namespace) -> None:
     ending = f"is written. {problem}." if problem else f"is written; next: {command}"
     for line in dry_run(draft.config(), num_gpus, step_seconds=step_seconds):
         print(line, flush=True)
+    if _has_head_to_fit(draft.config(), data):
+        run_dir = shlex.quote(draft.config().run_dir)
+        words = f"{launcher} fit-head --run {run_dir} --out {run_dir}-fitted"
+        draft.heading += f"# After the run, fit the output head to the labels:\n# {words}\n"
     write_output(target, draft.heading + _recipe(draft))
     print(f"\n{target} {ending}")
+
+
+def _has_head_to_fit(config: RunConfig, data: TaskData) -> bool:
+    """Return whether `fit-head` can fit the output head of the run's model."""
+    has_tokens = data.task.has_classes and shared_candidates(data.train.encoded) is not None
+    return has_tokens and config.peft.kind == "none"
 
 
 def _method(arguments: Namespace, task: Mapping[str, Any]) -> str:

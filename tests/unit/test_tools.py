@@ -513,6 +513,8 @@ def test_init_scores_labels_by_a_token_that_means_something(tmp_path, monkeypatc
         lengths = load_task_data(config).train.encoded[0].option_lengths
         if isinstance(labels, dict):
             assert lengths == (1, 1)
+        fits_head = "fit-head --run runs/own --out runs/own-fitted" in text
+        assert fits_head == (max(lengths) == 1)
 
 
 @pytest.mark.parametrize(
