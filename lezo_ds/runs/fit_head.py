@@ -113,8 +113,8 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
             changes what its head returns, or `target` is not empty.
         LezoError: the directory cannot be written.
     """
+    opened.refuse_code("data.task", "data.metric", "train.objective")
     distributed.on_rank_zero(partial(refuse_taken, target))
-    opened.refuse_code("data.task", "data.metric")
     reading = opened.reading
     check_reading(reading)
     reader, splits = load_examples(reading)

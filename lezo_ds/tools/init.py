@@ -273,10 +273,19 @@ def main(arguments: Namespace) -> None:
     ending = f"is written. {problem}." if problem else f"is written; next: {command}"
     for line in dry_run(draft.config(), num_gpus, step_seconds=step_seconds):
         print(line, flush=True)
-    if _has_head_to_fit(draft.config(), data):
-        run_dir = shlex.quote(draft.config().run_dir)
-        words = f"{launcher} fit-head --run {run_dir} --out {run_dir}-fitted"
-        draft.heading += f"# After the run, fit the output head to the labels:\n# {words}\n"
+    config = draft.config()
+    if _has_head_to_fit(config, data):
+        fit = f"{launcher} fit-head"
+        out = shlex.quote(f"{config.run_dir}-fitted")
+        after_run = f"{fit} --run {shlex.quote(config.run_dir)} --out {out}"
+        model = shlex.quote(arguments.model)
+        at_once = f"{fit} --model {model} --config {shlex.quote(str(target))} --out {out}"
+        draft.heading += printable(
+            f"# After the run, fit the output head to the labels:\n# {after_run}\n"
+            f"# Or fit it without training, in minutes:\n# {at_once}\n"
+        )
+        if not problem:
+            ending += f"; or, in minutes and without training: {at_once}"
     write_output(target, draft.heading + _recipe(draft))
     print(f"\n{target} {ending}")
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
 from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.runs.export import read_file
-from lezo_ds.runs.opening import Opened, restore
+from lezo_ds.runs.fit_head import fit_head
+from lezo_ds.runs.opening import Opened, restore, score
 from lezo_ds.runs.records import read_run
 
 
@@ -297,12 +299,13 @@ def test_pipes_and_a_manifest_without_a_digest_in_a_run_are_passed_over(inputs):
 
 
 @pytest.mark.parametrize("key", ["data.task", "data.metric", "train.objective"])
-def test_evaluate_refuses_each_module_that_only_the_run_names(key, source):
+def test_scoring_refuses_each_module_that_only_the_run_names(key, source, tmp_path):
     values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
     config = config_from_dict(values, "run", [f"{key}=evil:X"], recorded=True)
     opened = Opened({}, config.reading, lambda: None, ["train.eval_batch_size=1"])
-    with pytest.raises(UserError, match="imported only if the command names it"):
-        opened.refuse_code(key)
+    for act in (partial(score, split="test"), partial(fit_head, target=tmp_path / "fitted")):
+        with pytest.raises(UserError, match="imported only if the command names it"):
+            act(opened)
     opened._replace(named=[f"{key}=evil:X"]).refuse_code(key)
     opened._replace(named=None).refuse_code(key)  # of a recipe
 
