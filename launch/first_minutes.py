@@ -2,6 +2,7 @@
 
     python launch/first_minutes.py blocks=15 learning_rate=6e-2
     python launch/first_minutes.py optimizer=muon learning_rate=1e-2 steps=600 data=tweets
+    python launch/first_minutes.py head=1000 steps=64 tokens=answers directions=12 blocks=15
     python launch/first_minutes.py steps=4 cosine=true
 
 It is a model of `make demo`'s step in plain PyTorch, on one device, for docs/results.md (The first
@@ -42,6 +43,7 @@ VERDICTS = (" terrible", " great")  # a token each
 MOST_TRAINING = 8000
 NUM_VALIDATION = 600
 ROWS = 64  # of an evaluation
+HEAD_DECAY = 100.0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -67,6 +69,8 @@ class Settings:
             the batch changes there, which two more passes measure (MeZO-GV, arXiv 2601.04710).
         guide: share of a direction's output side that follows the first moment (power iteration).
         decay: of the distance from the base weights.
+        head: number of training sentences to which the rows of the verdicts are fitted before the
+            first step, as `lezo-ds fit-head` does, with the decay HEAD_DECAY; 0 for none.
         average: last share of the steps whose weights are averaged.
         cosine: train nothing. Print the cosine of the gradient, and of its part that reaches the
             weights through the last token, for the batch of each step.
@@ -91,6 +95,7 @@ class Settings:
     guided: bool = False
     guide: float = 0.0
     decay: float = 0.0
+    head: int = 0
     average: float = 0.0
     cosine: bool = False
 
@@ -240,6 +245,33 @@ class Reader:
         for hook in hooks:
             hook.remove()
         return losses
+
+    def fit_head(self, sentences: Sentences, number: int) -> None:
+        """Fit the rows of the verdicts to some first sentences, by logistic regression."""
+        if number == 0:
+            return
+        labels = sentences.labels[:number]
+        states = torch.zeros(number, self.verdicts.shape[1], device=DEVICE)
+        for rows in by_length(sentences.hidden[:number]):
+            batch = batch_of(sentences, rows)
+            last = self.run_blocks(self.trained, batch.hidden)
+            last = last[torch.arange(len(rows), device=DEVICE), batch.last]
+            states[rows] = self.model.model.norm(last)
+        size = states.square().mean(dim=0).sqrt()
+        logits = states @ self.verdicts.T
+        added = torch.zeros_like(self.verdicts, requires_grad=True)
+        optimizer = torch.optim.LBFGS([added], max_iter=200, line_search_fn="strong_wolfe")
+
+        def objective() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(logits + (states / size) @ added.T, labels)
+            loss = loss + HEAD_DECAY / number * added.square().sum()
+            loss.backward()
+            return loss
+
+        with torch.enable_grad():
+            optimizer.step(objective)
+        self.verdicts = self.verdicts + added.detach() / size
 
     def scores(self, sentences: Sentences) -> tuple[float, float]:
         """Return the mean loss and the accuracy."""
@@ -432,6 +464,7 @@ def order_of(settings: Settings, number: int) -> list[int]:
 def run(settings: Settings) -> dict[str, Any]:
     reader = Reader(settings.blocks)
     train, validation, test = sentences_of(settings, reader)
+    reader.fit_head(train, settings.head)
     weights = [matrix.weight for matrix in reader.matrices]
     base = [weight.clone() for weight in weights]
     num_rows = settings.batch_size * settings.directions

@@ -93,8 +93,8 @@ def write_snapshot(
         texts: the contents of files by name, which take the place of the base model's. An adapter
             has none.
         merge: whether to write the whole model with a LoRA adapter's products added to its weights.
-        changes: of weights that are written with other values than they have. Of a tied weight, a
-            changed one is written beside the other. The manifest has no digest of the weights then.
+        changes: of weights that are written with other values than they have. No weight is tied
+            then, and the manifest has no digest of the weights.
 
     Raises:
         LezoError: the disk is full, or does not permit writing.
@@ -156,16 +156,14 @@ def write_snapshot(
 def _changed(
     tensors: Iterable[tuple[str, Tensor]], changes: WeightChanges, aliases: NameLists
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model by name, some of them changed.
+    """Yield the weights of a model, some of them changed, and each tied one under all its names.
 
-    `aliases` has all names of each weight by the first one, under which it comes.
+    `aliases` has all names of each weight by the first one, under which it comes. A change unties
+    all weights of a model, such as the bias of BERT's head.
     """
     for name, tensor in tensors:
-        if name not in changes:
-            yield name, tensor
         for alias in aliases[name]:
-            if alias in changes:
-                yield alias, changes[alias](tensor)
+            yield alias, changes[alias](tensor) if alias in changes else tensor.clone()
 
 
 def _write_tensors(
@@ -251,7 +249,9 @@ def _write_config(sharded: ShardedModel, directory: Path, written: set[str]) -> 
     # weights.
     config["dtype"] = str(sharded.weights.shards[0].dtype).removeprefix("torch.")
     if any(len(written.intersection(names)) > 1 for names in sharded.weights.aliases.values()):
-        config["tie_word_embeddings"] = False  # an adapter of the head alone was merged
+        for section in (config, config.get("text_config")):
+            if section is not None:
+                section["tie_word_embeddings"] = False  # the head alone has changed
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

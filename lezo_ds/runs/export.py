@@ -149,7 +149,9 @@ def export_run(
 
 
 def refuse_taken(target: Path) -> None:
-    """Refuse to write to what exists, unless it is an empty directory."""
+    """Refuse to write to what exists, unless it is an empty directory, which is replaced."""
+    if not target.name:
+        raise UserError("--out is the current folder", fix="name a new folder")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         problem = f"{target} exists and is not an empty directory"
         raise UserError(problem, fix="set another --out")

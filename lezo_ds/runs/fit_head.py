@@ -17,7 +17,7 @@ Sources: MeZO (Malladi et al. 2023, Table 1) compares with linear probing. Kumar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,8 +43,8 @@ from lezo_ds.tasks.metrics import Score
 DECAYS = (1e4, 3e3, 1e3, 3e2, 1e2, 3e1, 1e1, 3.0, 1.0)
 """Strongest first: each fit starts from the one before."""
 _MOST_ITERATIONS = 200  # of L-BFGS, for each decay
-_UNLIKE = 0.05
-"""The share of the logits' deviation from their means that rounding or a soft cap may explain."""
+_UNLIKE = 0.01
+"""The share of the logits' deviation from their means that may be left besides their rounding."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,30 +72,35 @@ class _Split(NamedTuple):
         split: the examples.
         hidden: what the head reads before each answer, in units of logits (`_scale_of`): float64
             [examples, width].
-        logits: of each label, float64 [examples, labels].
+        outputs: of the head for each label, float64 [examples, labels].
         golds: the right labels, int64 [examples].
+        cap: of a model whose logits are cap * tanh(output / cap), as Gemma 2's; else None.
     """
 
     split: EncodedSplit
     hidden: Tensor
-    logits: Tensor
+    outputs: Tensor
     golds: Tensor
+    cap: float | None
+
+    def logits(self, added: Tensor) -> Tensor:
+        """Return the logits with `added` [labels, width] in the rows of the labels."""
+        outputs = self.outputs + self.hidden @ added.t()
+        return outputs if self.cap is None else self.cap * torch.tanh(outputs / self.cap)
 
     def loss(self, added: Tensor) -> Tensor:
-        """Return the mean cross-entropy with `added` [labels, width] in the rows of the labels."""
-        return F.cross_entropy(self.logits + self.hidden @ added.t(), self.golds)
+        """Return the mean cross-entropy with `added` in the rows of the labels."""
+        return F.cross_entropy(self.logits(added), self.golds)
 
     def scores(self, score: Score, added: Tensor) -> SplitScores:
-        """Return the scores without and with `added` [labels, width] in the rows of the labels."""
-        after = self.logits + self.hidden @ added.t()
+        """Return the scores without and with `added` in the rows of the labels."""
+        nothing = torch.zeros_like(added)
         examples = self.split.examples
-        return SplitScores(
-            len(examples),
-            score(self.logits.argmax(dim=1).tolist(), examples),
-            score(after.argmax(dim=1).tolist(), examples),
-            float(F.cross_entropy(self.logits, self.golds)),
-            float(F.cross_entropy(after, self.golds)),
+        before, after = (
+            score(self.logits(each).argmax(dim=1).tolist(), examples) for each in (nothing, added)
         )
+        losses = float(self.loss(nothing)), float(self.loss(added))
+        return SplitScores(len(examples), before, after, *losses)
 
 
 def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScores]]:
@@ -129,21 +134,23 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
         "validation": reader.encode(splits.dev),
         "test": reader.encode(splits.test),
     }
-    tokens = shared_candidates([each for split in encoded.values() for each in split.encoded])
-    if tokens is None:
-        raise UserError(
-            "fit-head needs labels that the model reads as one token each",
-            fix="map each label to a short word of its own in data.labels, or use lezo-ds train",
-        )
+    tokens = _label_tokens(encoded["training"], encoded.values())
     engine = opened.load_engine()
     if engine.sharded.adapter is not None:
         raise UserError(
             "fit-head needs weights without an adapter",
-            fix="write them by lezo-ds export --merge, and open them with --model",
+            fix="merge LoRA by lezo-ds export --merge and open that with --model; a prefix cannot "
+            "be merged",
+        )
+    if engine.base.bits is not None:
+        raise UserError(
+            f"fit-head writes the weights as they are, and model.bits={engine.base.bits} rounds "
+            "them",
+            fix="remove model.bits",
         )
     head, rows = _head_of(engine, tokens)
     read = {
-        name: _read(Scorer(engine, reader, split, reading.batch_size), tokens, rows.shape[1])
+        name: _read(Scorer(engine, reader, split, reading.batch_size), tokens, rows)
         for name, split in encoded.items()
     }
     scale = _scale_of(read["training"], rows, type(engine.module).__name__)
@@ -162,6 +169,20 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
         recipe=recipe_of(reading),
     )
     return task.metric, scores
+
+
+def _label_tokens(train: EncodedSplit, splits: Iterable[EncodedSplit]) -> list[int]:
+    """Return the token of each label, or refuse labels that are no token each."""
+    tokens = shared_candidates([each for split in splits for each in split.encoded])
+    if tokens is None:
+        lengths = train.encoded[0].option_lengths
+        candidate = train.examples[0].candidates[lengths.index(max(lengths))]
+        raise UserError(
+            "fit-head needs labels that the model reads as one token each, and the same ones after "
+            f"all prompts; it reads {candidate!r} as {max(lengths)}",
+            fix="map each label to a word of one token in data.labels, or use lezo-ds train",
+        )
+    return tokens
 
 
 def _head_of(engine: ModelEngine, tokens: Sequence[int]) -> tuple[str, Tensor]:
@@ -186,10 +207,21 @@ def _row_setter(tokens: Sequence[int], fitted: Tensor) -> Callable[[Tensor], Ten
     return set_rows
 
 
-def _read(scorer: Scorer, tokens: Sequence[int], width: int) -> _Split:
-    hidden, logits = scorer.head_states(tokens, width)
+def _read(scorer: Scorer, tokens: Sequence[int], rows: Tensor) -> _Split:
+    """Read a split by the model as it is. A collective."""
+    model = scorer.engine.module
+    hidden, outputs = scorer.head_states(tokens, rows.shape[1])
+    if not (hidden.isfinite().all() and outputs.isfinite().all()):
+        raise UserError(
+            f"{type(model).__name__} computes values that are not finite",
+            fix="use the weights of another step, or model.dtype=fp32",
+        )
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if cap is not None:
+        most = 1 - torch.finfo(rows.dtype).eps  # of a logit that is rounded to the cap
+        outputs = cap * torch.atanh((outputs / cap).clamp(-most, most))
     golds = [example.gold for example in scorer.split.encoded]
-    return _Split(scorer.split, hidden, logits, torch.tensor(golds))
+    return _Split(scorer.split, hidden, outputs, torch.tensor(golds), cap)
 
 
 def _scale_of(read: _Split, rows: Tensor, model: str) -> float:
@@ -199,9 +231,12 @@ def _scale_of(read: _Split, rows: Tensor, model: str) -> float:
     """
     product = read.hidden @ rows.double().t()
     own = product - product.mean(dim=0)
-    found = read.logits - read.logits.mean(dim=0)
+    found = read.outputs - read.outputs.mean(dim=0)
+    rounding = 2 * torch.finfo(rows.dtype).eps * read.outputs.norm()
+    if (found - own).norm() <= rounding:  # examples may be too much alike to tell a scale
+        return 1.0
     scale = float((own * found).sum() / own.square().sum().clamp_min(1e-30))
-    if (found - scale * own).norm() > _UNLIKE * found.norm():
+    if (found - scale * own).norm() > _UNLIKE * found.norm() + rounding:
         raise UserError(
             f"the logits of {model} are not the output of its head times a number, so no fit of "
             "the head is the best one",
@@ -214,7 +249,7 @@ def _fit(train: _Split, dev: _Split) -> Tensor:
     """Return D, float64 [labels, width], with the decay of the lowest validation loss."""
     size = train.hidden.square().mean(dim=0).sqrt().clamp_min(1e-12)
     normal = train._replace(hidden=train.hidden / size)
-    added = torch.zeros(train.logits.shape[1], len(size), dtype=torch.float64, requires_grad=True)
+    added = torch.zeros(train.outputs.shape[1], len(size), dtype=torch.float64, requires_grad=True)
     best = torch.zeros_like(added)
     best_loss = float(dev.loss(best))
     for decay in DECAYS:
@@ -237,4 +272,6 @@ def _fit(train: _Split, dev: _Split) -> Tensor:
         if loss < best_loss:
             best = found
             best_loss = loss
+    if not best.any():
+        logger.warning("no fit has a lower validation loss, so the head stays as it is")
     return best.detach()
