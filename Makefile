@@ -1,4 +1,4 @@
-# make demo          a real model on real film reviews, in about 7 minutes, no GPU needed; it fetches 95 MB
+# make demo          a real model on real film reviews, in about 5 minutes, no GPU needed; it fetches 95 MB
 # make test          the tests, in about nine minutes on two cores
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
 # make test-thorough what make test leaves out: more settings, faults and ways to start, every command of the pages
