@@ -152,6 +152,9 @@ def refuse_taken(target: Path) -> None:
     """Refuse to write to what exists, unless it is an empty directory, which is replaced."""
     if not target.name:
         raise UserError("--out is the current folder", fix="name a new folder")
+    parent = next(each for each in target.absolute().parents if each.exists())
+    if not parent.is_dir():
+        raise UserError(f"--out {target} is below a file, {parent}", fix="set another --out")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         problem = f"{target} exists and is not an empty directory"
         raise UserError(problem, fix="set another --out")

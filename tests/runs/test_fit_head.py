@@ -232,6 +232,8 @@ def test_a_directory_with_files_is_refused(recipe, tmp_path):
     (tmp_path / "file").write_text("")
     finished = fit(recipe, tmp_path, runner=run_forked)
     assert_one_error(finished, 2, "is not an empty directory", "set another --out")
+    below = fit(recipe, tmp_path / "file" / "fitted", runner=run_forked)
+    assert_one_error(below, 2, "is below a file", "set another --out")
     here = fit(recipe, ".", runner=run_forked)
     assert_one_error(here, 2, "--out is the current folder", "name a new folder")
 
