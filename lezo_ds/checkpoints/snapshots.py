@@ -163,7 +163,10 @@ def _changed(
     """
     for name, tensor in tensors:
         for alias in aliases[name]:
-            yield alias, changes[alias](tensor) if alias in changes else tensor.clone()
+            if alias in changes:
+                yield alias, changes[alias](tensor)
+            else:
+                yield alias, tensor.clone()  # safetensors refuses tensors that share memory
 
 
 def _write_tensors(
