@@ -2,7 +2,8 @@
 
 Its header has what the hub reads (license, base model, data sets); its text says how the model was
 trained, its scores, and how to load, serve and share it. A journal may come from anyone, so no
-string of a run acts as Markdown, HTML or YAML in a card. model_card.jinja is its template.
+string of a run acts as Markdown, HTML or YAML in a card. Cards are filled from model_card.jinja,
+and from head_card.jinja for `fit-head`.
 """
 
 from __future__ import annotations
@@ -118,24 +119,15 @@ def head_card(
         base_model=_hub_name(name),
         **_license(base.directory),
     )
-    step = f" after {source['step']} steps of training" if "step" in source else ""
-    lines = [
-        f"---\n{header.to_yaml()}\n---",
-        f"# {plain(public_name(name))}, its output head fitted to labels",
-        f"These are the weights{step}. `lezo-ds fit-head` changed the rows of the output head that "
-        "belong to the tokens of the labels.",
-        f"| split | examples | {plain(metric)} before | after | loss before | after |\n"
-        "| --- | --- | --- | --- | --- | --- |\n"
-        + "\n".join(
-            f"| {split} | {of_split.num_examples} | {of_split.before:.4f} | {of_split.after:.4f} | "
-            f"{of_split.loss_before:.4f} | {of_split.loss_after:.4f} |"
-            for split, of_split in scores.items()
-        ),
-        "To label the records of a file: `lezo-ds predict --model DIR new.csv --out answers.csv`",
-        "To check the weights: `sha256sum *.safetensors | sha256sum` prints\n\n"
-        f"    {weights_sha256}",
-    ]
-    return "\n\n".join(lines) + "\n"
+    return filled_template(
+        Path(__file__).with_name("head_card.jinja"),
+        header=header.to_yaml(),
+        base=plain(public_name(name)),
+        step=source.get("step"),
+        metric=plain(metric),
+        scores=scores,
+        weights_sha256=weights_sha256,
+    )
 
 
 def _header(
