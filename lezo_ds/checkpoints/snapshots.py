@@ -43,7 +43,7 @@ from lezo_ds.files import (
 )
 from lezo_ds.forward.adapters import LoraAdapter, adapter_files
 from lezo_ds.sharding.files import NameLists
-from lezo_ds.sharding.weights import LOW_BITS_DIRECTORY
+from lezo_ds.sharding.weights import LOW_BITS_DIRECTORY, WeightChanges
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,6 @@ Manifest = Mapping[str, Any]
 """What `lezo_manifest.json` has, by name."""
 Card = Callable[[str], str]
 """Returns the README.md of a model, from the SHA-256 of its weight files (`_weights_sha256`)."""
-
-WeightChanges = Mapping[str, Callable[[Tensor], Tensor]]
-"""(value) -> the value to write instead, by the name of a weight."""
 
 _NAME = re.compile(r"step-(\d{8})")
 _COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}  # none of weights or code
@@ -93,14 +90,19 @@ def write_snapshot(
         texts: the contents of files by name, which take the place of the base model's. An adapter
             has none.
         merge: whether to write the whole model with a LoRA adapter's products added to its weights.
-        changes: of weights that are written with other values than they have. No weight is tied
-            then, and the manifest has no digest of the weights.
+        changes: of weights that are written with other values than they have. The manifest has no
+            digest of the weights then.
 
     Raises:
         LezoError: the disk is full, or does not permit writing.
     """
     weights = sharded.weights
     adapter = None if merge else sharded.adapter
+    shards = weights.snapshot_shards
+    if merge:
+        assert isinstance(sharded.adapter, LoraAdapter)
+        shards = weights.base_shards
+        changes = sharded.adapter.merges(weights)
     known = {name: value for name, value in facts.items() if value is not None}
     manifest = {**known, "base": sharded.base.fingerprint}
     if not changes:
@@ -110,11 +112,7 @@ def write_snapshot(
     prefix = adapter.stored_prefix if adapter else ""
     # Each parameter is gathered when the generator gets to it.
     tensors: Iterator[tuple[str, Tensor]]
-    if merge:
-        assert isinstance(sharded.adapter, LoraAdapter)
-        tensors = sharded.adapter.merged(weights)
-    else:
-        tensors = ((prefix + shard.name, shard.gather()) for shard in weights.snapshot_shards)
+    tensors = ((prefix + shard.name, shard.gather()) for shard in shards)
     if changes:
         tensors = _changed(tensors, changes, weights.aliases)
     low_tensors = (
@@ -156,15 +154,21 @@ def write_snapshot(
 def _changed(
     tensors: Iterable[tuple[str, Tensor]], changes: WeightChanges, aliases: NameLists
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model, some of them changed, and each tied one under all its names.
+    """Yield the weights of a model, some of them changed.
 
-    `aliases` has all names of each weight by the first one, under which it comes. A change unties
-    all weights of a model, such as the bias of BERT's head.
+    `aliases` has all names of each weight by the first one, under which it comes. If a tied weight
+    changes under one of its names, no weight of the model can be tied (`_write_config`), and each
+    is written under all its names: BERT's head has a tied bias, too.
     """
+    unties = any(
+        alias in changes for names in aliases.values() if len(names) > 1 for alias in names
+    )
     for name, tensor in tensors:
-        for alias in aliases[name]:
+        for alias in aliases[name] if unties else (name,):
             if alias in changes:
                 yield alias, changes[alias](tensor)
+            elif alias == name:
+                yield alias, tensor
             else:
                 yield alias, tensor.clone()  # safetensors refuses tensors that share memory
 

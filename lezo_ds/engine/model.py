@@ -13,13 +13,7 @@ from torch import Tensor
 from lezo_ds import agreement, distributed
 from lezo_ds.agreement import Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.checkpoints.snapshots import (
-    Card,
-    WeightChanges,
-    load_snapshot,
-    snapshot_path,
-    write_snapshot,
-)
+from lezo_ds.checkpoints.snapshots import Card, load_snapshot, snapshot_path, write_snapshot
 from lezo_ds.config import (
     ZEROTH_ORDER,
     PeftConfig,
@@ -38,6 +32,7 @@ from lezo_ds.forward.probes import Perturbation, TrainedParameter
 from lezo_ds.journal import Journal
 from lezo_ds.noise import kernels_of
 from lezo_ds.sharding import zero3
+from lezo_ds.sharding.weights import WeightChanges
 from lezo_ds.zo.passes import Pass
 
 LAST_RESULT = "result of the step before"

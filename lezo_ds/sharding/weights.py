@@ -26,6 +26,9 @@ from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
 LOW_BITS_DIRECTORY = "low_bits"
 """The folder of low bits in a directory of weights."""
 
+WeightChanges = Mapping[str, Callable[[Tensor], Tensor]]
+"""(value) -> the value to write instead, by the name of a weight."""
+
 _NUM_ELEMENTS = 64
 """Most elements of a sample of `Witness`."""
 

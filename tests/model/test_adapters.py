@@ -31,6 +31,7 @@ from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tiny_runs import SEED, full_weights, write_model
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     DeepseekV3Config,
     DynamicCache,
     Llama4TextConfig,
@@ -275,12 +276,32 @@ def _merge(directory, peft, root):
     return engine.forward(whole_batch())
 
 
+# The head of BERT has a tied bias, too.
+BERT = BertConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=1,
+    is_decoder=True,
+)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("family", "targets"), [("gpt2", "lm_head,c_attn"), ("qwen2", "lm_head"), ("opt", "q_proj")]
+    ("config", "targets"),
+    [
+        (FAMILIES["gpt2"][0], "lm_head,c_attn"),
+        (FAMILIES["qwen2"][0], "lm_head"),
+        (FAMILIES["opt"][0], "q_proj"),
+        (BERT, "cls.predictions.decoder,query"),
+        (BERT, "query"),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
 )
-def test_a_merged_adapter_of_a_tied_head_is_that_of_the_head_alone(family, targets, tmp_path):
-    directory = write_families([family], tmp_path)[family]
+def test_a_merged_adapter_of_a_tied_head_is_that_of_the_head_alone(config, targets, tmp_path):
+    directory = write_model(config, tmp_path / "base")
     peft = PeftConfig(kind="lora", lora_rank=2, lora_targets=targets)
     (logits,) = run_ranks(_merge, 1, directory, peft, tmp_path)
     adapted = PeftModel.from_pretrained(load(directory), tmp_path / "adapter").eval()
@@ -289,9 +310,10 @@ def test_a_merged_adapter_of_a_tied_head_is_that_of_the_head_alone(family, targe
     )
     assert not any(report.values())
     embedding = load(directory).get_input_embeddings().weight
+    adapts_head = "lm_head" in targets or "decoder" in targets
     assert torch.equal(merged.get_input_embeddings().weight, embedding)
     is_tied = merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
-    assert is_tied is merged.config.tie_word_embeddings is ("lm_head" not in targets)
+    assert is_tied is merged.config.tie_word_embeddings is (not adapts_head)
     with torch.no_grad():
         for model in (adapted, merged.eval()):
             torch.testing.assert_close(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout, modules_of_text
 from lezo_ds.noise.philox import NORMAL_STREAM, words_at
 from lezo_ds.sharding.tensor_parallel import split_pair
-from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.sharding.weights import ShardedWeights, WeightChanges
 from lezo_ds.zo.keys import adapter_key
 
 ALL_LINEAR = "all-linear"
@@ -141,31 +142,30 @@ class LoraAdapter:
             bound = shard.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
             weights.fill(shard, values * bound)
 
-    def merged(self, weights: ShardedWeights) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value [*shape] of each weight of the model with the adapter added to it.
+    def merges(self, weights: ShardedWeights) -> WeightChanges:
+        """Return what adds the adapter to each weight that it adapts, by the name of the weight.
 
-        That is W + (alpha / r) B A, computed in float32 and rounded once to the dtype of W. A tied
-        weight whose module is adapted under one of its names gets a value for each name. Values are
-        gathered when they are asked for: all ranks must take all of them.
+        That is W + (alpha / r) B A, computed in float32 and rounded once to the dtype of W. Only
+        the names of a tied weight whose modules are adapted are among these. Each call gathers the
+        factors A and B: all ranks must make all calls, in one order.
         """
         factors = {shard.name: shard for shard in weights.adapter_shards}
-        num_merged = 0
-        for shard in weights.base_shards:
-            names = weights.aliases[shard.name]
-            if all(_factor_names(name)[0] not in factors for name in names):
-                yield shard.name, shard.gather()
-                continue
-            for name in names:
-                value = shard.gather()
-                first, second = _factor_names(name)
-                if first in factors:
-                    num_merged += 2
-                    product = self._product(factors[first].gather(), factors[second].gather())
-                    if name.removesuffix(".weight") in self._transposed:
-                        product = product.t()
-                    value = (value.float() + product).to(value.dtype)
-                yield name, value
-        assert num_merged == len(factors), "each factor belongs to one weight"
+        names = [
+            name
+            for shard in weights.base_shards
+            for name in weights.aliases[shard.name]
+            if _factor_names(name)[0] in factors
+        ]
+        assert 2 * len(names) == len(factors), "each factor belongs to one weight"
+
+        def merge(name: str, value: Tensor) -> Tensor:
+            first, second = (factors[each].gather() for each in _factor_names(name))
+            product = self._product(first, second)
+            if name.removesuffix(".weight") in self._transposed:
+                product = product.t()
+            return (value.float() + product).to(value.dtype)
+
+        return {name: partial(merge, name) for name in names}
 
     def _product(self, first: Tensor, second: Tensor) -> Tensor:
         """Return (alpha / r) B A, float32 [outputs, inputs], of A [r, inputs], B [outputs, r]."""
