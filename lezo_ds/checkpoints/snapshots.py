@@ -90,8 +90,8 @@ def write_snapshot(
         texts: the contents of files by name, which take the place of the base model's. An adapter
             has none.
         merge: whether to write the whole model with a LoRA adapter's products added to its weights.
-        changes: of weights that are written with other values than they have. The manifest has no
-            digest of the weights then.
+        changes: of weights that are written with other values than they have, after a merge. The
+            manifest has no digest of the weights then.
 
     Raises:
         LezoError: the disk is full, or does not permit writing.
@@ -99,13 +99,14 @@ def write_snapshot(
     weights = sharded.weights
     adapter = None if merge else sharded.adapter
     shards = weights.snapshot_shards
+    all_changes = [changes] if changes else []
     if merge:
         assert isinstance(sharded.adapter, LoraAdapter)
         shards = weights.base_shards
-        changes = sharded.adapter.merges(weights)
+        all_changes.insert(0, sharded.adapter.merges(weights))
     known = {name: value for name, value in facts.items() if value is not None}
     manifest = {**known, "base": sharded.base.fingerprint}
-    if not changes:
+    if not all_changes:
         manifest["digest"] = weights.digest()
     if sharded.base.bits and not merge:
         manifest["bits"] = sharded.base.bits  # with which the base has this fingerprint
@@ -113,8 +114,8 @@ def write_snapshot(
     # Each parameter is gathered when the generator gets to it.
     tensors: Iterator[tuple[str, Tensor]]
     tensors = ((prefix + shard.name, shard.gather()) for shard in shards)
-    if changes:
-        tensors = _changed(tensors, changes, weights.aliases)
+    if all_changes:
+        tensors = _changed(tensors, all_changes, weights.aliases)
     low_tensors = (
         (shard.name, shard.gather_like(weights.low_bits[shard.name]))
         for shard in weights.snapshot_shards
@@ -152,25 +153,25 @@ def write_snapshot(
 
 
 def _changed(
-    tensors: Iterable[tuple[str, Tensor]], changes: WeightChanges, aliases: NameLists
+    tensors: Iterable[tuple[str, Tensor]], all_changes: Sequence[WeightChanges], aliases: NameLists
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model, some of them changed.
+    """Yield the weights of a model after some changes.
 
     `aliases` has all names of each weight by the first one, under which it comes. If a tied weight
     changes under one of its names, no weight of the model can be tied (`_write_config`), and each
     is written under all its names: BERT's head has a tied bias, too.
     """
-    unties = any(
-        alias in changes for names in aliases.values() if len(names) > 1 for alias in names
-    )
+    changed = set().union(*all_changes)
+    is_untied = any(len(names) > 1 and changed.intersection(names) for names in aliases.values())
     for name, tensor in tensors:
-        for alias in aliases[name] if unties else (name,):
-            if alias in changes:
-                yield alias, changes[alias](tensor)
-            elif alias == name:
-                yield alias, tensor
-            else:
-                yield alias, tensor.clone()  # safetensors refuses tensors that share memory
+        for alias in aliases[name] if is_untied else (name,):
+            value = tensor
+            for changes in all_changes:
+                if alias in changes:
+                    value = changes[alias](value)
+            if value is tensor and alias != name:
+                value = tensor.clone()  # safetensors refuses tensors that share memory
+            yield alias, value
 
 
 def _write_tensors(

@@ -8,7 +8,8 @@ of a logistic regression. Each example is read once, and L-BFGS does the rest:
 
 with each element of h divided by its root mean square over the examples. The decay is the one with
 the lowest loss of the validation examples. What is written is the whole model, in which D is added
-to the rows of the labels. A head that was tied to the embedding is tied no more.
+to the rows of the labels. A head that was tied to the embedding is tied no more. A LoRA adapter is
+merged, as `lezo-ds export --merge` does it.
 
 Sources: MeZO (Malladi et al. 2023, Table 1) compares with linear probing. Kumar et al. 2022 (arXiv
 2202.10054) combine it with fine-tuning.
@@ -35,6 +36,7 @@ from lezo_ds.data.scorer import Scorer
 from lezo_ds.data.task_data import load_examples
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
+from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter
 from lezo_ds.runs.export import own_texts, refuse_taken
 from lezo_ds.runs.model_card import head_card
 from lezo_ds.runs.opening import Opened, recipe_of
@@ -114,7 +116,7 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
         The metric, and what changed on the splits "validation" and "test".
 
     Raises:
-        UserError: the task has no labels of one token each, the weights have an adapter, the model
+        UserError: the task has no labels of one token each, the weights have a prefix, the model
             changes what its head returns, or `target` is not empty.
         LezoError: the directory cannot be written.
     """
@@ -136,13 +138,13 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     }
     tokens = _label_tokens(encoded["training"], encoded.values())
     engine = opened.load_engine()
-    if engine.sharded.adapter is not None:
+    adapter = engine.sharded.adapter
+    if isinstance(adapter, PrefixAdapter):
         raise UserError(
-            "fit-head needs weights without an adapter",
-            fix="merge LoRA by lezo-ds export --merge and open that with --model; a prefix cannot "
-            "be merged",
+            "fit-head writes a whole model, and a prefix is no part of its weights",
+            fix="fit the head of the base model by --model",
         )
-    if engine.base.bits is not None:
+    if adapter is None and engine.base.bits is not None:
         raise UserError(
             f"fit-head writes the weights as they are, and model.bits={engine.base.bits} rounds "
             "them",
@@ -161,11 +163,13 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     assert score is not None, "a task with labels has a metric"
     stored = fitted.double() - rows.double()  # what rounding to the model's dtype leaves
     scores = {name: read[name].scores(score, stored) for name in ("validation", "test")}
+    changes = {head: _row_setter(tokens, fitted)} if added.any() else {}
     engine.write_model(
         target,
-        card=partial(head_card, engine.base, opened.source, task.metric, scores),
+        card=partial(head_card, engine.base, opened.source, task.metric, scores, bool(changes)),
         texts=own_texts(reading),
-        changes={head: _row_setter(tokens, fitted)},
+        merge=adapter is not None,
+        changes=changes,
         recipe=recipe_of(reading),
     )
     return task.metric, scores
@@ -192,8 +196,13 @@ def _head_of(engine: ModelEngine, tokens: Sequence[int]) -> tuple[str, Tensor]:
     (module,) = [name for name, each in model.named_modules() if each is head]
     name = f"{module}.weight"
     weights = engine.weights
-    (shard,) = [shard for shard in weights.shards if name in weights.aliases[shard.name]]
-    return name, shard.gather()[list(tokens)].cpu()
+    (shard,) = [shard for shard in weights.base_shards if name in weights.aliases[shard.name]]
+    value = shard.gather()
+    if isinstance(engine.sharded.adapter, LoraAdapter):
+        merges = engine.sharded.adapter.merges(weights)
+        if name in merges:
+            value = merges[name](value)
+    return name, value[list(tokens)].cpu()
 
 
 def _row_setter(tokens: Sequence[int], fitted: Tensor) -> Callable[[Tensor], Tensor]:

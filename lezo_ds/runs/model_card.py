@@ -101,6 +101,7 @@ def head_card(
     source: Mapping[str, object],
     metric: str,
     scores: Mapping[str, Any],
+    is_changed: bool,
     weights_sha256: str,
 ) -> str:
     """Return the README.md of a model whose output head was fitted to labels.
@@ -110,6 +111,7 @@ def head_card(
         source: what was opened, such as a run and a step.
         metric: of the task.
         scores: by split, what `runs.fit_head` has changed.
+        is_changed: whether any fit helped.
         weights_sha256: as of `model_card`.
     """
     name, _ = split_revision(base.name)
@@ -126,6 +128,7 @@ def head_card(
         step=source.get("step"),
         metric=plain(metric),
         scores=scores,
+        is_changed=is_changed,
         weights_sha256=weights_sha256,
     )
 

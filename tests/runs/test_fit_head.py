@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 
 import pytest
@@ -42,8 +43,8 @@ for family, kind in (("bert", BertConfig), ("xlm_roberta", XLMRobertaConfig)):
     MODELS[family] = kind(**SIZES, is_decoder=True, max_position_embeddings=64)
 
 
-def fit(recipe, out, *arguments, runner=run_forked_well, **options):
-    command = ["--model", recipe.parent / "model", "--config", recipe, "--out", out]
+def fit(recipe, out, *arguments, model=None, runner=run_forked_well, **options):
+    command = ["--model", model or recipe.parent / "model", "--config", recipe, "--out", out]
     return runner([*command, f"run_dir={out}.run", *arguments], program="fit-head", **options)
 
 
@@ -204,18 +205,47 @@ def test_what_no_head_fits_is_refused(changes, fragments, recipe, tmp_path):
     assert not (tmp_path / "fitted").exists()
 
 
-def test_a_fit_that_helps_no_validation_example_leaves_the_head_and_says_so(recipe, tmp_path):
-    finished = fit(recipe, tmp_path / "fitted", "data.num_train=1", "data.num_dev=1")
-    base, fitted = (Alone(d) for d in (recipe.parent / "model", tmp_path / "fitted"))
-    changed = not torch.equal(base.head.weight, fitted.head.weight)
-    assert changed == ("the head stays as it is" not in finished.err)
+def test_where_no_fit_helps_the_head_stays_as_it_is(recipe, tmp_path):
+    """The validation example has the other label, so each fit has a higher loss on it."""
+    records = [json.dumps({"sentence": "a film", "label": label}) for label in (0, 1)]
+    file = tmp_path / "both.jsonl"
+    file.write_text("\n".join(records))
+    data = ["data.path=null", f"data.train={file}", f"data.test={file}", "data.num_dev=1"]
+    labels = "data.labels={0: terrible, 1: great}"
+    finished = fit(recipe, tmp_path / "fitted", *OWN, labels, *data, "data.num_train=1")
+    assert "the head stays as it is" in finished.err
+    assert "left the output head as it was" in (tmp_path / "fitted" / "README.md").read_text()
+    base, fitted = (
+        Alone(d).model.state_dict() for d in (recipe.parent / "model", tmp_path / "fitted")
+    )
+    assert base.keys() == fitted.keys()
+    assert all(torch.equal(fitted[name], tensor) for name, tensor in base.items())
 
 
-def test_a_run_with_an_adapter_is_refused(recipe, tmp_path):
-    run_forked_well(["--config", recipe, f"run_dir={tmp_path / 'run'}", "peft.kind=lora"])
+@pytest.mark.parametrize("targets", ["q_proj", "q_proj,lm_head"])
+def test_a_lora_run_is_fitted_like_its_merged_model(targets, recipe, tmp_path):
+    changes = ["peft.kind=lora", f"peft.lora_targets={targets}", "zo.learning_rate=1"]
+    run_forked_well(["--config", recipe, f"run_dir={tmp_path / 'run'}", *changes])
+    run = ["--run", tmp_path / "run", "--step", "last"]
+    run_forked_well([*run, "--out", tmp_path / "merged", "--merge"], program="export")
+    fit(recipe, tmp_path / "of-merged", model=tmp_path / "merged")
+    run_forked_well([*run, "--out", tmp_path / "of-run"], program="fit-head", num_ranks=2)
+    expected, found = (
+        Alone(tmp_path / name).model.state_dict() for name in ("of-merged", "of-run")
+    )
+    base = Alone(recipe.parent / "model").model.state_dict()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
+    changed = {name for name in base if not torch.equal(found[name], base[name])}
+    assert changed == {name for name in base if "q_proj.weight" in name} | {"lm_head.weight"}
+
+
+def test_a_run_with_a_prefix_is_refused(recipe, tmp_path):
+    run_forked_well(["--config", recipe, f"run_dir={tmp_path / 'run'}", "peft.kind=prefix"])
     given = ["--run", tmp_path / "run", "--out", tmp_path / "fitted"]
     finished = run_forked(given, program="fit-head")
-    assert_one_error(finished, 2, "without an adapter", "export --merge")
+    assert_one_error(finished, 2, "a prefix is no part", "by --model")
 
 
 def test_rounded_weights_and_weights_that_are_not_finite_are_refused(tmp_path):
