@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.tasks.base import EncodedExample, TokenIds
+from lezo_ds.data.tasks import EncodedExample, TokenIds
 
 Candidate = tuple[EncodedExample, int]
 """An example, and the number of one of its candidates."""
@@ -143,7 +143,7 @@ def shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
     for example in examples:
         context = example.sequences[0][:-1]
         expected = [(*context, candidate) for candidate in candidates]
-        are_tokens = set(example.option_lengths) == {1}
+        are_tokens = all(length == 1 for length in example.option_lengths)
         if not are_tokens or list(example.sequences) != expected:
             return None
     return candidates

@@ -21,7 +21,6 @@ and of the position of the token, so a drawn answer depends on nothing else in i
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,8 +39,9 @@ from transformers import (
 )
 
 from lezo_ds import distributed
-from lezo_ds.config.schema import GenerationConfig
-from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
+from lezo_ds.config import GenerationConfig
+from lezo_ds.data.chat import END_OF_THOUGHT, TurnEnd, without_thought
+from lezo_ds.data.encode import NEWLINE, PromptTokenizer
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
 from lezo_ds.forward.answer_cache import (
     answer_cache,
@@ -49,9 +49,9 @@ from lezo_ds.forward.answer_cache import (
     keeps_states_apart,
     takes_padding,
 )
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Prompts, Tensors, Thought
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Prompts, Tensors
 from lezo_ds.forward.rope import may_outgrow
-from lezo_ds.tasks.base import TokenIds
+from lezo_ds.data.tasks import TokenIds
 
 _HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _BLANK_LINES = re.compile(r"^(?:[^\S\n]*\n)+")
@@ -61,14 +61,23 @@ _SINGLE_SPACE = re.compile(r"^ (?!\s)")
 def generation_settings(
     tokenizer: PromptTokenizer,
     config: GenerationConfig,
-    end_ids: Sequence[int] = (),
-    end_texts: Sequence[str] = (),
+    end: TurnEnd,
+    *,
+    in_chat: bool,
 ) -> GenerationSettings:
-    """Return how answers are written that end at EOS or at one of the texts that a recipe names.
+    """Return how answers are written, which end at EOS, at a text of the recipe, or with a turn.
 
-    `end_ids` are further tokens, and `end_texts` further texts, that end an answer.
+    Args:
+        tokenizer: of the model.
+        config: the section generation of the recipe. Without a stop, an answer ends at the first
+            newline, or in a chat at the end of its turn.
+        end: what else ends an answer, as the end of a turn.
+        in_chat: whether answers are turns of a chat.
     """
-    stops = (NEWLINE,) if config.stop is None else (*config.stop, *end_texts)
+    stops = tuple(config.stop or ())
+    if config.stop is None and not in_chat:
+        stops = (NEWLINE,)
+    stops += end.stops
     # A stop has at most one token for each of its bytes.
     num_last = max((len(stop.encode()) for stop in stops), default=0)
 
@@ -84,7 +93,7 @@ def generation_settings(
     may_spread = any(len(stop) > 1 or not stop.isascii() for stop in stops)
     return GenerationSettings(
         max_new_tokens=config.max_new_tokens,
-        stop_ids=tuple(sorted({*tokenizer.stop_ids(stops), *end_ids})),
+        stop_ids=tuple(sorted({*tokenizer.stop_ids(stops), *end.ids})),
         pad_id=tokenizer.pad_id,
         stops=stops,
         has_ended=has_ended if may_spread else None,
@@ -295,9 +304,11 @@ def read_answers(
     for new_tokens in tokens.tolist():
         # The stop token itself counts, because it may hold text before a newline.
         ids = up_to_stop(new_tokens, settings)
-        if settings.thought is not None and not as_written:
-            ids = after_thought(ids, settings.thought, tokenizer)
+        if not as_written:
+            ids = without_thought(ids, tokenizer)
         written = tokenizer.decode(ids)
+        if not as_written:  # the mark of its end may be several tokens
+            _, _, written = written.rpartition(END_OF_THOUGHT)
         found = [written.find(stop) for stop in settings.stops if stop in written]
         answer = written[: min(found, default=None)]
         answers.append(answer if as_written else tidy(answer))
@@ -316,17 +327,3 @@ def up_to_stop(tokens: Sequence[int], settings: GenerationSettings) -> Sequence[
     """Return the new tokens of an answer with the first that ends it. What follows is padding."""
     ends = [place for place, token in enumerate(tokens, start=1) if token in settings.stop_ids]
     return tokens[: min(ends, default=None)]
-
-
-def after_thought(
-    ids: Sequence[int], thought: Thought, tokenizer: PromptTokenizer
-) -> Sequence[int]:
-    """Return the tokens of an answer after its thought: none of them if the thought has no end."""
-    decode = tokenizer.backend.decode  # with special tokens, which marks may be
-    text = str(decode(ids))
-    if thought.closing in text:
-        counts = range(len(ids) + 1)
-        return ids[bisect_left(counts, True, key=lambda n: thought.closing in decode(ids[:n])) :]
-    if thought.is_open or text.lstrip().startswith(thought.opening):
-        return []
-    return ids

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.metrics import best_f1
 from lezo_ds.data.rewards import Reward, Rewards, judges_answers
+from lezo_ds.data.tasks import EncodedExample, Task
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code
-from lezo_ds.tasks.base import EncodedExample, Task
-from lezo_ds.tasks.metrics import best_f1
 from lezo_ds.user_code import call_of_user, shown
 
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]
@@ -91,13 +91,16 @@ class Objective:
             the number of terms in all these sums.
         rewards: the user's functions of answers, if the loss is minus their sum, which may be any
             finite number.
-        num_terms: example -> the number of terms in its sum.
+        counts_tokens: whether an example has a term for each token of its right candidate, instead
+            of one.
+        reads_texts: whether the loss reads the examples as texts.
     """
 
     build_batch: Callable[[Sequence[EncodedExample], int], MicroBatch] | None
     loss: ObjectiveFunction
     rewards: Rewards | None = None
-    num_terms: Callable[[EncodedExample], int] = lambda _: 1
+    counts_tokens: bool = False
+    reads_texts: bool = True
 
     @property
     def is_reward(self) -> bool:
@@ -112,12 +115,10 @@ class Objective:
 
 LOSSES: Registry[Objective] = Registry("loss", "Task.loss", kind=Objective)
 """The tasks' own objectives, by their names in `Task.loss`."""
-LOSSES.add("candidates", Objective(candidate_batch, classification_loss))
+LOSSES.add("candidates", Objective(candidate_batch, classification_loss, reads_texts=False))
 LOSSES.add(
     "tokens",
-    Objective(
-        teacher_forcing_batch, teacher_forcing_loss, num_terms=EncodedExample.num_gold_tokens
-    ),
+    Objective(teacher_forcing_batch, teacher_forcing_loss, counts_tokens=True, reads_texts=False),
 )
 
 
@@ -160,6 +161,8 @@ def load_objective(objective: str | Mapping[str, float], task: Task) -> Objectiv
         UserError: there is no such objective, or it does not fit the task.
     """
     weights = {objective: 1.0} if isinstance(objective, str) else objective
+    if not weights:
+        raise UserError("train.objective names no reward", fix="name one, or remove the key")
     functions: dict[str, Any] = {name: OBJECTIVES.find(name) for name in weights}
     others = [name for name in functions if not judges_answers(functions[name])]
     if not others:

@@ -9,7 +9,8 @@ A function is marked by the decorator `reward`, or is one of TRL's GRPOTrainer, 
     def short(completions, **fields): ...                     texts, or lists of turns of chats
     def right(prompts, completions, solution, **fields): ...  -> numbers, or None: does not apply
 
-Several functions with weights make one reward: the weighted sum of those that apply.
+Several functions with weights make one reward: the weighted sum of those that apply. An answer that
+no function judges has no reward (NaN). It counts in no mean, and gives no direction an advantage.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ import torch
 from torch import Tensor
 
 from lezo_ds.data.generation import tidy
+from lezo_ds.data.tasks import ASSISTANT, TRIED_ANSWERS, Example
+from lezo_ds.data.template import Record
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.tasks.base import Example, Record
-from lezo_ds.tasks.conversations import ASSISTANT
-from lezo_ds.tasks.kinds import TRIED_ANSWERS
 from lezo_ds.user_code import call_of_user, shown
 
 RewardFunction = Callable[[Sequence[str], Sequence[Record]], Any]
@@ -92,27 +92,24 @@ class Reward:
         # judges other answers, or a run that starts again, would else see other records.
         records = [copy.deepcopy(example.record) for example in examples]
         key = f"train.objective={self.name}"
-        is_of_trl = _is_of_trl(self.function)
-        if is_of_trl:
+        if _is_of_trl(self.function):
             arguments = _trl_arguments(answers, examples, records)
             values = call_of_user(key, self.function, **arguments)
         else:
             values = call_of_user(key, self.function, [*map(tidy, answers)], records)
         numbers = values.tolist() if hasattr(values, "tolist") else values
-        if is_of_trl and isinstance(numbers, list | tuple):
+        if isinstance(numbers, list | tuple):
             numbers = [math.nan if value is None else value for value in numbers]
         try:
             rewards = torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError):
             rewards = torch.empty(())
-        is_fine = rewards.abs() <= LARGEST_REWARD  # NaN is not
-        if is_of_trl:
-            is_fine |= rewards.isnan()
+        is_fine = (rewards.abs() <= LARGEST_REWARD) | rewards.isnan()
         if rewards.shape != (len(answers),) or not is_fine.all():
             raise UserError(
-                f"{key} returned {shown(values)}, not one finite reward per answer",
+                f"{key} returned {shown(values)}, not one reward per answer",
                 fix=f"return a list of {len(answers)} numbers, in the order of the answers, each "
-                f"of a size of at most {LARGEST_REWARD:g}",
+                f"of a size of at most {LARGEST_REWARD:g}, or None where the reward does not apply",
             )
         return rewards
 
@@ -120,25 +117,19 @@ class Reward:
 def _trl_arguments(
     answers: Sequence[str], examples: Sequence[Example], records: Sequence[Record]
 ) -> dict[str, Any]:
-    """Return the arguments of a function of TRL's: turns of a chat are lists of dicts.
-
-    A completion begins with the start of the answer that its prompt has, as in TRL.
-    """
+    """Return the arguments of a function of TRL's: turns of a chat are lists of dicts."""
     prompts: list[Any] = []
     completions: list[Any] = []
     for answer, example in zip(answers, examples, strict=True):
-        turns = example.messages
-        if not turns:
+        if not example.messages:
             prompts.append(example.prompt)
             completions.append(answer)
             continue
-        asked = [*turns]
-        start = ""
-        if turns[-1].role == ASSISTANT:
-            *asked, last = turns
-            start = "" if last.is_trained else last.content
-        prompts.append([turn.as_dict() for turn in asked])
-        completions.append([{"role": ASSISTANT, "content": start + answer}])
+        asked = example.messages
+        if example.learned:
+            asked = asked[: example.learned[-1]]
+        prompts.append(copy.deepcopy(list(asked)))
+        completions.append([{"role": ASSISTANT, "content": answer}])
     names = dict.fromkeys(name for record in records for name in record)
     fields = {
         name: [record.get(name) for record in records] for name in names if name not in _TRL_COLUMNS
@@ -171,9 +162,10 @@ class Rewards:
         return self.loss_of(self.scores(answers, batch.examples))
 
     def loss_of(self, scores: Tensor) -> Tensor:
-        """Return minus the weighted sums of some `scores`, float64 [answers]."""
+        """Return minus the weighted sums of some `scores`, float64 [answers]; NaN without any."""
         weights = torch.tensor([each.weight for each in self.functions], dtype=torch.float64)
-        return -(scores * weights).nansum(dim=1)
+        losses = -(scores * weights).nansum(dim=1)
+        return losses.masked_fill(scores.isnan().all(dim=1), math.nan)
 
     def try_out(self, examples: Sequence[Example]) -> None:
         """Judge answers to a few examples, so that what fails does so before weights are loaded."""

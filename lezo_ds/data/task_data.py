@@ -1,9 +1,13 @@
 """The data of a run, from records to the batch of a step.
 
-    record (tables) -> example (splits) -> encoded (reader) -> batch (batches, generation)
+    records (records.py)             read once for each machine, checked, and stored
+      |  splits.draw_splits          which of them each split has
+      |  reader.Encoder              as token ids and masks, by several processes
+    rows (reader.EncodedSplit)       an Arrow file that all ranks of a machine share (store.py)
+      |  batches, generation         as tensors
 
-Records are read, checked and encoded once, before weights are loaded. A step then draws examples by
-the run's seed and lays them out as micro-batches, each of which one forward pass runs:
+All of this happens before weights are loaded. A step then draws rows by the run's seed and lays
+them out as micro-batches, each of which one forward pass runs:
 
     drawn           batch_size rows of the stream of permutations (batches.batch_indices)
     in order        sorted by length, to have little padding; or dealt, if rows are shared
@@ -15,30 +19,61 @@ any number of ranks, with the same batches.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
+from typing import Any
 
+import datasets
 import numpy as np
 import torch
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 
-from lezo_ds.config import ReadingConfig, RunConfig, find_task, reads_contexts
+import lezo_ds
+from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import resolve_model
+from lezo_ds.config import RunConfig
 from lezo_ds.data.batches import batch_indices, num_earlier
-from lezo_ds.data.encoding import PromptTokenizer
-from lezo_ds.data.metrics import try_metric
+from lezo_ds.data.described import columns_of, find_task
+from lezo_ds.data.encode import PromptTokenizer
+from lezo_ds.data.metrics import REWARD, try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
-from lezo_ds.data.reader import EncodedSplit, Reader, load_reader
-from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demonstrations
+from lezo_ds.data.reader import FEATURES, EncodedSplit, Encoder, Lazy, Reader, load_reader
+from lezo_ds.data.splits import (
+    Refused,
+    SplitRows,
+    StoredExample,
+    draw_splits,
+    read_split,
+    sources_of,
+    with_demonstrations,
+)
+from lezo_ds.data.store import key_of, shared_dataset
+from lezo_ds.data.tasks import Example, Task
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.metrics import REWARD
+from lezo_ds.registry import names_code
 from lezo_ds.zo.keys import sample_key
 
 logger = logging.getLogger(__name__)
+
+_STORED = datasets.Features(
+    {
+        "record": datasets.Value("string"),
+        "label": datasets.Value("int32"),
+        "key": datasets.Value("int64"),
+    }
+)
+_OF_A_PROCESS = 2000  # records that are worth a process of their own
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_LIBRARIES = ("transformers", "tokenizers", "pandas", "pyarrow")
+_TRIED = 8  # examples on which a user's metric and reward are tried
 
 
 @dataclass(frozen=True)
@@ -98,7 +133,7 @@ class TaskData:
         rows = self._in_order(config, self.step_rows(config, step))
         # A batch that is larger than the data, or that crosses the end of an epoch, repeats
         # examples. A conversation may be several, one for each turn.
-        repetitions = num_earlier([self.train.examples[row].index for row in rows])
+        repetitions = num_earlier(self.train.index[rows].tolist())
 
         def build(index: int) -> MicroBatch:
             part = slice(index * size, (index + 1) * size)
@@ -112,9 +147,8 @@ class TaskData:
         return StepBatch(weights, build, rows.tobytes(), num_examples=len(rows))
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
-        """Return the indices in `train` of a step's examples, in the order of the stream."""
-        num_examples = len(self.train.examples)
-        return batch_indices(config.seed, step, num_examples, config.train.batch_size)
+        """Return the rows of `train` of a step's examples, in the order of the stream."""
+        return batch_indices(config.seed, step, len(self.train), config.train.batch_size)
 
     def num_tokens(self, config: RunConfig, step: int) -> int:
         """Return the number of tokens that a forward pass runs for all examples of a step."""
@@ -143,11 +177,13 @@ class TaskData:
         """Return the number of tokens that a forward pass runs for a training example."""
         if self.objective.reads_answers:
             return len(self.train.prompts[row])
-        return self.train.encoded[row].num_tokens
+        return int(self.train.lengths[row])
 
     def _weights(self, config: RunConfig, rows: np.ndarray) -> list[float]:
         """Return the number of terms in the loss of each micro-batch."""
-        num_terms = [self.objective.num_terms(self.train.encoded[row]) for row in rows]
+        num_terms = np.ones(len(rows), dtype=np.int64)
+        if self.objective.counts_tokens:
+            num_terms = self.train.num_gold[rows]
         weights = np.add.reduceat(num_terms, np.arange(0, len(rows), config.train.micro_batch_size))
         if self.objective.reads_answers:
             weights *= config.generation.num_samples
@@ -196,68 +232,218 @@ class TaskData:
         num_samples = config.generation.num_samples
         keys = []
         for row, repetition in zip(rows, repetitions, strict=True):
-            example = self.train.examples[row].index
+            example = int(self.train.index[row])
             first = repetition * num_samples
             for number in range(first, first + num_samples):
                 keys.append(sample_key(config.seed, step, example, number))
         return keys
 
 
-def load_examples(reading: ReadingConfig) -> tuple[Reader, Splits]:
-    """Load the splits of a task, and return how a model reads them, and their examples.
+class Examples:
+    """The examples of a recipe's splits, before they are encoded. Reading them is a collective.
+
+    Attributes:
+        reader: how the model reads them.
+        rows: which examples of its source each split has.
+    """
+
+    def __init__(self, config: RunConfig, only: str | None = None) -> None:
+        """Read, check and split the records of a recipe.
+
+        Args:
+            config: the recipe.
+            only: a split; if it has a file of its own, no other file is read.
+
+        Raises:
+            UserError: data cannot be read or do not fit the task, or the user's reward or metric
+                fails on a few examples.
+        """
+        data = config.data
+        task = find_task(data)
+        objective = load_objective(config.train.objective, task)
+        _check_objective(config, task, objective)
+        sources = sources_of(task, data)
+        if only in sources:
+            sources = {only: sources[only]}
+        self._sources = sources
+        self._task = task
+        self._stored = {split: self._read(config, split) for split in self._sources}
+        labels = {split: _numbers(rows, "label") for split, rows in self._stored.items()}
+        keys = {split: _numbers(rows, "key") for split, rows in self._stored.items()}
+        self.rows: SplitRows = draw_splits(task, data, labels, keys)
+        source = next(iter(sources))
+        tried = [self._example(source, row) for row in range(len(self._stored[source]))[:_TRIED]]
+        if objective.rewards is not None:
+            objective.rewards.try_out(tried)
+        try_metric(task, tried)
+        unread = set(tried[0].record) - columns_of(task)
+        if unread and not objective.is_reward and task.hub_id is None:
+            logger.info("unused columns: %s", ", ".join(sorted(unread)))
+        self.reader = load_reader(task, config, objective)
+
+    def split(self, name: str) -> EncodedSplit:
+        """Return a split, "train", "dev" or "test", as token ids. A collective.
+
+        Raises:
+            UserError: an example cannot be encoded, or does not fit the model.
+        """
+        rows = getattr(self.rows, name)
+        source = name if name in self._sources else "train"
+        examples: Sequence[Example] = Lazy(
+            len(rows), lambda place: self._example(source, rows[place])
+        )
+        config = self.reader.config
+        if config.data.num_demonstrations and name != "train":
+            examples = self._with_demonstrations(name, source, rows)
+        encoder = self.reader.encoder(is_training=name == "train")
+        key = None
+        if not config.data.num_demonstrations:
+            key = self._key(config, source, name, rows.tobytes())
+        encoded = shared_dataset(key, lambda folder: _encode(folder, encoder, examples, name))
+        return self.reader.checked(EncodedSplit(encoded, examples))
+
+    def _example(self, source: str, row: int) -> Example:
+        stored = StoredExample(**self._stored[source][int(row)])
+        return stored.example(self._task, int(row))
+
+    def _with_demonstrations(self, name: str, source: str, rows: np.ndarray) -> list[Example]:
+        pool = [self._example("train", row) for row in range(len(self._stored["train"]))]
+        questions = [self._example(source, row) for row in rows]
+        if source == "train":
+            questions = [pool[row] for row in rows]
+        train = [pool[row] for row in self.rows.train]
+        return with_demonstrations(self.reader.config.data, questions, pool, train)
+
+    def _read(self, config: RunConfig, split: str) -> Dataset:
+        """Return the stored examples of a source. A collective."""
+        source = self._sources[split]
+
+        def write(folder: Path) -> None:
+            stored = read_split(self._task, config.data, source)
+            _write_rows(folder, map(vars, stored), _STORED)
+
+        return shared_dataset(self._key(config, split), write)
+
+    def _key(self, config: RunConfig, source: str, *others: object) -> str | None:
+        """Return the key of the cache of what becomes of a source, or None if in doubt."""
+        path = Path(self._sources[source])
+        code = [config.data.task, config.data.metric or ""]
+        if not path.is_file() or any(map(names_code, code)):
+            return None
+        model = resolve_model(config.model.path)
+        found = [model / name for name in _TOKENIZER_FILES if (model / name).is_file()]
+        recipe = config.model_dump(include={"data", "generation"})
+        versions = [importlib.metadata.version(name) for name in _LIBRARIES]
+        objective = str(config.train.objective)
+        return key_of(
+            [path, *found], recipe, lezo_ds.__version__, versions, objective, *others
+        )
+
+
+def _numbers(rows: Dataset, column: str) -> np.ndarray:
+    return rows.data.column(column).to_numpy()
+
+
+def _write_rows(
+    folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features
+) -> None:
+    """Write rows to an Arrow file, some at a time."""
+    with ArrowWriter(features=features, path=str(folder / "data.arrow")) as writer:
+        for row in rows:
+            writer.write(row)
+        writer.finalize()
+
+
+def _encode(folder: Path, encoder: Encoder, examples: Sequence[Example], name: str) -> None:
+    """Write the rows of a split by several processes, with a progress bar.
 
     Raises:
-        UserError: data cannot be read or do not fit the task, or the user's reward or metric fails
-            on a few examples.
+        UserError: some examples cannot be encoded.
     """
-    task = find_task(reading.data)
-    objective = load_objective(reading.objective, task)
-    _check_objective(reading, task, objective)
-    splits = load_splits(task, reading.data)
-    if objective.rewards is not None:
-        objective.rewards.try_out(splits.train)
-    try_metric(task, splits.test)
-    if reading.method == "icl":
-        splits = with_demonstrations(reading.data, splits)
-    reader = load_reader(task, reading.model, reading.data, reading.generation, objective)
-    return reader, splits
+    global _work
+    _work = encoder, examples
+    num_processes = min(len(os.sched_getaffinity(0)), len(examples) // _OF_A_PROCESS + 1)
+    places = Dataset.from_dict({"place": list(range(len(examples)))})
+    encoded = places.map(
+        _encode_some,
+        batched=True,
+        batch_size=64,
+        input_columns="place",
+        remove_columns="place",
+        features=FEATURES,
+        cache_file_name=str(folder / "rows.arrow"),
+        num_proc=num_processes if num_processes > 1 else None,
+        load_from_cache_file=False,
+        new_fingerprint="lezo_ds",
+        desc=f"encoding {name}",
+    )
+    _work = None
+    refused = Refused(f"the {name} split", encoder.config.data.skip_unusable)
+    place = _numbers(encoded, "place")
+    for bad in np.flatnonzero(place < 0).tolist():
+        with refused.unless_usable(f"{name} example {-place[bad]}"):
+            raise UserError(encoded[bad]["digest"])
+    refused.num_seen = len(examples)
+    refused.report()
+    if (place < 0).any():
+        parts = list(folder.glob("*.arrow"))
+        kept = encoded.select(np.flatnonzero(place >= 0))
+        kept.flatten_indices(cache_file_name=str(folder / "kept.arrow"), features=FEATURES)
+        for part in parts:
+            part.unlink()
+
+
+_work: tuple[Encoder, Sequence[Example]] | None = None
+"""What `_encode_some` works on. Its processes inherit it when they are forked."""
+
+
+def _encode_some(places: list[int]) -> dict[str, list[Any]]:
+    """Return the columns of FEATURES of some examples.
+
+    One that cannot be encoded has the place -1 - place, and the problem as its digest.
+    """
+    assert _work is not None
+    encoder, examples = _work
+    found: dict[str, list[Any]] = {column: [] for column in FEATURES}
+    for place in places:
+        try:
+            rows = encoder.rows_of(examples[place], place)
+        except UserError as error:
+            rows = [dict.fromkeys(FEATURES) | {"place": -1 - place, "digest": str(error)}]
+        for row in rows:
+            for column in FEATURES:
+                found[column].append(row[column])
+    return found
 
 
 def load_task_data(config: RunConfig) -> TaskData:
-    """Load and encode the splits of a run's task.
+    """Load and encode the splits of a run's task. A collective.
 
     Raises:
-        UserError: as by `load_examples`, or an example does not fit the model, or the user's
-            objective fails on one.
+        UserError: data cannot be read or do not fit the task, an example does not fit the model, or
+            the user's objective fails on one.
     """
-    reader, splits = load_examples(config.reading)
-    objective = reader.objective
-    train, dev, test = refused_together(
-        (
-            partial(reader.encode, splits.train, is_training=True),
-            partial(reader.encode, splits.dev),
-            partial(reader.encode, splits.test),
+    if config.data.num_demonstrations:
+        raise UserError(
+            f"data.num_demonstrations={config.data.num_demonstrations} is for lezo-ds evaluate",
+            fix="remove it",
         )
-    )
+    examples = Examples(config)
+    reader = examples.reader
+    objective = reader.objective
+    train = examples.split("train")
+    dev = examples.split("dev")
+    test = examples.split("test")
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.
     takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
     packed = takes_packed and can_pack(reader.model_config, config.data.max_length)
-    if packed and reads_contexts(config):
-        # The candidates of an example have one context, which takes less than rows for each.
-        packed = len(reader.objective_batch(train, [0]).inputs["input_ids"]) == 1
     warn_of_unreachable(reader, test)
-    if objective.reads_answers and reads_contexts(config):
-        raise UserError(
-            "zo.perturbed_tokens=answers needs a loss that reads logits, and "
-            f"train.objective={config.train.objective} reads answers",
-            fix="set zo.perturbed_tokens=all",
-        )
     if objective != training_objective(reader.task) and not objective.reads_answers:
         batch = reader.objective_batch(train, [0])
         try_loss(objective, batch, reader.model_config.get_text_config().vocab_size)
-    # What examples share is read at theta, or in the direction that they share.
+    # What examples share is read in the direction that they share.
     examples_a_direction = config.zo.examples_per_direction or config.train.batch_size
-    reads_once = reads_contexts(config) or examples_a_direction >= config.train.micro_batch_size
+    reads_once = examples_a_direction >= config.train.micro_batch_size
     num_start = train.num_start if packed and reads_once else 0
     return TaskData(reader, train, dev, test, packed, num_start)
 
@@ -269,45 +455,35 @@ def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
         return
     num_stopped = 0
     num_long = 0
-    num_calls = sum(example.references == ("",) for example in split.examples)
-    for example, encoded in zip(split.examples, split.encoded, strict=True):
+    for example, num_gold in zip(split.examples, split.num_gold.tolist(), strict=True):
         if not example.references:
             continue
-        cut = [any(stop in text for stop in settings.stops) for text in example.references]
-        if all(cut):
+        if all(any(stop in text for stop in settings.stops) for text in example.references):
             num_stopped += 1
-        elif encoded.num_gold_tokens() - 1 > settings.max_new_tokens:  # the last one ends it
+        elif num_gold - 1 > settings.max_new_tokens:  # the last one ends it
             num_long += 1
     stops = ", ".join(map(repr, settings.stops))
     problems = {
-        "are calls of tools without a text: no answer can equal them; with data.messages, the "
-        "tokens of calls are scored": num_calls,
-        f"have several lines or other texts that end an answer ({stops}): no answer can equal "
-        "them; to end answers at the end of the sequence, set generation.stop=[]": num_stopped,
+        f"have a text that ends an answer ({stops}): no answer can equal them; to end answers at "
+        "the end of the sequence, set generation.stop=[]": num_stopped,
         f"have more than generation.max_new_tokens={settings.max_new_tokens} tokens: no answer can "
         "equal them; set it higher": num_long,
     }
-    total = len(split.examples)
     for problem, number in problems.items():
         if number:
-            logger.warning("%d of %d right answers to score %s", number, total, problem)
+            logger.warning("%d of %d right answers to score %s", number, len(split), problem)
 
 
-def _check_objective(reading: ReadingConfig, task: Task, objective: Objective) -> None:
-    """Refuse an objective that does not fit the method or the task."""
-    name = f"train.objective={reading.objective}"
-    if reading.method == "adamw" and objective.reads_answers:
-        raise UserError(
-            f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo"
-        )
+def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
+    """Refuse an objective that does not fit the task."""
     if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
         needs = "data.metric=reward" if task.has_answers else "a task without right answers"
         raise UserError(
-            f"{needs} needs a reward, not {name}",
+            f"{needs} needs a reward, not train.objective={config.train.objective}",
             fix="set train.objective=package.module:function, a function with the decorator "
-            "`reward`",
+            "`reward`, or add data.labels, data.choices or data.completion",
         )
-    if reading.method == "icl" and not task.has_answers:
+    if config.data.num_demonstrations and not task.has_answers:
         raise UserError(
-            "method icl shows solved examples, and the task has none", fix="set method=zero_shot"
+            "data.num_demonstrations shows solved examples, and the task has none", fix="remove it"
         )

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lezo_ds.registry import Registry
-from lezo_ds.tasks.base import Example, Record, SplitSizes, Task
-from lezo_ds.tasks.kinds import Classification, Generation, MultipleChoice
-from lezo_ds.tasks.template import Template, field_value, parse_template
+from lezo_ds.data.tasks import (
+    Classification,
+    Example,
+    Generation,
+    MultipleChoice,
+    SplitSizes,
+    Task,
+)
+from lezo_ds.data.template import Record, Template, field_value, parse_template
 
 TASKS: Registry[Task] = Registry("task", "data.task", kind=Task)
 
@@ -94,7 +100,7 @@ def _answered(name: str, hub_id: str, prompt: str, answers: str) -> None:
     """Register an `_Answered` task."""
     template = parse_template(name, prompt)
     fields: dict[str, Any] = dict.fromkeys(template.fields, str)
-    fields[answers] = list[str]
+    fields[answers] = list
     _add(
         _Answered(
             name=name,
@@ -233,7 +239,7 @@ _add(
         name="record",
         hub_id=_SUPER_GLUE,
         hub_config="record",
-        fields={"passage": str, "query": str, "entities": list[str], "answers": list[str]},
+        fields={"passage": str, "query": str, "entities": list, "answers": list},
         answer_fields=("answers",),
     )
 )

@@ -1,4 +1,6 @@
-"""Scores of a split on all ranks, with the same result for any number of ranks.
+"""Evaluation and prediction: a split is scored on all ranks, with the same result for any number.
+
+`Task.score` and `Task.predict` decide what is computed, and a `Scorer` computes it.
 
 Inputs are sorted by length, so that batches have little padding, and cut into batches before they
 are given to ranks: the batches do not depend on the number of ranks. Rank r of R runs the batches
@@ -18,10 +20,13 @@ in a row that the sequences share. So it has what the candidates of an example b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby, islice
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -31,11 +36,30 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
 from lezo_ds.data.batches import all_candidates, teacher_forcing_batch, token_batch
-from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
+from lezo_ds.data.objectives import (
+    count_right_tokens,
+    teacher_forcing_loss,
+    training_objective,
+)
 from lezo_ds.data.packing import can_pack, pack
+from lezo_ds.data.generation import ended_answers, tidy
+from lezo_ds.data.metrics import LabelScore, label_scores, load_score, majority_score
 from lezo_ds.data.reader import EncodedSplit, Reader
+from lezo_ds.data.tasks import EncodedExample, Example, Prediction, Task, TokenCounts, TokenIds
 from lezo_ds.forward.batch import MicroBatch, to_device
-from lezo_ds.tasks.base import EncodedExample, TokenCounts, TokenIds
+
+logger = logging.getLogger(__name__)
+
+PREDICTED = "predicted"
+"""Key of `predict`'s records: the answer, or the label or text of the best candidate."""
+PROBABILITY = "probability"
+"""Key of `predict`'s records: the probability of the best candidate among the candidates."""
+OF_LABEL = f"{PROBABILITY}_"
+"""How the keys of the probabilities of all labels begin; the label follows."""
+NUM_SAMPLES = 4
+"""Number of answers that an evaluation shows."""
+_FEW_DIFFERENT = 0.1
+"""A run whose answers are alike to this share has probably collapsed to a few."""
 
 
 class Model(Protocol):
@@ -71,6 +95,11 @@ class Scorer:
     split: EncodedSplit
     batch_size: int
 
+    @cached_property
+    def encoded(self) -> list[EncodedExample]:
+        """The token ids of all examples of the split."""
+        return list(self.split.encoded)
+
     def choices(self) -> list[int]:
         """Return the best candidate of each example. The first one wins a tie."""
         best: list[int] = self._candidate_scores.argmax(dim=1).tolist()
@@ -83,12 +112,12 @@ class Scorer:
 
     def choice_loss(self) -> float:
         """Return the mean cross-entropy over candidates."""
-        golds = [example.gold for example in self.split.encoded]
+        golds = [example.gold for example in self.encoded]
         return F.cross_entropy(self._candidate_scores, torch.tensor(golds)).item()
 
     def gold_loss(self) -> float:
         """Return the mean loss of the right candidates' tokens."""
-        pairs = zip(self.log_probabilities, self.split.encoded, strict=True)
+        pairs = zip(self.log_probabilities, self.encoded, strict=True)
         right = [total[example.gold] for total, example in pairs]
         return self._mean(-torch.stack(right))
 
@@ -101,7 +130,7 @@ class Scorer:
         _, right = self._token_scores
         return [
             TokenCounts(int(num_right), example.num_gold_tokens())
-            for num_right, example in zip(right.tolist(), self.split.encoded, strict=True)
+            for num_right, example in zip(right.tolist(), self.encoded, strict=True)
         ]
 
     def token_loss(self) -> float:
@@ -110,16 +139,26 @@ class Scorer:
         return self._mean(losses)
 
     def objective_loss(self) -> float:
-        """Return the mean of the training objective, by forward passes of its own."""
-        return self._mean(self.objective_values[:, 0])
+        """Return the mean of the training objective, by forward passes of its own.
+
+        Answers that no reward judges do not count. It is NaN if none is judged.
+        """
+        losses = self.objective_values[:, 0]
+        if not self.reader.objective.is_reward:
+            return self._mean(losses)
+        num_unjudged = int(losses.isnan().sum())
+        if num_unjudged and distributed.rank() == 0:
+            logger.warning("%d of %d answers have no reward", num_unjudged, len(losses))
+        return float(losses.nanmean())
 
     def rewards(self) -> dict[str, float]:
         """Return the mean of each of several rewards, of the answers that it applies to."""
         functions = self.reader.objective.rewards
         if functions is None or len(functions.names) == 1:
             return {}
-        means = self.objective_values[:, 1:].nanmean(dim=0).nan_to_num()
-        return dict(zip(functions.names, means.tolist(), strict=True))
+        means = self.objective_values[:, 1:].nanmean(dim=0)
+        pairs = zip(functions.names, means.tolist(), strict=True)
+        return {name: mean for name, mean in pairs if not math.isnan(mean)}
 
     def head_states(self, tokens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
         """Return what the output head reads before each answer, and the logits of some tokens.
@@ -131,7 +170,7 @@ class Scorer:
         Returns:
             float64 [examples, width] and [examples, len(tokens)], the same on every rank.
         """
-        encoded = self.split.encoded
+        encoded = self.encoded
         head = self.engine.module.get_output_embeddings()
         entries = torch.tensor(tokens)
         seen: list[Tensor] = []
@@ -159,7 +198,7 @@ class Scorer:
 
         It has float64 [candidates] for each example.
         """
-        encoded = self.split.encoded
+        encoded = self.encoded
         candidates = all_candidates(encoded)
         num_candidates = [len(example.sequences) for example in encoded]
         example_of = torch.arange(len(encoded)).repeat_interleave(torch.tensor(num_candidates))
@@ -206,14 +245,14 @@ class Scorer:
 
         It is filled with -inf.
         """
-        pairs = zip(self.log_probabilities, self.split.encoded, strict=True)
+        pairs = zip(self.log_probabilities, self.encoded, strict=True)
         means = [total / torch.tensor(example.option_lengths) for total, example in pairs]
         return pad_sequence(means, batch_first=True, padding_value=float("-inf"))
 
     @cached_property
     def _token_scores(self) -> Tensor:
         """The summed loss of each conversation, and its right tokens, float64 [2, examples]."""
-        encoded = self.split.encoded
+        encoded = self.encoded
 
         def score(items: Sequence[int]) -> Tensor:
             examples = [encoded[item] for item in items]
@@ -246,7 +285,7 @@ class Scorer:
             scores = judges.scores(answers, batch.examples)
             return torch.cat([judges.loss_of(scores).unsqueeze(1), scores], dim=1)
 
-        rows = _rows_by_length([example.num_tokens for example in self.split.encoded])
+        rows = _rows_by_length([example.num_tokens for example in self.encoded])
         return self._spread(rows, width, run)
 
     def _mean(self, losses: Tensor) -> float:
@@ -256,7 +295,7 @@ class Scorer:
         examples, as transformers' Trainer averages.
         """
         count = self.reader.objective.num_terms
-        num_terms = torch.tensor([count(example) for example in self.split.encoded])
+        num_terms = torch.tensor([count(example) for example in self.encoded])
         size = self.reader.loss_batch
         if size is None:
             return float(losses.sum() / num_terms.sum())
@@ -271,7 +310,7 @@ class Scorer:
     def _takes_packed(self) -> bool:
         """Whether sequences may share rows."""
         # Of a model with a trained prefix, the attention is no longer one that takes packed rows.
-        return can_pack(self.engine.module.config, self.reader.data.max_length)
+        return can_pack(self.engine.module.config, self.reader.config.data.max_length)
 
     def _forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
         """Return a batch on this rank's device, and its outputs."""
@@ -340,3 +379,215 @@ def _rows_by_example(encoded: Sequence[EncodedExample]) -> list[list[int]]:
 def _rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Return a row for each item, in order of length."""
     return [[item] for item in sorted(range(len(lengths)), key=lambda item: lengths[item])]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model wrote after a prompt.
+
+    Attributes:
+        index: of the example in its file.
+        prompt: what it read.
+        answer: what it wrote.
+        reward: minus the loss that the objective gives the answer; None if no reward applies.
+        ended: whether it ended before it had generation.max_new_tokens.
+        rewards: what each of several rewards gives it; None where it does not apply.
+    """
+
+    index: int
+    prompt: str
+    answer: str
+    reward: float | None
+    ended: bool
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What an objective that judges answers has read of a split.
+
+    Attributes:
+        samples: the first ones.
+        share_ended: share of all answers that ended before generation.max_new_tokens.
+        num_different: number of different answers.
+        mean_length: mean number of characters.
+    """
+
+    samples: tuple[Sample, ...]
+    share_ended: float
+    num_different: int
+    mean_length: float
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of scoring a split. It is the same on every rank.
+
+    Attributes:
+        loss: mean of the training objective.
+        score: the task's metric, 0 to 1 if it is one of ours; or the mean reward, which may be any
+            number, and NaN if no answer was judged.
+        majority_class: score of always predicting the most frequent label; None if there are no
+            classes, or if the metric has no score for it.
+        predicted: a prediction for each example.
+        by_label: of a classification, the scores of each label; else None.
+        answers: what an objective has judged; None if none reads answers.
+        rewards: the mean of each reward, if the objective has several.
+    """
+
+    loss: float
+    score: float
+    majority_class: float | None
+    predicted: tuple[Prediction, ...]
+    by_label: Mapping[str, LabelScore] | None
+    answers: Answers | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def macro_f1(self) -> float | None:
+        """The mean F1 of the labels; None if the task is no classification."""
+        if self.by_label is None:
+            return None
+        return fmean(score.f1 for score in self.by_label.values())
+
+
+def evaluate(
+    engine: Model, reader: Reader, split: EncodedSplit, batch_size: int
+) -> EvaluationResult:
+    """Return the loss and the score of a split. A collective.
+
+    Args:
+        engine: the model.
+        reader: how it reads examples.
+        split: the examples to score.
+        batch_size: sequences in a forward pass.
+
+    Raises:
+        UserError: the user's metric or objective failed.
+    """
+    scorer = Scorer(engine, reader, split, batch_size)
+    task = reader.task
+    examples = list(split.examples)
+    loss, predicted = task.score(scorer)
+    # The task's own loss follows from the scores. Any other needs passes of its own.
+    if reader.objective != training_objective(task):
+        loss = scorer.objective_loss()
+    score = load_score(task)
+    by_label = None
+    majority = None
+    if task.has_classes and examples[0].label is not None:
+        by_label = scores_by_label(task, examples, predicted)
+    if score is not None and task.has_answers and not examples[0].references:
+        majority = majority_score(score, examples)
+    return EvaluationResult(
+        loss,
+        # The metric without a score is the reward, and the loss is minus the mean reward. Adding 0
+        # makes 0 of -0.
+        score=0.0 - loss if score is None else score(predicted, examples),
+        majority_class=majority,
+        predicted=tuple(predicted),
+        by_label=by_label,
+        answers=_answers(scorer) if reader.objective.reads_answers else None,
+        rewards=scorer.rewards(),
+    )
+
+
+def _answers(scorer: Scorer) -> Answers:
+    """Return what is known of the answers of a split, and warn if they are almost all alike."""
+    reader = scorer.reader
+    assert reader.generation is not None
+    tokens = scorer.new_tokens
+    ended = ended_answers(tokens, reader.generation, reader.tokenizer)
+    answers = reader.answers(tokens, as_written=reader.objective.is_reward)
+    judges = reader.objective.rewards
+    names = judges.names if judges is not None and len(judges.names) > 1 else ()
+    samples = []
+    for number, answer in enumerate(answers[:NUM_SAMPLES]):
+        example = scorer.split.examples[number]
+        loss, *scores = (_or_none(each) for each in scorer.objective_values[number].tolist())
+        samples.append(
+            Sample(
+                example.index,
+                example.prompt,
+                tidy(answer),
+                None if loss is None else 0.0 - loss,
+                ended[number],
+                dict(zip(names, scores, strict=False)),
+            )
+        )
+    num_different = len(set(answers))
+    if num_different <= _FEW_DIFFERENT * len(answers) and distributed.rank() == 0:
+        logger.warning(
+            "the model gives only %d different answers to %d prompts", num_different, len(answers)
+        )
+    mean_length = fmean(map(len, answers))
+    return Answers(tuple(samples), sum(ended) / len(ended), num_different, mean_length)
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def predict(
+    engine: Model,
+    reader: Reader,
+    split: EncodedSplit,
+    batch_size: int,
+    *,
+    probabilities: bool = False,
+    threshold: float = 0.0,
+) -> list[dict[str, Any]]:
+    """Return for each example what the model makes of it. A collective.
+
+    A record has the key PREDICTED and, for candidates, PROBABILITY: the softmax of the candidates'
+    scores, which are mean log-probabilities of tokens.
+
+    Args:
+        engine: the model.
+        reader: how it reads examples.
+        split: the examples.
+        batch_size: sequences in a forward pass.
+        probabilities: whether a record also has the probability of each label, under OF_LABEL and
+            the label.
+        threshold: below this probability, PREDICTED is "".
+    """
+    scorer = Scorer(engine, reader, split, batch_size)
+    rows = []
+    for predicted in reader.task.predict(scorer, split.examples):
+        row = {PREDICTED: predicted.answer}
+        if predicted.probability is not None:
+            row[PROBABILITY] = round(predicted.probability, 6)
+            if predicted.probability < threshold:
+                row[PREDICTED] = ""
+        if probabilities:
+            for label, share in predicted.by_name.items():
+                row[f"{OF_LABEL}{label}"] = round(share, 6)
+        rows.append(row)
+    return rows
+
+
+def prediction_rows(
+    task: Task, examples: Sequence[Example], predicted: Sequence[Prediction]
+) -> list[dict[str, Any]]:
+    """Return a JSON record for each example: its index, prompt, right answers and prediction."""
+    rows = []
+    for example, prediction in zip(examples, predicted, strict=True):
+        right = example.references or example.gold_texts
+        rows.append(
+            {
+                "index": example.index,
+                "prompt": example.prompt,
+                "right": [answer.strip() for answer in right],
+                "predicted": task.shown(example, prediction),
+            }
+        )
+    return rows
+
+
+def scores_by_label(
+    task: Task, examples: Sequence[Example], predicted: Sequence[Any]
+) -> dict[str, LabelScore]:
+    """Return the scores of each label of a task with classes."""
+    names = list(map(str, task.names(examples[0])))
+    labels = [names[example.label or 0] for example in examples]
+    return label_scores(labels, [names[choice] for choice in predicted])

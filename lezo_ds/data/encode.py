@@ -1,22 +1,26 @@
-"""Encoding of examples as token ids, with MeZO's rules for truncation and counting.
+"""Encoding of texts as token ids, with MeZO's rules for truncation and counting.
 
 The rules are those of the code of Malladi et al. 2023. An example becomes one sequence for each of
-its candidates, and the tokens at the end of the sequence belong to the candidate:
+its candidates, and a mask says which tokens of the sequence belong to the candidate:
 
     <s>  [demonstrations]  prompt .......... candidate ....
-                                             |<- option length ->|
+     0    0 0 0 0 0 0 0 0  0 0 0 0 0 0 0 0 0  1 1 1 1 1 1 1
 
 A sequence that is too long loses tokens on the left, after <s>. A prompt whose continuation the
-model writes leaves room for it. Conversations have their own encoding (lezo_ds/data/chat.py).
+model writes leaves room for it. Conversations have their own encoding (chat.py).
 
 Some tokenizers begin a text with several tokens, such as [gMASK]<sop>, and all of them are kept. A
 token that a tokenizer appends to a text (EOS, SEP) is not: the answer continues the text.
+
+The text of a control token in a record stays text. A ticket may quote <|im_end|>; if this became
+the token that ends a turn, the model would read the rest of the ticket as another turn. So what a
+record holds is marked before it is filled in, by two characters of transformers, and its tokenizers
+read what is between them as text. What a chat template or data.prompt writes itself has no marks.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,16 +37,23 @@ from transformers.utils import (
     LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
     is_sentencepiece_available,
 )
+from transformers.utils.chat_template_utils import mark_control_tokens
 
-from lezo_ds.data.control_tokens import has_marks
+from lezo_ds.data.tasks import EncodedExample, Example, TokenIds
 from lezo_ds.errors import UserError, first_line
-from lezo_ds.tasks.base import EncodedExample, Example, TokenIds
-
-logger = logging.getLogger(__name__)
 
 NEWLINE = "\n"
-_TRUTHS = {"true", "false", "yes", "no", "on", "off"}
-"""Words for true and false, which are texts in YAML or in quotes."""
+_BEGIN_MARK, _END_MARK = mark_control_tokens("|", re.compile(r"\|")).split("|")
+
+
+def has_marks(text: str) -> bool:
+    """Return whether a text has marked control tokens."""
+    return _BEGIN_MARK in text
+
+
+def without_marks(text: str) -> str:
+    """Return a text as a user reads it."""
+    return text.replace(_BEGIN_MARK, "").replace(_END_MARK, "")
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,23 @@ class PromptTokenizer:
             return str(self.backend.eos_token)
         return str(self.backend.convert_ids_to_tokens(self.end_ids[0]))
 
+    @cached_property
+    def control_tokens(self) -> re.Pattern[str]:
+        """Matches the text of a token that a record may hold by chance, or by intent."""
+        template = str(self.backend.chat_template)
+        # Some tokenizers have added tokens of white space, which templates write as text.
+        found = [
+            token.content
+            for token in self.backend.added_tokens_decoder.values()
+            if token.special or (token.content in template and not token.content.isspace())
+        ]
+        longest_first = sorted(filter(None, found), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def marked(self, value: Any) -> Any:
+        """Return a text, or the texts in lists and dicts, with marks around control tokens."""
+        return mark_control_tokens(value, self.control_tokens)
+
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, after `begin_ids`."""
         return [(*self.begin_ids, *ids) for ids in self.encode_written(texts)]
@@ -80,14 +108,22 @@ class PromptTokenizer:
     def encode_written(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of texts that have all tokens, as those of a chat template.
 
-        Marked control tokens become text (lezo_ds/data/control_tokens.py).
+        Marked control tokens become text. UserError: this tokenizer cannot read one as text.
         """
         options = {}
         if any(map(has_marks, texts)):
             options["sanitize_control_tokens"] = True
-        # verbose=False silences a warning about long texts: they are cut, with a warning of our
-        # own.
-        encoded = self.backend(list(texts), add_special_tokens=False, verbose=False, **options)
+        try:
+            # verbose=False silences a warning about long texts: they are cut, with one of our own.
+            encoded = self.backend(list(texts), add_special_tokens=False, verbose=False, **options)
+        except ValueError as error:
+            if not options:
+                raise
+            raise UserError(
+                f"a record has the text of a control token, and the tokenizer of "
+                f"{self.backend.name_or_path} cannot read it as text: {first_line(error)}",
+                fix="remove it from the records, or leave them out: data.skip_unusable=true",
+            ) from error
         return list(map(tuple, encoded["input_ids"]))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -110,15 +146,12 @@ class PromptTokenizer:
         )
         return str(decoded)
 
-    def num_begin_ids(self, ids: Sequence[int]) -> int:
-        """Return with how many of `begin_ids` some ids begin: all, or 0."""
-        number = len(self.begin_ids)
-        return number if tuple(ids[:number]) == self.begin_ids else 0
-
     def cut_left(self, ids: Sequence[int], max_length: int) -> TokenIds:
         """Return the last `max_length` ids. Those that begin every sequence stay among them."""
         num_over = max(len(ids) - max_length, 0)
-        num_kept = self.num_begin_ids(ids)
+        num_kept = len(self.begin_ids)
+        if tuple(ids[:num_kept]) != self.begin_ids:
+            num_kept = 0
         return (*ids[:num_kept], *ids[num_kept + num_over :])
 
     def stop_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
@@ -182,16 +215,8 @@ def load_tokenizer(
             f"cannot load the tokenizer of {path}: {first_line(error)}", fix=fix
         ) from error
     options = template_options or {}
-    template = str(backend.chat_template)
-    for name, value in options.items():
-        is_truth = isinstance(value, str) and value.lower() in _TRUTHS
-        if is_truth and not re.search(rf"""(["']){value}\1""", template):
-            raise UserError(
-                f"data.chat_template_kwargs.{name}={value} is a text, which the template takes for "
-                "true",
-                fix="write true or false, without quotes",
-            )
-        if not re.search(rf"\b{re.escape(name)}\b", template, re.ASCII):
+    for name in options:
+        if not re.search(rf"\b{re.escape(name)}\b", str(backend.chat_template), re.ASCII):
             raise UserError(
                 f"the chat template of {path} does not read {name}",
                 fix=f"correct the name, or remove data.chat_template_kwargs.{name}",
@@ -225,7 +250,9 @@ def generation_ends(directory: Path, config: Any) -> list[int]:
     return [token for token in listed if token is not None]
 
 
-def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
+def encode_candidates(
+    tokenizer: PromptTokenizer, example: Example, max_length: int
+) -> EncodedExample:
     """Tokenize every candidate of one example after its prompt.
 
     Spaces (not newlines) at both ends of a text are stripped first.
@@ -240,47 +267,32 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
         UserError: a candidate adds no token to the prompt, or leaves none before it.
     """
     inputs = [(example.prompt + candidate).strip(" ") for candidate in example.candidates]
-    encode = tokenizer.encode_written if example.is_written else tokenizer.encode
-    prompt_ids, *full = encode([example.prompt.strip(" "), *inputs])
+    prompt_ids, *full = tokenizer.encode([example.prompt.strip(" "), *inputs])
     # MeZO counts by difference, too, and without demonstrations. Tokens may merge across the
     # boundary, so the tokens of the candidate alone would be another number.
-    option_lengths = tuple(len(ids) - len(prompt_ids) for ids in full)
+    lengths = [len(ids) - len(prompt_ids) for ids in full]
     if example.demonstrations:
         full = tokenizer.encode([example.demonstrations + each for each in inputs])
-    sequences = tuple(tokenizer.cut_left(ids, max_length) for ids in full)
-    for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
+    sequences = [tokenizer.cut_left(ids, max_length) for ids in full]
+    masks = []
+    for candidate, ids, length in zip(example.candidates, sequences, lengths, strict=True):
         if length < 1:
-            raise UserError(
-                f"the candidate {candidate!r} of {example.where} adds no token",
-                fix="fill in or remove the record "
-                "(records without an answer do not count in its number)",
-            )
+            raise UserError(f"the answer {candidate!r} adds no token", fix="correct the record")
         if length >= len(ids):
             raise UserError(
-                f"a candidate of {example.where} leaves no token before it",
+                f"the answer {candidate[:40]!r} leaves no token before it",
                 fix=f"raise data.max_length={max_length}, or give it a longer prompt",
             )
-    truncated = sequences != tuple(full)
-    return EncodedExample(sequences, option_lengths, example.label, truncated)
+        masks.append((False,) * (len(ids) - length) + (True,) * length)
+    return EncodedExample(
+        tuple(sequences), tuple(masks), example.label, truncated=sequences != list(full)
+    )
 
 
 def encode_prompt(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
     """Return the token ids of an example's prompt for the model to continue."""
-    encode = tokenizer.encode_written if example.is_written else tokenizer.encode
-    (ids,) = encode([example.demonstrations + example.prompt.strip(" ")])
+    (ids,) = tokenizer.encode([example.demonstrations + example.prompt.strip(" ")])
     return ids
-
-
-def cut_prompts(
-    tokenizer: PromptTokenizer,
-    prompts: Sequence[TokenIds],
-    max_length: int,
-    max_new_tokens: int,
-) -> tuple[TokenIds, ...]:
-    """Cut prompts on the left, so that `max_new_tokens` fit in `max_length`, too."""
-    room = prompt_room(max_length, max_new_tokens)
-    warn_of_cuts([len(ids) > room for ids in prompts], room)
-    return tuple(tokenizer.cut_left(ids, room) for ids in prompts)
 
 
 def prompt_room(max_length: int, max_new_tokens: int) -> int:
@@ -298,25 +310,6 @@ def prompt_room(max_length: int, max_new_tokens: int) -> int:
             "or lower generation.max_new_tokens",
         )
     return room
-
-
-def refuse_unknown(tokenizer: PromptTokenizer, sequences: Sequence[TokenIds], config: Any) -> None:
-    """Refuse token ids beyond the vocabulary of a model, which has this config of transformers."""
-    largest = max(max(ids) for ids in sequences)
-    size = config.get_text_config().vocab_size
-    if largest >= size:
-        token = tokenizer.backend.convert_ids_to_tokens(largest)
-        raise UserError(
-            f"the tokenizer writes {token!r}, id {largest}, and the model has {size}",
-            fix="use the tokenizer of the model, or resize its embedding",
-        )
-
-
-def warn_of_cuts(were_cut: Sequence[bool], max_length: int, where: str = "on the left") -> None:
-    """Log a warning if examples were cut, which says where."""
-    if any(were_cut):
-        message = "%d of %d examples are longer than max_length %d tokens and were cut %s"
-        logger.warning(message, sum(were_cut), len(were_cut), max_length, where)
 
 
 def num_alike(left: Sequence[object], right: Sequence[object]) -> int:

@@ -1,0 +1,563 @@
+"""Tasks that a recipe describes: templates over the fields of a user's own records.
+
+The keys of the section `data` that are set decide the kind of the task:
+
+    prompt, label_field, labels                classification: one text a label, the same for all
+    prompt, label_field, choices[, labels]     multiple_choice: the record has the texts
+    prompt, completion                         generation: the record has the right answers
+    prompt                                     generation, judged by a reward
+    messages                                   chat: the record has a conversation
+
+For example, prompt "{body} It is about", label_field topic and labels [bug, billing] make
+
+    {"id": 7, "body": "It fails.", "topic": "bug"}
+
+an Example with the prompt "It fails. It is about", the candidates " bug" and " billing", and the
+label 0. With chat_template, the prompt is instead the turn of a user in the tokenizer's template.
+
+A record's label is `str` of what a library has read. NaN, null and an empty text are no label.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lezo_ds.config import DataConfig
+from lezo_ds.config.schema import CUSTOM
+from lezo_ds.data.metrics import REWARD
+from lezo_ds.data.mezo import TASKS
+from lezo_ds.data.tasks import (
+    ASSISTANT,
+    Chat,
+    Classification,
+    Example,
+    Generation,
+    MultipleChoice,
+    SplitSizes,
+    Task,
+    Turn,
+)
+from lezo_ds.data.template import (
+    Record,
+    Template,
+    after,
+    field_template,
+    field_text,
+    field_value,
+    parse_template,
+    shown,
+)
+from lezo_ds.errors import UserError, cut, did_you_mean
+from lezo_ds.user_code import call_of_user
+
+logger = logging.getLogger(__name__)
+
+_SIZES = SplitSizes(num_train=None, num_dev=None, num_test=None)
+_ROLES = {"human": "user", "gpt": ASSISTANT, "observation": "tool"}
+"""Roles of ShareGPT's files. Any other role is for the chat template to know."""
+_LEARNED = ("weight", "train")
+"""Keys of a turn of the assistant that say by 0 or false that it is context, and not learned."""
+
+
+def find_task(data: DataConfig) -> Task:
+    """Return the task that a recipe names or describes, with the metric that it asks for.
+
+    Raises:
+        UserError: no task has its name, or the description is incomplete.
+    """
+    task = _described(data) if data.task == CUSTOM else TASKS.find(data.task)
+    if isinstance(task, type):
+        task = call_of_user(f"data.task={data.task}", task)
+    if data.metric is not None:
+        task = replace(task, metric=data.metric)
+    return task
+
+
+def columns_of(task: Task) -> set[str]:
+    """Return the columns of records that a task reads."""
+    columns = {*task.fields, *task.answer_fields, "tools"}
+    for value in vars(task).values():
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Template):
+                columns |= set(each.fields)
+    columns |= {getattr(task, name) for name in ("field", "label_field") if hasattr(task, name)}
+    return columns | {name.partition(".")[0] for name in columns}
+
+
+def _described(data: DataConfig) -> Task:
+    """Return the task that the keys of `data` describe. The config has checked their combination.
+
+    Raises:
+        UserError: a template is wrong, or the prompt shows the answer.
+    """
+    if data.messages is not None:
+        return _Conversations(
+            name=CUSTOM,
+            sizes=_SIZES,
+            mezo_sizes=_SIZES,
+            field=data.messages,
+            system_prompt=data.system_prompt,
+        )
+    assert data.prompt is not None
+    prompt = field_template("data.prompt", data.prompt)
+    common: dict[str, Any] = {
+        "name": CUSTOM,
+        "sizes": _SIZES,
+        "mezo_sizes": _SIZES,
+        "prompt": prompt,
+    }
+    if data.choices is not None:
+        assert data.label_field is not None
+        return _Choices(
+            **common,
+            answer_fields=_answer_fields(prompt, (data.label_field,)),
+            labels=tuple(data.labels or ()),
+            label_field=data.label_field,
+            texts=tuple(parse_template("data.choices", choice) for choice in data.choices),
+        )
+    if data.labels is not None:
+        assert data.label_field is not None
+        texts = data.labels
+        if not isinstance(texts, Mapping):
+            texts = {label: label for label in texts}
+        classes = _classes(texts)
+        return _Labels(
+            **common,
+            keeps_shares=True,
+            answer_fields=_answer_fields(prompt, (data.label_field,)),
+            labels=tuple(classes.values()),
+            label_field=data.label_field,
+            texts=tuple(classes),
+            class_of={
+                _comparable(label): tuple(classes).index(text) for label, text in texts.items()
+            },
+        )
+    completion = None
+    if data.completion is not None:
+        completion = field_template("data.completion", data.completion)
+    return _Answers(
+        **common,
+        answer_fields=_answer_fields(prompt, completion.fields if completion else ()),
+        has_answers=completion is not None,
+        metric=Generation.metric if completion else REWARD,
+        completion=completion,
+        in_chat=data.chat_template,
+        system_prompt=data.system_prompt,
+    )
+
+
+def _answer_fields(prompt: Template, answers: Sequence[str]) -> tuple[str, ...]:
+    """Return the fields of an answer. UserError: the prompt shows one of them."""
+    both = [name for name in answers if name in prompt.fields]
+    if both:
+        raise UserError(
+            f"data.prompt shows the answer: it has {', '.join(both)}, too",
+            fix=f"remove {{{both[0]}}} from it",
+        )
+    return tuple(answers)
+
+
+def _classes(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return the label of each class by its text: the text itself, or the first of its labels.
+
+    Raises:
+        UserError: there are no two classes, or one has no text.
+    """
+    classes: dict[str, str] = {}
+    # A journal does not keep the order of a map, so the order of classes must not depend on it.
+    in_order = texts.items()
+    if any(label != text for label, text in in_order):
+        in_order = sorted(in_order)  # type: ignore[assignment]
+    for label, text in in_order:
+        if text not in classes or label == text:
+            classes[text] = label
+    if len(classes) < 2 or not all(text.strip() for text in classes):
+        raise UserError(
+            f"data.labels={cut(str(dict(texts)), 200)} does not hold two or more labels with a "
+            "text of their own",
+            fix="add records of another class, or give each label a text",
+        )
+    return classes
+
+
+def _label_text(field: str, value: object) -> str | None:
+    """Return a label as `str` writes it; None if a record has none."""
+    is_missing = value is None or value == "" or value != value  # only NaN differs from itself
+    return None if is_missing else field_text(field, value)
+
+
+def _comparable(label: str) -> str:
+    """Return what unlike spellings of a label in Unicode have in common."""
+    return unicodedata.normalize("NFKC", label).replace("\N{VARIATION SELECTOR-16}", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Labels(Classification):
+    """Records whose `label_field` has one of the labels of a recipe.
+
+    Attributes:
+        prompt: template of the prompt.
+        label_field: the field with the label.
+        texts: what the model gives for each class.
+        class_of: the index in `texts` of each label that a record may hold, by `_comparable`.
+    """
+
+    prompt: Template
+    label_field: str
+    texts: tuple[str, ...]
+    class_of: Mapping[str, int]
+
+    def build_example(self, record: Record) -> Example:
+        label = self._find(_label_text(self.label_field, field_value(record, self.label_field)))
+        if label is None and self.has_answers:  # it is left out, whatever its other fields have
+            return Example("", (), None)
+        filled = self.prompt.fill_prompt(record)
+        return Example(filled, tuple(after(filled, text) for text in self.texts), label)
+
+    def _find(self, label: str | None) -> int | None:
+        if label is None:
+            return None
+        found = self.class_of.get(_comparable(label))
+        if found is None:
+            known = list(self.class_of)
+            raise UserError(
+                f"column `{self.label_field}` is {shown(label)}, which is none of data.labels: "
+                f"{cut(', '.join(known), 200)}",
+                fix=did_you_mean(label, known, "correct the record, or add it to data.labels"),
+            )
+        if label not in self.class_of and label != _comparable(label):
+            logger.warning(
+                "column `%s`: %a counts as %a", self.label_field, label, _comparable(label)
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choices(MultipleChoice):
+    """Records that hold the texts to choose from.
+
+    The label is the index of the right text, from 0; or the text; or its name in the field "label"
+    beside the texts, as in ARC. With data.labels, it is one of these, in the order of the texts.
+
+    Attributes:
+        prompt: template of the prompt.
+        label_field: the field that says which is right.
+        texts: templates of the texts, or of one field with a list of them.
+    """
+
+    prompt: Template
+    label_field: str
+    texts: tuple[Template, ...]
+
+    def build_example(self, record: Record) -> Example:
+        filled = self.prompt.fill_prompt(record)
+        texts = self._texts(record)
+        if len(texts) < 2 or not all(text.strip() for text in texts):
+            raise UserError(
+                f"data.choices gives {shown(texts)}, not two or more texts",
+                fix="correct the record, or data.choices; store lists in .jsonl or .parquet",
+            )
+        label = self._find(field_value(record, self.label_field), texts, self._names(record))
+        return Example(filled, tuple(after(filled, text) for text in texts), label)
+
+    def names(self, example: Example) -> Sequence[Any]:
+        return self._names(example.record) or super().names(example)
+
+    def _texts(self, record: Record) -> list[str]:
+        """Return the choices of a record, which may have fewer than others."""
+        if len(self.texts) == 1:
+            listed = self.texts[0].only_value(record)
+            if isinstance(listed, list):
+                return [field_text(self.texts[0].fields[0], each) for each in listed]
+        missing = {
+            field: ""
+            for template in self.texts
+            for field in template.fields
+            if field_value(record, field) is None
+        }
+        texts = [template.fill({**record, **missing}) for template in self.texts]
+        while texts and not texts[-1].strip():
+            texts.pop()
+        return texts
+
+    def _names(self, record: Record) -> list[str]:
+        """Return a record's own names for its choices: {"text": [red, blue], "label": [A, B]}."""
+        section, _, _ = "".join(self.texts[0].fields).rpartition(".")
+        beside = record.get(section)
+        listed = beside.get("label") if isinstance(beside, Mapping) else None
+        return list(map(str, listed)) if isinstance(listed, list) else []
+
+    def _find(self, value: object, texts: Sequence[str], names: Sequence[str]) -> int | None:
+        label = _label_text(self.label_field, value)
+        if label is None:
+            return None
+        if self.labels or label in names:
+            known = list(self.labels or names)
+            if label in known[: len(texts)]:
+                return known.index(label)
+        is_index = label.isdecimal() and int(label) < len(texts)
+        if not self.labels and label in texts and not isinstance(value, int):
+            if is_index and texts[int(label)] != label:
+                raise UserError(
+                    f"column `{self.label_field}` is {shown(label)}, which may be the text of a "
+                    "choice or the index of another",
+                    fix="list in data.labels what the column holds for the first, second, ... "
+                    "choice, or write indices as numbers in .jsonl",
+                )
+            return texts.index(label)
+        if not self.labels and is_index:
+            return int(label)
+        expected = f"an index from 0, or one of the choices {shown(texts)}"
+        if self.labels:
+            expected = f"one of data.labels: {cut(', '.join(map(str, self.labels)), 200)}"
+        raise UserError(
+            f"column `{self.label_field}` is {shown(label)}, not {expected}",
+            fix="list in data.labels what the column holds for the first, second, ... choice",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answers(Generation):
+    """Records with right answers, or with none if a reward judges what the model writes.
+
+    Attributes:
+        prompt: template of the prompt, or of one field with a conversation.
+        completion: template of the answer, or of one field with several, or with turns.
+        in_chat: whether the chat template writes the prompt as the turn of a user.
+        system_prompt: of conversations that have none.
+    """
+
+    prompt: Template
+    completion: Template | None
+    in_chat: bool
+    system_prompt: str | None
+
+    def build_example(self, record: Record) -> Example:
+        asked = _turns_of(self.prompt, record)
+        prompt = asked[-1]["content"] if asked else self.prompt.fill_prompt(record)
+        answered: tuple[Turn, ...] = ()
+        answers: list[str] = []
+        if self.completion is not None and self.has_answers:
+            answered = _turns_of(self.completion, record)
+            answers = [answered[-1]["content"]] if answered else self._answers(record)
+        if asked or answered or self.in_chat:
+            asked = asked or ({"role": "user", "content": prompt},)
+            answered = answered or tuple(
+                {"role": ASSISTANT, "content": text.strip()} for text in answers[:1]
+            )
+            before = _with_system(asked, self.system_prompt)
+            messages = (*before, *answered)
+            learned = [
+                number
+                for number in range(len(before), len(messages))
+                if messages[number]["role"] == ASSISTANT
+            ]
+            gold = tuple(messages[number]["content"] for number in learned[-1:])
+            return Example(
+                prompt,
+                gold,
+                0 if gold else None,
+                references=tuple(text.strip() for text in answers) if gold else (),
+                messages=messages,
+                learned=tuple(learned),
+            )
+        gold = tuple(answers[:1])  # the one to train on
+        if prompt.endswith("\n"):  # the first line of code may be indented
+            gold = tuple(text.rstrip().lstrip("\r\n") for text in gold)
+        else:
+            gold = tuple(text.strip() for text in gold)
+        gold = tuple(f"{after(prompt, text)}\n" for text in gold)
+        references = tuple(text.strip() for text in answers)
+        return Example(prompt, gold, 0 if gold else None, references=references)
+
+    def _answers(self, record: Record) -> list[str]:
+        """Return the right answers of a record, the first of which is learned."""
+        assert self.completion is not None
+        value = self.completion.only_value(record)
+        if isinstance(value, list):
+            texts = [field_text(self.completion.fields[0], each) for each in value]
+        else:
+            missing = {
+                name: "" for name in self.completion.fields if field_value(record, name) is None
+            }
+            texts = [self.completion.fill({**record, **missing})]
+        return [text for text in texts if text.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Conversations(Chat):
+    """Conversations, each a list of turns in a field.
+
+    Attributes:
+        field: the field with the turns.
+        system_prompt: of conversations that have none.
+    """
+
+    field: str
+    system_prompt: str | None
+
+    def build_example(self, record: Record) -> Example:
+        turns, learned = read_turns(self.field, field_value(record, self.field))
+        if not learned:
+            return Example("", (), None)
+        messages = _with_system(turns, self.system_prompt)
+        shift = len(messages) - len(turns)
+        last = learned[-1]
+        asked = turns[last - 1]["content"] if last else ""
+        gold = (turns[last]["content"],)
+        return Example(
+            asked,
+            gold,
+            0,
+            references=gold,
+            messages=messages[: last + shift + 1],
+            learned=tuple(number + shift for number in learned),
+        )
+
+    def unanswered(self) -> Task:
+        return _NextTurns(
+            name=self.name,
+            has_answers=False,
+            answer_fields=(),
+            metric=REWARD,
+            prompt=parse_template("data.messages", f"{{{self.field}}}"),
+            completion=None,
+            in_chat=True,
+            system_prompt=self.system_prompt,
+        )
+
+
+class _NextTurns(_Answers):
+    """Conversations whose next turn the model writes. A last turn of the assistant is not read."""
+
+    def build_example(self, record: Record) -> Example:
+        (field,) = self.prompt.fields
+        turns = field_value(record, field)
+        if isinstance(turns, list):
+            read, _ = read_turns(field, turns)
+            while turns and read[len(turns) - 1]["role"] == ASSISTANT:
+                turns = turns[:-1]
+        return super().build_example({**record, field: turns})
+
+
+def _with_system(turns: tuple[Turn, ...], system_prompt: str | None) -> tuple[Turn, ...]:
+    """Return a conversation with a system prompt before it, unless it begins with its own."""
+    if system_prompt is None or turns[0]["role"] in ("system", "developer"):
+        return turns
+    return ({"role": "system", "content": system_prompt}, *turns)
+
+
+def _turns_of(template: Template, record: Record) -> tuple[Turn, ...]:
+    """Return the turns in the only field of a template, or nothing if it gives text."""
+    value = template.only_value(record)
+    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+        return ()
+    turns, _ = read_turns(template.fields[0], value)
+    return turns
+
+
+def read_turns(field: str, value: object) -> tuple[tuple[Turn, ...], list[int]]:
+    """Return the turns of a conversation, and the indices of those that are learned.
+
+    Turns have the keys of OpenAI's files, role and content, or of ShareGPT's, from and value. Keys
+    that are null are left out, as TRL does: Arrow fills them in.
+
+    Raises:
+        UserError: the value is not a list of turns, or a turn has no text.
+    """
+    if not isinstance(value, list) or not value:
+        raise UserError(
+            f"column `{field}` is {shown(value)}, not a list of turns such as "
+            '[{"role": "user", "content": "Hello"}]',
+            fix="store lists in .jsonl or .parquet, not as text, and name the column in "
+            "data.messages",
+        )
+    turns = []
+    learned = []
+    for number, each in enumerate(value):
+        turn, is_learned = _read_turn(f"turn {number + 1} in column `{field}`", each)
+        turns.append(turn)
+        if is_learned:
+            learned.append(number)
+    return tuple(turns), learned
+
+
+def _read_turn(where: str, value: object) -> tuple[Turn, bool]:
+    """Return a turn, and whether the model learns it."""
+    keys: dict[str, Any] = without_nulls(value) if isinstance(value, Mapping) else {}
+    role = keys.pop("role", None) or keys.pop("from", None)
+    if not isinstance(role, str):
+        raise UserError(
+            f"{where} is {shown(value)}, without a role",
+            fix="rename its keys to role and content, or to from and value",
+        )
+    content = keys.pop("content", keys.pop("value", ""))
+    if isinstance(content, list):
+        content = "".join(_part_text(where, part) for part in content)
+    if not isinstance(content, str):
+        raise UserError(
+            f"the content of {where} is {shown(content)}, not a text", fix="correct the record"
+        )
+    role = _ROLES.get(role, role)
+    weights = [keys.pop(key) for key in _LEARNED if key in keys]
+    if any(weight not in (0, 1) for weight in weights):
+        raise UserError(f"the weight of {where} is not 0 or 1", fix="correct the record")
+    for call in keys.get("tool_calls", ()):
+        function = call.get("function", call)
+        # OpenAI's files have the arguments as JSON text, and templates want an object.
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = _from_json(f"a call in {where}", function["arguments"])
+    is_learned = role == ASSISTANT and all(weights)
+    if is_learned and not content.strip() and not keys.get("tool_calls"):
+        raise UserError(
+            f"{where} is the assistant's and is empty",
+            fix="fill it in, give it weight 0, or remove the record",
+        )
+    return {"role": role, "content": content, **keys}, is_learned
+
+
+def _part_text(where: str, part: Any) -> str:
+    """Return the text of a part of a content. UserError: it is an image or a sound."""
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise UserError(
+            f"{where} has a part that is not text: {shown(part)}",
+            fix="use a model and records of text alone: no images or sounds are read",
+        )
+    return text
+
+
+def find_tools(record: Record) -> list[Any] | None:
+    """Return the definitions of tools in the field `tools`: a list of objects, or JSON of one."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = _from_json("column `tools`", tools)
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(
+            f"column `tools` is {shown(tools)}, not a list of definitions of tools",
+            fix="write a list of objects, or JSON of one, or rename the column",
+        )
+    return [without_nulls(tool) for tool in tools]
+
+
+def _from_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{name} is not JSON: {shown(text)}", fix="correct the record") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Return lists and dicts of any depth without the keys that are null."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value

@@ -1,0 +1,239 @@
+"""Records: what pandas, pyarrow, json and datasets read from a file or from the Hub.
+
+A source is a path, whose suffix says which library reads it, or the name of a split on the Hub:
+
+    tickets.csv, .tsv         pandas; every value is a text; also .csv.gz, .csv.zst, .csv.zip
+    tickets.jsonl             json, one object a line
+    tickets.json              json, one list of objects
+    tickets.parquet           pyarrow
+    OWNER/NAME:SPLIT          datasets; also OWNER/NAME/CONFIG:SPLIT
+
+What a library reads is what is there. What it would repair in silence is refused: a short row of a
+table, a row with too many values, and a repeated key of a JSON object.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lezo_ds.checkpoints.checkpoint import hub_problem
+from lezo_ds.errors import HubError, UserError, first_line, one_line
+from lezo_ds.files import write_atomically
+
+logger = logging.getLogger(__name__)
+
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""The suffixes of tables, with the separators of their values."""
+SUFFIXES = (*TABLES, ".jsonl", ".json", ".parquet")
+UTF_8 = "utf-8-sig"
+"""UTF-8 with or without a byte order mark: the encoding of tables unless a recipe names another."""
+
+_ON_HUB = re.compile("([^/]*/[^/]*)(?:/([^/]*))?:([^:]*)")
+_PARQUET_ROWS = 1024  # in memory at a time
+
+
+def read_records(
+    source: str, separator: str | None = None, encoding: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file or of a split on the Hub (see the module's docstring).
+
+    Args:
+        source: a path, or the name of a split.
+        separator: of the values of a table; None is that of its suffix.
+        encoding: of a table; None is UTF-8.
+
+    Raises:
+        UserError: the source is not there, a library cannot read it, or it would repair a row.
+    """
+    path = Path(source)
+    on_hub = _ON_HUB.fullmatch(source)
+    if on_hub and not path.exists():
+        hub_id, config, split = on_hub.groups()
+        yield from read_hub(hub_id, config, split)
+        return
+    suffix = suffix_of(path)
+    if not path.is_file():
+        raise UserError(f"{source} is not a file", fix="correct the path")
+    try:
+        if suffix in TABLES:
+            yield from _read_table(path, separator or TABLES[suffix], encoding or UTF_8)
+        elif suffix == ".parquet":
+            yield from _read_parquet(path)
+        else:
+            yield from _read_json(path, is_list=suffix == ".json")
+    except (OSError, ValueError, LookupError, RecursionError, csv.Error) as error:
+        fix = f"write it as the {suffix} file that its name says"
+        if suffix in TABLES:
+            fix = (
+                "let each row have a value for each column, write a quotation mark of a text as "
+                '"", and set data.separator and data.encoding (lezo-ds init finds both)'
+            )
+        raise UserError(f"{path} cannot be read: {one_line(error)}", fix=fix) from error
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix that says how a file is read. UserError: it is unknown.
+
+    A table may be compressed: that of tickets.csv.gz is .csv.
+    """
+    known = [suffix for suffix in path.suffixes[-2:] if suffix.lower() in SUFFIXES]
+    is_compressed = bool(known) and known[0] != path.suffix
+    if not known or (is_compressed and known[0].lower() not in TABLES):
+        raise UserError(
+            f"{path} has no suffix of {', '.join(SUFFIXES)}",
+            fix="name a file that ends in one of these, or OWNER/NAME:SPLIT on the Hub",
+        )
+    return known[0].lower()
+
+
+def read_hub(hub_id: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
+    """Yield the records of a split on the Hub, or in its cache if the Hub cannot be reached."""
+    import datasets  # takes a second, with pandas
+
+    problem = hub_problem()
+    # With this flag, `datasets` reads its cache at once. Without it, it tries the hub for minutes.
+    datasets.config.HF_HUB_OFFLINE = bool(problem)
+    try:
+        loaded = datasets.load_dataset(hub_id, config, split=split)
+    except Exception as error:  # each library below raises its own types
+        raise HubError(
+            f"cannot load {hub_id} ({config or 'default'}) from the Hugging Face Hub: "
+            f"{problem or first_line(error)}",
+            fix="set data.path to a directory with the train and validation files, or data.train "
+            "to a file",
+        ) from error
+    yield from loaded
+
+
+def _read_table(path: Path, separator: str, encoding: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table with a header, as pandas reads them: every value is a text."""
+    import pandas as pd
+
+    with warnings.catch_warnings():
+        # Of a first row that has too many values, pandas would drop some with this warning.
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        try:
+            table = pd.read_csv(
+                path,
+                sep=separator,
+                encoding=encoding,
+                dtype=str,
+                keep_default_na=False,
+                index_col=False,
+            )
+        except pd.errors.ParserWarning as error:
+            raise ValueError("the first row has more values than there are columns") from error
+    _check_rows(path, table, separator, encoding)
+    yield from table.to_dict("records")
+
+
+def _check_rows(path: Path, table: Any, separator: str, encoding: str) -> None:
+    """Refuse rows that pandas has filled up, and say which cell spans lines.
+
+    Raises:
+        ValueError: a row has too few values.
+    """
+    if path.suffix.lower() in TABLES:  # a compressed table is for pandas alone
+        csv.field_size_limit(2**31 - 1)  # a text may be long
+        with path.open(encoding=encoding, newline="") as file:
+            rows = csv.reader(file, delimiter=separator)
+            for row in rows:
+                if 0 < len(row) < len(table.columns):
+                    raise ValueError(
+                        f"the row that ends in line {rows.line_num} has {len(row)} values for "
+                        f"{len(table.columns)} columns"
+                    )
+    for column in table.columns:
+        spans = table.index[table[column].str.contains("\n", regex=False)]
+        if len(spans):
+            logger.warning(
+                "%s: %d records are in more lines than that: %d cells of column `%s` span several "
+                "lines, the first in row %d; if a quotation mark joins them by mistake, write it "
+                'as ""',
+                path,
+                len(table),
+                len(spans),
+                column,
+                spans[0] + 1,
+            )
+
+
+def _read_json(path: Path, *, is_list: bool) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON file: one list of them, or one a line."""
+    with path.open(encoding=UTF_8) as file:
+        texts = [file.read()] if is_list else file
+        for number, text in enumerate(texts, start=1):
+            if not text.strip():
+                continue
+            try:
+                value = json.loads(text, object_pairs_hook=_unique_keys)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            records = value if is_list and isinstance(value, list) else [value]
+            for record in records:
+                if not isinstance(record, dict) or (is_list and not isinstance(value, list)):
+                    kind = "a list of objects" if is_list else "an object"
+                    raise ValueError(f"line {number} does not hold {kind}")
+                yield record
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. ValueError: it has several values with one key."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((key, number),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {key!r} {number} times")
+    return values
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    from pyarrow.parquet import ParquetFile
+
+    for batch in ParquetFile(path).iter_batches(_PARQUET_ROWS):
+        yield from batch.to_pylist()
+
+
+def write_records(
+    path: Path,
+    records: Sequence[dict[str, Any]],
+    separator: str | None = None,
+    encoding: str | None = None,
+) -> None:
+    """Write records to a file that `read_records` reads, atomically. The arguments are alike.
+
+    All records have the same fields in a table. Values that a table or JSON lacks are written as
+    texts. A character that the encoding lacks is written as an escape.
+
+    Raises:
+        UserError: the suffix of the file is unknown. OSError: it cannot be written.
+    """
+    suffix = suffix_of(path)
+    if suffix == ".parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        sink = pa.BufferOutputStream()
+        parquet.write_table(pa.Table.from_pylist(list(records)), sink)
+        write_atomically(path, sink.getvalue().to_pybytes())
+        return
+    if suffix in TABLES:
+        import pandas as pd
+
+        text = pd.DataFrame(records).to_csv(
+            sep=separator or TABLES[suffix], index=False, lineterminator="\n"
+        )
+    elif suffix == ".json":
+        text = json.dumps(list(records), ensure_ascii=False, indent=1, default=str) + "\n"
+    else:
+        lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
+        text = "".join(lines)
+    codec = encoding or "utf-8" if suffix in TABLES else "utf-8"
+    write_atomically(path, text.encode(codec, errors="backslashreplace"))

@@ -1,0 +1,463 @@
+"""Tasks: what becomes of a record, as texts, as token ids and as a score.
+
+    record                      values by column (records.py)
+      |  Task.example
+    Example                     texts: a prompt, and the candidates or answers that follow it
+      |  Task.encode            a tokenizer and a recipe say how (encode.py, chat.py)
+    EncodedExample              token ids, and masks of those that are learned
+      |  Task.loss              the objective with which the task is trained (objectives.py)
+      |  Task.score             the predictions that a metric compares with the right answers
+      |  Task.predict           what `lezo-ds predict` writes of a record
+
+The four kinds of tasks, as MeZO trains and scores them (Malladi et al. 2023):
+
+    kind             is trained by                           is scored by
+    Classification   cross-entropy over candidates           the best candidate
+    MultipleChoice   teacher forcing on the gold candidate   the best candidate
+    Generation       teacher forcing on the gold text        the text that the model writes
+    Chat             teacher forcing on learned turns        its tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from lezo_ds.data.template import Record, field_value, shown
+from lezo_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from lezo_ds.config import RunConfig
+    from lezo_ds.data.encode import PromptTokenizer
+
+Turn = dict[str, Any]
+"""One turn of a conversation, as chat templates read it: role, content and further keys."""
+ASSISTANT = "assistant"
+TokenIds = tuple[int, ...]
+"""The tokens of one sequence."""
+TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
+"""What a user's reward or metric judges before weights are loaded."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One record as texts.
+
+    Attributes:
+        prompt: what the model reads.
+        candidates: the possible continuations of the prompt, each with its leading space or
+            newline. A generation task has only the gold text, or nothing if the record has none.
+        label: index of the right candidate, which is the one to train on; None if there is none.
+        index: number of the record among those with an answer of its file, from 0.
+        references: every text that counts as right, if candidates[label] is not the only one.
+        demonstrations: solved examples that the model reads before the prompt, each followed by a
+            blank line.
+        messages: the turns of a conversation, if the tokenizer's chat template writes the example.
+        learned: the indices of the turns in `messages` that the model learns.
+        record: all fields of the record, including those that the task does not read.
+    """
+
+    prompt: str
+    candidates: tuple[str, ...]
+    label: int | None
+    index: int = 0
+    references: tuple[str, ...] = ()
+    demonstrations: str = ""
+    messages: tuple[Turn, ...] = ()
+    learned: tuple[int, ...] = ()
+    record: Record = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def gold_texts(self) -> tuple[str, ...]:
+        """The right candidate, or nothing."""
+        if self.label is None:
+            return ()
+        return (self.candidates[self.label],)
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """The candidates of one example as token sequences.
+
+    Attributes:
+        sequences: prompt and candidate for each candidate; empty if the record has no right answer.
+        masks: for each sequence, which of its tokens belong to the candidate, or are learned.
+        label: index of the right candidate; None if there is none.
+        truncated: whether a sequence was cut.
+    """
+
+    sequences: tuple[TokenIds, ...]
+    masks: tuple[tuple[bool, ...], ...]
+    label: int | None
+    truncated: bool = False
+
+    def targets(self, candidate: int) -> list[int]:
+        """Return the positions in a candidate's sequence of the tokens that belong to it."""
+        return [place for place, is_own in enumerate(self.masks[candidate]) if is_own]
+
+    @property
+    def option_lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each sequence that belong to its candidate."""
+        return tuple(map(sum, self.masks))
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the longest sequence; 0 without sequences."""
+        return max(map(len, self.sequences), default=0)
+
+    @property
+    def gold(self) -> int:
+        """Index of the right candidate of a labeled example."""
+        assert self.label is not None
+        return self.label
+
+    def num_gold_tokens(self) -> int:
+        """Return the number of tokens of the right candidate."""
+        return sum(self.masks[self.gold])
+
+
+class TokenCounts(NamedTuple):
+    """Of the learned tokens of a conversation, how many the model predicts.
+
+    Attributes:
+        right: number of tokens that are the model's first choice.
+        total: number of tokens.
+    """
+
+    right: int
+    total: int
+
+
+Prediction = int | float | str | TokenCounts
+"""What a model makes of an example: the index of a candidate, a number, an answer, or counts of
+tokens."""
+
+
+class Predicted(NamedTuple):
+    """What `lezo-ds predict` writes of a record.
+
+    Attributes:
+        answer: what the record holds for the best candidate, or the text that the model wrote.
+        probability: of this candidate among all; None for a text.
+        by_name: the probability of each candidate, by what records hold for it.
+    """
+
+    answer: Any
+    probability: float | None = None
+    by_name: Mapping[Any, float] = {}
+
+
+class Scores(Protocol):
+    """What a model makes of the examples of a split (score.Scorer). Each method is a collective."""
+
+    def choices(self) -> Sequence[int]:
+        """Return the best candidate of each example: that of the largest mean log-probability."""
+
+    def choice_probabilities(self) -> Sequence[Sequence[float]]:
+        """Return the softmax of the scores of each example's candidates."""
+
+    def choice_loss(self) -> float:
+        """Return the mean cross-entropy over candidates."""
+
+    def gold_loss(self) -> float:
+        """Return the mean loss of the right candidates, of many candidates that were scored."""
+
+    def answers(self) -> Sequence[str]:
+        """Return what the model writes after each prompt."""
+
+    def objective_loss(self) -> float:
+        """Return the mean of the training objective, by forward passes of its own."""
+
+    def token_counts(self) -> Sequence[TokenCounts]:
+        """Return how many learned tokens of each conversation are the model's first choice."""
+
+    def token_loss(self) -> float:
+        """Return the mean loss of these tokens."""
+
+
+@dataclass(frozen=True)
+class SplitSizes:
+    """Number of examples in each split, unless the user sets one. None takes all or a fifth."""
+
+    num_train: int | None = 1000
+    num_dev: int | None = 500
+    num_test: int | None = 1000
+
+
+_NO_ANSWER: Mapping[type, object] = {int: -1, bool: False, list: []}
+"""Values without meaning, by the type of the field. Others are ""."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Where records are, and what becomes of one.
+
+    A task of your own is a subclass of one of the four kinds: `Classification`, `MultipleChoice`,
+    `Generation` and `Chat`. A new kind is a subclass of this class. data.task=package.module:NAME
+    names an instance, or a class whose fields all have defaults.
+
+    Attributes:
+        name: in lower case.
+        fields: every field that `build_example` reads, with its type: str, int, bool, list, or
+            object for any. A dot leads into a nested field.
+        hub_id: data set on the Hugging Face hub, as parquet: no script is run. None if only files
+            have the records.
+        hub_config: configuration of that data set; None if it has only one.
+        has_answers: whether records have right answers. If not, they are not read, and a reward
+            alone judges the model's answers.
+        metric: one of `metrics`, `lezo_ds.data.metrics.REWARD`, or package.module:function.
+        answer_fields: the fields that hold nothing but the right answer.
+        labels: what records hold for the candidates; () if their texts.
+        sizes: default split sizes of the clean protocol.
+        mezo_sizes: split sizes in MeZO's scripts, which may ask for more than the data set has.
+        keeps_shares: whether splits that are drawn have about the same share of every label.
+
+    What a kind decides, besides the methods:
+
+    Attributes:
+        kind: what messages call it.
+        metrics: the names in `lezo_ds.data.metrics.METRICS` that can score it.
+        loss: a name in `lezo_ds.data.objectives.LOSSES`, or package.module:OBJECTIVE.
+        has_classes: whether all examples have the same candidates: labels, in other words.
+        writes_answers: whether the model writes answers to be scored.
+        reads_first_choices: whether a score reads all logits of a token, not only the right one's.
+    """
+
+    name: str
+    fields: Mapping[str, type] = field(default_factory=dict)
+    hub_id: str | None = None
+    hub_config: str | None = None
+    has_answers: bool = True
+    metric: str = "accuracy"
+    answer_fields: tuple[str, ...] = ("label",)
+    labels: Sequence[object] = ()
+    sizes: SplitSizes = SplitSizes()
+    mezo_sizes: SplitSizes = SplitSizes()
+    keeps_shares: bool = False
+
+    kind: ClassVar[str]
+    metrics: ClassVar[tuple[str, ...]] = ()
+    loss: ClassVar[str] = "tokens"
+    has_classes: ClassVar[bool] = False
+    writes_answers: ClassVar[bool] = False
+    reads_first_choices: ClassVar[bool] = False
+
+    def build_example(self, record: Record) -> Example:
+        """Return the example of a record. A subclass has this method."""
+        raise NotImplementedError
+
+    def example(self, record: Record) -> Example:
+        """Return the example of a record, with the record.
+
+        Raises:
+            UserError: the record does not fit the task.
+        """
+        if not self.has_answers:
+            record = self._without_answer(record)
+        for name, kind in self.fields.items():
+            value = field_value(record, name)
+            is_truth_for_number = kind is int and isinstance(value, bool)
+            if not isinstance(value, kind) or is_truth_for_number:
+                raise UserError(
+                    f"column `{name}` is {shown(value)}, not of type {kind.__name__}",
+                    fix=f"use the types of {self.hub_id or 'the task'}",
+                )
+        try:
+            example = self.build_example(record)
+            if not self.has_answers:
+                example = self.without_answer(example)
+            if example.label is not None and not 0 <= example.label < len(example.candidates):
+                raise UserError(
+                    f"the label is {example.label}, not 0 to {len(example.candidates) - 1}",
+                    fix="remove records without a label (-1 in the test splits of the hub)",
+                )
+        except UserError:
+            raise
+        except Exception as error:  # of a task of the user's own
+            raise UserError(
+                f"it does not fit the task {self.name}: {type(error).__name__}: {error}",
+                fix=f"correct the record, or build_example of {self.name}",
+            ) from error
+        return replace(example, record=record)
+
+    def _without_answer(self, record: Record) -> Record:
+        """Return a record with a blank in the place of its answer, which it need not have."""
+        blanks = {
+            name: _NO_ANSWER.get(self.fields.get(name, object), "") for name in self.answer_fields
+        }
+        return {**record, **blanks}
+
+    def without_answer(self, example: Example) -> Example:
+        """Return an example without its right answer."""
+        return replace(example, label=None, references=())
+
+    def unanswered(self) -> Task:
+        """Return the task of records without right answers, for the model to answer."""
+        return replace(self, has_answers=False)
+
+    def names(self, example: Example) -> Sequence[Any]:
+        """Return what the records hold for the candidates of an example, or else their texts."""
+        return self.labels or [text.strip() for text in example.candidates]
+
+    def encode(
+        self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
+    ) -> list[EncodedExample]:
+        """Return an example as token ids: one sequence for each candidate."""
+        from lezo_ds.data.encode import encode_candidates
+
+        return [encode_candidates(tokenizer, example, config.data.max_length)]
+
+    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+        """Return the mean of the task's own loss over a split, and a prediction for each example.
+
+        A collective.
+        """
+        raise NotImplementedError
+
+    def predict(self, scorer: Scores, examples: Sequence[Example]) -> list[Predicted]:
+        """Return what the model makes of examples without right answers. A collective."""
+        raise NotImplementedError
+
+    def shown(self, example: Example, predicted: Prediction) -> str:
+        """Return a prediction as a reader sees it."""
+        del example
+        return str(predicted).strip()
+
+    def tried_predictions(self, examples: Sequence[Example]) -> list[Prediction]:
+        """Return predictions, right ones where there are any, to try a user's metric on."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice(Task):
+    """A task whose answer is one of the candidates of an example."""
+
+    def encode(
+        self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
+    ) -> list[EncodedExample]:
+        from lezo_ds.data.chat import encode_choices
+
+        if config.data.chat_template:
+            return [encode_choices(tokenizer, config, self, example)]
+        return super().encode(tokenizer, config, example)
+
+    def predict(self, scorer: Scores, examples: Sequence[Example]) -> list[Predicted]:
+        rows = []
+        for example, choice, shares in zip(
+            examples, scorer.choices(), scorer.choice_probabilities(), strict=True
+        ):
+            names = self.names(example)
+            # Shares beyond the candidates of an example are 0.
+            by_name = dict(zip(names, shares, strict=False))
+            rows.append(Predicted(names[choice], shares[choice], by_name))
+        return rows
+
+    def shown(self, example: Example, predicted: Any) -> str:
+        text: str = example.candidates[predicted]
+        return text.strip()
+
+    def tried_predictions(self, examples: Sequence[Example]) -> list[Prediction]:
+        return [example.label or 0 for example in examples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification(_Choice):
+    """All records have the same candidates: labels."""
+
+    kind = "classification"
+    metrics = ("accuracy", "macro_f1")
+    loss = "candidates"
+    has_classes = True
+
+    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+        return scorer.choice_loss(), scorer.choices()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoice(_Choice):
+    """Each record has candidates of its own."""
+
+    kind = "multiple_choice"
+    metrics = ("accuracy",)
+
+    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+        return scorer.gold_loss(), scorer.choices()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Task):
+    """The model writes an answer."""
+
+    metric: str = "f1"
+
+    kind = "generation"
+    metrics = ("f1", "exact_match")
+    writes_answers = True
+
+    def without_answer(self, example: Example) -> Example:
+        without = super().without_answer(example)
+        messages = without.messages[: example.learned[0]] if example.learned else without.messages
+        return replace(without, candidates=(), messages=messages, learned=())
+
+    def encode(
+        self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
+    ) -> list[EncodedExample]:
+        if example.messages and example.learned:
+            from lezo_ds.data.chat import encode_turns
+
+            return encode_turns(tokenizer, config, example)
+        return super().encode(tokenizer, config, _ended(tokenizer, config, example))
+
+    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+        return scorer.objective_loss(), scorer.answers()
+
+    def predict(self, scorer: Scores, examples: Sequence[Example]) -> list[Predicted]:
+        del examples
+        return [Predicted(answer) for answer in scorer.answers()]
+
+    def tried_predictions(self, examples: Sequence[Example]) -> list[Prediction]:
+        answers = [(*example.references, TRIED_ANSWERS[1])[0] for example in examples]
+        return ["", *answers[1:]]  # models write empty answers, too
+
+
+def _ended(tokenizer: PromptTokenizer, config: RunConfig, example: Example) -> Example:
+    """Return an example whose gold text ends with what ends generated ones.
+
+    That is a newline, which it has, the only text in generation.stop, or the EOS.
+    """
+    stop = config.generation.stop
+    if stop is None:
+        return example
+    ending = stop[0] if len(stop) == 1 else tokenizer.end_text
+    candidates = [each.removesuffix("\n") + ending for each in example.candidates]
+    return replace(example, candidates=tuple(candidates))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Task):
+    """A record has a conversation in its only field."""
+
+    metric: str = "token_accuracy"
+    answer_fields: tuple[str, ...] = ()
+
+    kind = "chat"
+    metrics = ("token_accuracy",)
+    reads_first_choices = True
+
+    def encode(
+        self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
+    ) -> list[EncodedExample]:
+        from lezo_ds.data.chat import encode_turns
+
+        return encode_turns(tokenizer, config, example)
+
+    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+        return scorer.token_loss(), scorer.token_counts()
+
+    def shown(self, example: Example, predicted: Any) -> str:
+        del example
+        return f"{predicted.right} of {predicted.total} tokens"
+
+    def tried_predictions(self, examples: Sequence[Example]) -> list[Prediction]:
+        return [TokenCounts(right=1, total=1)] * len(examples)
