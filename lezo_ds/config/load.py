@@ -264,8 +264,8 @@ def _set(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
         if inner is not None and not isinstance(inner, Mapping):
             shown = cut(str(inner), _SHOWN_CHARACTERS)
             raise UserError(
-                f"{'.'.join(map(str, path))} is below {name}, which is {shown}",
-                fix=f"remove {name}={shown}",
+                f"unknown key {'.'.join(map(str, path))}: {name} is {shown}",
+                fix="remove one of them",
             )
         values[name] = dict(inner or {})
         values = values[name]
@@ -291,8 +291,8 @@ def _refusal(problems: Sequence[ErrorDetails], where: str) -> UserError:
     if problems[0]["type"] == "extra_forbidden":
         return UserError(f"unknown key {path} in {where}", fix=fix_of_unknown(path))
     # The location goes on below the key: an item of a list, or an alternative of the type.
-    names = [name for name in (*KEYS, *SECTIONS) if f"{path}.".startswith(f"{name}.")]
-    key = max(names, key=len)
+    known = [name for name in (*KEYS, *SECTIONS) if f"{path}.".startswith(f"{name}.")]
+    key = max(known, key=len)
     of_key = [each for each in problems if ".".join(map(str, each["loc"])).startswith(key)]
     problem = max(of_key, key=lambda each: len(each["loc"]))  # the alternative that fits best
     value = problem["input"]
@@ -308,7 +308,8 @@ def _fix(key: str, problem: ErrorDetails) -> str:
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
         return f"write {value:.0f}"
     if kind == "literal_error":
-        choices = re.findall(r"\w+", problem["ctx"]["expected"])
+        words = re.findall(r"\w+", problem["ctx"]["expected"])
+        choices = [word for word in words if word != "or"]
         near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
         return f"did you mean {near[0]}?" if near else f"write one of {', '.join(choices)}"
     section = key.rpartition(".")[0]

@@ -84,7 +84,7 @@ def fix_of_unknown(name: str) -> str:
             return _NONE[known]
     keys = meant(name)
     if not keys:
-        keys = nearest(name, KEYS)
+        keys = nearest(name, [*KEYS, *SECTIONS])
     if not keys:
         # A misspelled section, or a key in the wrong one.
         keys = nearest(leaf, (key.rpartition(".")[2] for key in KEYS))
