@@ -26,7 +26,7 @@ from lezo_ds.config import load_config
 from lezo_ds.config.components import find_task
 from lezo_ds.config.paths import ROOT
 from lezo_ds.data.splits import load_splits
-from lezo_ds.tasks.base import Example
+from lezo_ds.data.tasks import Example
 
 RECIPE = ROOT / "launch" / "recipes" / "keywords.yaml"
 NUM_PROMPTS = 8

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lezo_ds.data.rewards import reward
     from lezo_ds.engine import LezoEngine, initialize
     from lezo_ds.runs.trainer import train
-    from lezo_ds.tasks.base import Task
+    from lezo_ds.data.tasks import Task
     from lezo_ds.zo.estimators import Estimator
     from lezo_ds.zo.layers import LayerPolicy
 
@@ -36,7 +36,7 @@ _MODULES = {
     "Estimator": "lezo_ds.zo.estimators",
     "LayerPolicy": "lezo_ds.zo.layers",
     "LezoEngine": "lezo_ds.engine",
-    "Task": "lezo_ds.tasks.base",
+    "Task": "lezo_ds.data.tasks",
     "initialize": "lezo_ds.engine",
     "reward": "lezo_ds.data.rewards",
     "train": "lezo_ds.runs.trainer",

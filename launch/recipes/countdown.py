@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds import reward
-from lezo_ds.tasks.base import Example
+from lezo_ds.data.tasks import Example
 
 NUM_NUMBERS = 4
 LARGEST_NUMBER = 99

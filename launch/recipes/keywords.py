@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lezo_ds.data.rewards import reward
-from lezo_ds.tasks.base import Example
+from lezo_ds.data.tasks import Example
 
 WORD = re.compile(r"[a-z]+(?:['-][a-z]+)*")
 

@@ -35,6 +35,7 @@ from lezo_ds.config.load import config_from_dict, describe, flatten, load_config
 from lezo_ds.config.schema import (
     DataConfig,
     Dtype,
+    GenerationConfig,
     PeftConfig,
     RunConfig,
     TrainConfig,

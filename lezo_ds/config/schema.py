@@ -142,7 +142,7 @@ class DataConfig(Section):
     task: Annotated[Name, _OF_EXPORT] = "sst2"
     """The run trains and scores this task. If data.prompt or data.messages is set, the default is
     custom: a task described by the keys below. package.module:TASK is your own Task (see
-    lezo_ds/tasks/base.py)."""
+    lezo_ds/data/tasks.py)."""
     path: Annotated[str | None, _MOVABLE_PATH] = None
     """Directory of the task's files, train and validation (.jsonl or .parquet). The final score is
     measured on validation records. Null reads them from the Hub, unless data.train is set."""
@@ -200,7 +200,7 @@ class DataConfig(Section):
     metric: Annotated[Name | None, _OF_EXPORT] = None
     """Predictions are scored by accuracy, macro_f1 (classification only), f1 (of words) or
     exact_match (generation), token_accuracy (chat), reward (the mean of train.objective), or your
-    own function of predictions and examples, which returns 0 to 1 (see lezo_ds/tasks/metrics.py).
+    own function of predictions and examples, which returns 0 to 1 (see lezo_ds/data/metrics.py).
     Null uses the task's metric, or reward if there are no correct answers."""
     splits: Annotated[Literal["stratified", "random"], _MAY_DIFFER] = "stratified"
     """stratified preserves label proportions in splits drawn from data.train, and drops test

@@ -431,8 +431,6 @@ def load_reader(task: Task, config: RunConfig, objective: Objective | None = Non
             f"data.prompt begins with {begin}, which the tokenizer writes before each text",
             fix=f"remove {begin} from it",
         )
-    if data.in_chat and generation.stop is None:  # only the end of its turn ends an answer
-        generation = generation.model_copy(update={"stop": []})
     settings = None
     if task.writes_answers or objective.reads_answers:
         end = end_of_turn(tokenizer) if data.in_chat else TurnEnd()

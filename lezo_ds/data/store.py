@@ -38,25 +38,27 @@ def shared_dataset(key: str | None, write: Callable[[Path], None]) -> Dataset:
     Raises:
         LezoError: what `write` raises, on all ranks.
     """
-    name = distributed.broadcast_object(secrets.token_hex(8) if key is None else key)
+    is_shared = distributed.world_size() > 1
+    name = secrets.token_hex(8) if key is None else key
+    if is_shared:
+        name = distributed.broadcast_object(name)
     temporary = Path(tempfile.gettempdir()) / f"lezo_ds-{name}"
-    outcome: LezoError | Path | None = None
+    kept = _cache() / name
+    outcome: LezoError | None = None
     if distributed.local_rank() == 0:
         try:
-            outcome = _written(name, temporary, write, is_kept=key is not None)
+            _provide(temporary, kept if key is not None else None, write)
         except LezoError as error:
             outcome = error
-    # Without rank 0's outcome, none is there.
-    for each in distributed.gather_objects(outcome):
-        if isinstance(each, LezoError):
+    for each in distributed.gather_objects(outcome) if is_shared else [outcome]:
+        if each is not None:
             raise each
-    folder = temporary
-    if key is not None and (_cache() / name).is_dir():
-        folder = _cache() / name
+    folder = temporary if temporary.is_dir() else kept
     files = sorted(folder.glob("*.arrow"))
     rows = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
-    distributed.barrier()
-    if folder == temporary and distributed.local_rank() == 0:
+    if is_shared:
+        distributed.barrier()
+    if distributed.local_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)  # mapped files stay until they are closed
     return rows
 
@@ -65,25 +67,23 @@ def _cache() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "lezo_ds"
 
 
-def _written(name: str, temporary: Path, write: Callable[[Path], None], *, is_kept: bool) -> Path:
-    """Return the folder with the files, which are there or are written now."""
-    kept = _cache() / name
-    if is_kept and kept.is_dir():
-        return kept
+def _provide(temporary: Path, kept: Path | None, write: Callable[[Path], None]) -> None:
+    """See that the files are in the cache, or else in a temporary folder."""
+    if kept is not None and kept.is_dir():
+        return
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     write(temporary)
-    if is_kept:
-        try:
-            part = kept.with_name(f".{name}.{os.getpid()}")
-            part.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(temporary, part)
-            part.replace(kept)
-            shutil.rmtree(temporary, ignore_errors=True)
-            return kept
-        except OSError:  # a home that is full or read-only, or another run was faster
-            shutil.rmtree(part, ignore_errors=True)
-    return temporary
+    if kept is None:
+        return
+    part = kept.with_name(f".{kept.name}.{os.getpid()}")
+    try:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(temporary, part)
+        part.replace(kept)
+        shutil.rmtree(temporary, ignore_errors=True)
+    except OSError:  # a home that is full or read-only, or another run was faster
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def key_of(files: Sequence[Path], *others: object) -> str | None:

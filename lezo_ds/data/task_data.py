@@ -362,6 +362,8 @@ def _encode(folder: Path, encoder: Encoder, examples: Sequence[Example], name: s
     """
     global _work
     _work = encoder, examples
+    if len(examples) < _OF_A_PROCESS:
+        datasets.disable_progress_bars()
     num_processes = min(len(os.sched_getaffinity(0)), len(examples) // _OF_A_PROCESS + 1)
     places = Dataset.from_dict({"place": list(range(len(examples)))})
     encoded = places.map(
@@ -377,6 +379,7 @@ def _encode(folder: Path, encoder: Encoder, examples: Sequence[Example], name: s
         new_fingerprint="lezo_ds",
         desc=f"encoding {name}",
     )
+    datasets.enable_progress_bars()
     _work = None
     refused = Refused(f"the {name} split", encoder.config.data.skip_unusable)
     place = _numbers(encoded, "place")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import Example
 
 Tensors = Mapping[str, Tensor]
 """Tensors by name."""
@@ -43,21 +42,6 @@ class LogitSelection:
 
 
 @dataclass(frozen=True)
-class Thought:
-    """The marks around what a model thinks before it answers, such as <think> and </think>.
-
-    Attributes:
-        opening: the text before a thought.
-        closing: the text after it, which the answer follows.
-        is_open: whether prompts end with `opening`.
-    """
-
-    opening: str
-    closing: str
-    is_open: bool = False
-
-
-@dataclass(frozen=True)
 class GenerationSettings:
     """How a batch of prompts is continued.
 
@@ -72,7 +56,6 @@ class GenerationSettings:
         top_p: draw from the most probable tokens that have this probability together; None draws
             from all of them.
         streamer: a streamer of transformers, which gets the tokens of the only row one by one.
-        thought: the marks of what is no part of an answer; None if the model writes no thoughts.
     """
 
     max_new_tokens: int
@@ -83,7 +66,6 @@ class GenerationSettings:
     temperature: float = 0.0
     top_p: float | None = None
     streamer: Any = None
-    thought: Thought | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +102,7 @@ class MicroBatch:
         labels: what the loss function reads besides the logits.
         selection: the logits that are needed; None selects all: [rows, tokens, vocabulary].
         prompts: if they are set, the output is new tokens, int64 [rows, at most max_new_tokens].
-        examples: of the rows, for objectives that read text.
+        examples: of the rows, for objectives that read text: `lezo_ds.data.tasks.Example` each.
         token_examples: int64 [rows, tokens] on the CPU, the index of the example that each token
             belongs to; [rows, 1] if all tokens of a row belong to one. None: each example has the
             same number of rows, one after the other.
@@ -132,7 +114,7 @@ class MicroBatch:
     labels: Tensors = field(default_factory=dict)
     selection: LogitSelection | None = None
     prompts: Prompts | None = None
-    examples: tuple[Example, ...] = ()
+    examples: tuple[Any, ...] = ()
     token_examples: Tensor | None = None
     num_start: int = 0
 

@@ -19,7 +19,7 @@ from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import encode_question, end_of_turn, find_thought
 from lezo_ds.data.control_tokens import ControlTokens
-from lezo_ds.data.encoding import (
+from lezo_ds.data.encode import (
     PromptTokenizer,
     cut_prompts,
     load_tokenizer,
@@ -35,7 +35,7 @@ from lezo_ds.data.generation import (
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import Prompts, Thought
 from lezo_ds.runs.opening import Opened
-from lezo_ds.tasks.base import Example, Message, TokenIds
+from lezo_ds.data.tasks import Example, Message, TokenIds
 from lezo_ds.tasks.conversations import ASSISTANT, USER, with_system
 from lezo_ds.zo.keys import sample_key
 

@@ -28,7 +28,7 @@ from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolv
 from lezo_ds.config import RunConfig, is_replayable, keys_with, num_directions, trained_part
 from lezo_ds.config.paths import public_name
 from lezo_ds.data.chat import end_of_turn
-from lezo_ds.data.encoding import generation_ends, load_tokenizer
+from lezo_ds.data.encode import generation_ends, load_tokenizer
 from lezo_ds.errors import JournalError, LezoError, UserError
 from lezo_ds.files import DAMAGE, write_output
 from lezo_ds.journal import (

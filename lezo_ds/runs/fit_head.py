@@ -32,7 +32,7 @@ from lezo_ds.config import check_data
 from lezo_ds.data.batches import shared_candidates
 from lezo_ds.data.metrics import load_score
 from lezo_ds.data.reader import EncodedSplit
-from lezo_ds.data.scorer import Scorer
+from lezo_ds.data.score import Scorer
 from lezo_ds.data.task_data import load_examples
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
@@ -40,7 +40,7 @@ from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter
 from lezo_ds.runs.export import own_texts, refuse_taken
 from lezo_ds.runs.model_card import head_card
 from lezo_ds.runs.opening import Opened, recipe_of
-from lezo_ds.tasks.metrics import Score
+from lezo_ds.data.metrics import Score
 
 DECAYS = (1e4, 3e3, 1e3, 3e2, 1e2, 3e1, 1e1, 3.0, 1.0)
 """Strongest first: each fit starts from the one before."""

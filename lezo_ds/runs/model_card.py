@@ -20,7 +20,7 @@ from lezo_ds.checkpoints.sharded_model import BaseModel
 from lezo_ds.config import RunConfig, flatten, keys_with, load_yaml
 from lezo_ds.config.paths import public_name, split_revision
 from lezo_ds.data.chat import end_of_turn, lead_of_answers
-from lezo_ds.data.encoding import load_tokenizer
+from lezo_ds.data.encode import load_tokenizer
 from lezo_ds.files import DAMAGE, filled_template
 from lezo_ds.runs.records import RecordedRun, evaluations_of, is_worse_than_base
 from lezo_ds.runs.screen import WORSE

@@ -49,7 +49,7 @@ from lezo_ds.config import (
 from lezo_ds.config.deepspeed import ds_config_of, shared_by
 from lezo_ds.config.load import read_override
 from lezo_ds.config.schema import KEYS
-from lezo_ds.data.evaluation import evaluate
+from lezo_ds.data.score import evaluate
 from lezo_ds.data.task_data import load_examples, warn_of_unreachable
 from lezo_ds.engine import ModelEngine, Parts, ReplayEngine, load_parts
 from lezo_ds.errors import UserError

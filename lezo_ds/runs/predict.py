@@ -33,7 +33,7 @@ import pyarrow as pa
 from pyarrow.parquet import ParquetFile, ParquetWriter
 
 from lezo_ds import distributed
-from lezo_ds.data.evaluation import OF_LABEL, PREDICTED, PROBABILITY, predict
+from lezo_ds.data.score import OF_LABEL, PREDICTED, PROBABILITY, predict
 from lezo_ds.data.reader import load_reader
 from lezo_ds.data.splits import checked_example
 from lezo_ds.data.tables import (
@@ -52,7 +52,7 @@ from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.opening import Opened, recipe_of
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Example, Record
+from lezo_ds.data.tasks import Example, Record
 from lezo_ds.tasks.labels import label_key
 
 _BATCHES_A_CHUNK = 32  # a kill costs at most one chunk

@@ -17,7 +17,7 @@ from typing import Self
 from pydantic import TypeAdapter
 
 from lezo_ds.files import DAMAGE, read_regular
-from lezo_ds.tasks.metrics import LabelScore
+from lezo_ds.data.metrics import LabelScore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ from lezo_ds.checkpoints.snapshots import (
     snapshot_path,
 )
 from lezo_ds.config import RunConfig, eval_every
-from lezo_ds.data.evaluation import evaluate, prediction_rows
+from lezo_ds.data.score import evaluate, prediction_rows
 from lezo_ds.data.prefetch import StepBatches
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
@@ -89,7 +89,7 @@ from lezo_ds.runs.monitors import Monitors
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
-from lezo_ds.tasks.metrics import LabelScore
+from lezo_ds.data.metrics import LabelScore
 
 logger = logging.getLogger(__name__)
 

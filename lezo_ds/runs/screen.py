@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lezo_ds.data.evaluation import EvaluationResult
+from lezo_ds.data.score import EvaluationResult
 from lezo_ds.errors import cut
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs.results import RunResults
