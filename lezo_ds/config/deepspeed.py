@@ -161,10 +161,7 @@ def load_ds_config(
         "bf16.enabled": ((dtype == "bf16",), f"it contradicts model.dtype={dtype}"),
         "fp16.enabled": ((dtype == "fp16",), f"it contradicts model.dtype={dtype}"),
     }
-    if size == 1:
-        limits["zero_optimization.stage"] = ((3,), "ZeRO stage 3 shards the weights")
-    else:
-        limits["zero_optimization.stage"] = ((0,), "tensor parallelism shards the weights by itself")
+    limits["zero_optimization.stage"] = _stage_limit(size)
     config["zero_optimization"] = {"stage": 0, **config.get("zero_optimization", {})}
     refusals = list(_refusals(config, limits, source))
     if refusals:
@@ -182,6 +179,13 @@ def load_ds_config(
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
     _let_deepspeed_check(config, source)
     return config
+
+
+def _stage_limit(tensor_parallel: int) -> tuple[tuple[object, ...], str]:
+    """Return the stage of ZeRO that shards the weights, and the problem with all others."""
+    if tensor_parallel == 1:
+        return (3,), "ZeRO stage 3 shards the weights"
+    return (0,), "tensor parallelism shards the weights by itself"
 
 
 def _refusals(
