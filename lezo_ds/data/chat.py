@@ -162,12 +162,26 @@ def encode_turns(
                 fix="mark the assistant's turns in the template with {% generation %}, or set "
                 "data.chat_template_kwargs",
             )
-        prompt_ids, ids = tokenizer.encode_written([asked, whole])
-        # The first token of an answer may begin before it, as a space that ends what asks for it.
-        first = num_alike(prompt_ids, ids)
+        ids, first = _split_at(tokenizer, whole, asked)
         mask = (False,) * first + (True,) * (len(ids) - first)
         sequences.append(_checked(config, ids, mask))
     return sequences
+
+
+def _split_at(tokenizer: PromptTokenizer, whole: str, asked: str) -> tuple[TokenIds, int]:
+    """Return the token ids of a text, and the index of the first that ends after its start `asked`.
+
+    The first token of an answer may begin before it, as a space that ends what asks for it.
+    """
+    if has_marks(whole) or not tokenizer.backend.is_fast:  # without a map to characters
+        prompt_ids, ids = tokenizer.encode_written([asked, whole])
+        return ids, num_alike(prompt_ids, ids)
+    encoded = tokenizer.backend(
+        whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    offsets = encoded["offset_mapping"]
+    first = next((place for place, (_, end) in enumerate(offsets) if end > len(asked)), 0)
+    return tuple(encoded["input_ids"]), first
 
 
 def _checked(config: RunConfig, ids: TokenIds, mask: tuple[bool, ...]) -> EncodedExample:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -25,7 +25,13 @@ from torch import Tensor
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import TurnEnd, encode_question, end_of_turn
-from lezo_ds.data.encode import PromptTokenizer, encode_prompt, load_tokenizer, prompt_room
+from lezo_ds.data.encode import (
+    PromptTokenizer,
+    encode_prompt,
+    load_tokenizer,
+    num_alike,
+    prompt_room,
+)
 from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
 from lezo_ds.data.objectives import Objective, training_objective
 from lezo_ds.data.tasks import EncodedExample, Example, Task, TokenIds
@@ -38,7 +44,6 @@ T = TypeVar("T")
 
 FEWEST_COMMON = 8
 """Tokens with which all prompts begin run on their own if they are at least this many."""
-_MOST_COMMON = 4096
 _MEZO_LOSS_BATCH = 8
 """Examples in a batch of MeZO's validation loss, the default of transformers' Trainer."""
 
@@ -54,8 +59,11 @@ FEATURES = Features(
         "truncated": Value("bool"),
         "length": Value("int32"),  # of the longest sequence
         "num_gold": Value("int32"),  # tokens of the right candidate
-        "start": Value("int32"),  # tokens before any logits that count
+        "prompt_length": Value("int32"),
         "largest": Value("int32"),  # id of a token
+        # What all sequences, or prompts, of some rows begin with; in the first of these.
+        "common_start": List(Value("int32")),
+        "common_prompt": List(Value("int32")),
         "digest": Value("string"),  # of all that decides losses and scores
     }
 )
@@ -76,21 +84,10 @@ class Lazy(Sequence[T]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-
-    def __getitem__(self, index: int | slice) -> T | list[T]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self._make(each) for each in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(index)
-        return self._make(int(index) % self._size)
-
-    def __iter__(self) -> Iterator[T]:
-        return map(self._make, range(self._size))
+            return [self._make(each) for each in range(self._size)[index]]
+        return self._make(range(self._size)[index])
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,6 @@ class Encoder:
         rows = []
         for number, encoded in enumerate(parts):
             label = -1 if encoded.label is None else encoded.label
-            firsts = [mask.index(True) for mask in encoded.masks]
             row = {
                 "place": place,
                 "index": example.index,
@@ -138,18 +134,42 @@ class Encoder:
                 "truncated": encoded.truncated,
                 "length": encoded.num_tokens,
                 "num_gold": 0 if label < 0 else encoded.num_gold_tokens(),
-                "start": min(firsts, default=1) - 1,
+                "prompt_length": len(prompt),
+                "common_start": None,
+                "common_prompt": None,
                 "largest": max(max(ids) for ids in (prompt, (0,), *encoded.sequences) if ids),
             }
-            decisive: list[Any] = [encoded.sequences, encoded.option_lengths, label]
-            decisive += [encoded.masks[0].index(True) if encoded.masks else 0]
-            decisive += [example.references, prompt]
+            content: list[Any] = [encoded.sequences, encoded.masks, label]
+            content += [example.references, prompt]
             if self.reads_records:
-                decisive.append(json.dumps(example.record, sort_keys=True, default=str))
-            content = json.dumps(decisive).encode()
-            row["digest"] = hashlib.blake2b(content, digest_size=16).hexdigest()
+                content.append(json.dumps(example.record, sort_keys=True, default=str))
+            digest = hashlib.blake2b(repr(content).encode(), digest_size=16)
+            row["digest"] = digest.hexdigest()
             rows.append(row)
         return rows
+
+    def encode(self, examples: Sequence[Example], places: Sequence[int]) -> dict[str, list[Any]]:
+        """Return the columns of FEATURES of some examples.
+
+        One that cannot be encoded has the place -1 - place, and the problem as its digest.
+        """
+        rows: list[dict[str, Any]] = []
+        for place in places:
+            try:
+                rows += self.rows_of(examples[place], place)
+            except UserError as error:
+                rows.append(dict.fromkeys(FEATURES) | {"place": -1 - place, "digest": str(error)})
+        usable = [row for row in rows if row["place"] >= 0]
+        if usable:
+            starts = [
+                ids[: mask.index(True) - 1]
+                for row in usable
+                for ids, mask in zip(row["sequences"], row["masks"], strict=True)
+            ]
+            usable[0]["common_start"] = common_start(starts)
+            # A token is left to continue.
+            usable[0]["common_prompt"] = common_start([row["prompt"][:-1] for row in usable])
+        return {column: [row[column] for row in rows] for column in FEATURES}
 
     def _as_read(self, example: Example) -> Example:
         """Return an example as the model reads it, with marks at the text of control tokens."""
@@ -254,23 +274,22 @@ class EncodedSplit:
     @cached_property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt; 0 without prompts."""
-        lengths = [chunk.value_lengths() for chunk in self.rows.data.column("prompt").chunks]
-        return max((max(each.to_numpy(), default=0) for each in lengths), default=0)
+        return int(self.column("prompt_length").max(initial=0))
 
     @cached_property
     def num_common(self) -> int:
         """Number of tokens with which all prompts begin; 0 if they are few."""
-        lists = self.rows.data.column("prompt").chunks
-        # A token is left to continue.
-        ends = [chunk.value_lengths().to_numpy() - 1 for chunk in lists]
-        return _num_common(lists, ends)
+        return self._num_common("common_prompt")
 
     @cached_property
     def num_start(self) -> int:
         """Number of tokens with which all sequences begin before any that count; 0 if few."""
-        lists = [chunk.flatten() for chunk in self.rows.data.column("sequences").chunks]
-        fewest = int(self.column("start").min(initial=_MOST_COMMON))
-        return _num_common(lists, [np.full(len(chunk), fewest) for chunk in lists])
+        return self._num_common("common_start")
+
+    def _num_common(self, column: str) -> int:
+        of_parts = self.rows.data.column(column).to_pylist()
+        number = len(common_start([part for part in of_parts if part is not None]))
+        return number if number >= FEWEST_COMMON else 0
 
     def fingerprint(self) -> str:
         """Return a hash of all that decides losses and scores, in its order: 32 hex digits."""
@@ -280,23 +299,13 @@ class EncodedSplit:
         return digest.hexdigest()[:32]
 
 
-def _num_common(lists: Sequence[Any], ends: Sequence[np.ndarray]) -> int:
-    """Return the number of tokens with which all lists begin; 0 if they are few.
-
-    Args:
-        lists: chunks of an Arrow column of lists of tokens.
-        ends: of each list, the number of tokens that count.
-    """
-    fewest = min((int(each.min(initial=_MOST_COMMON)) for each in ends), default=0)
-    first = next((chunk[0].as_py() for chunk in lists if len(chunk)), [])
-    number = 0
-    for place in range(min(fewest, len(first), _MOST_COMMON)):
-        for chunk in lists:
-            starts = chunk.offsets.to_numpy()[:-1]
-            if (chunk.values.to_numpy()[starts + place] != first[place]).any():
-                return number if number >= FEWEST_COMMON else 0
-        number += 1
-    return number if number >= FEWEST_COMMON else 0
+def common_start(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens with which all sequences begin."""
+    if not sequences:
+        return []
+    # All lie between the first and the last in lexical order, and begin as these two do.
+    first = min(sequences)
+    return list(first[: num_alike(first, max(sequences))])
 
 
 @dataclass(frozen=True)
@@ -335,9 +344,10 @@ class Reader:
 
     def encode(self, examples: Sequence[Example]) -> EncodedSplit:
         """Encode a few examples in memory. UserError: one cannot be encoded, or does not fit."""
-        encoder = self.encoder()
-        rows = [row for place, each in enumerate(examples) for row in encoder.rows_of(each, place)]
-        columns = {name: [row[name] for row in rows] for name in FEATURES}
+        columns = self.encoder().encode(examples, range(len(examples)))
+        for place, problem in zip(columns["place"], columns["digest"], strict=True):
+            if place < 0:
+                raise UserError(problem)
         return self.checked(EncodedSplit(Dataset.from_dict(columns, FEATURES), examples))
 
     def checked(self, split: EncodedSplit) -> EncodedSplit:

@@ -174,7 +174,7 @@ class Refused:
         self._skip = skip
         self._where = ""
         self.num_seen = 0
-        self._errors: list[tuple[str, str]] = []
+        self._errors: list[tuple[str, str, str]] = []
 
     def unless_usable(self, where: str) -> Refused:
         """Return a context in which a UserError of one record, at a place, is noted."""
@@ -189,7 +189,7 @@ class Refused:
         if not isinstance(error, UserError):
             return False
         problem, _, fix = str(error).partition("; fix: ")
-        self._errors.append((f"{self._where}: {problem}", fix))
+        self._errors.append((self._where, problem, fix))
         return True
 
     def report(self) -> None:
@@ -204,14 +204,17 @@ class Refused:
         if not self._errors:
             return
         number = len(self._errors)
-        shown = [cut(problem, 300) for problem, _ in self._errors[:_NUM_SHOWN]]
-        if number > _NUM_SHOWN:
-            shown.append(f"and {number - _NUM_SHOWN} more")
+        first_places: dict[str, str] = {}
+        for where, problem, _ in self._errors:
+            first_places.setdefault(problem, where)
+        shown = [cut(f"{where}: {problem}", 300) for problem, where in first_places.items()]
+        if len(shown) > _NUM_SHOWN:
+            shown[_NUM_SHOWN:] = ["and others"]
         message = f"{number} of {self.num_seen} records cannot be used: {'; '.join(shown)}"
         if self._skip and number < self.num_seen:
             logger.warning("left out: %s", message)
             return
-        ((fix, _),) = Counter(fix for _, fix in self._errors).most_common(1)
+        ((fix, _),) = Counter(fix for _, _, fix in self._errors).most_common(1)
         if number <= _FEW * self.num_seen:
             fix += ", or leave out such records: data.skip_unusable=true"
         raise UserError(message, fix=fix)

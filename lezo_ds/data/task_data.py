@@ -401,22 +401,9 @@ _work: tuple[Encoder, Sequence[Example]] | None = None
 
 
 def _encode_some(places: list[int]) -> dict[str, list[Any]]:
-    """Return the columns of FEATURES of some examples.
-
-    One that cannot be encoded has the place -1 - place, and the problem as its digest.
-    """
     assert _work is not None
     encoder, examples = _work
-    found: dict[str, list[Any]] = {column: [] for column in FEATURES}
-    for place in places:
-        try:
-            rows = encoder.rows_of(examples[place], place)
-        except UserError as error:
-            rows = [dict.fromkeys(FEATURES) | {"place": -1 - place, "digest": str(error)}]
-        for row in rows:
-            for column in FEATURES:
-                found[column].append(row[column])
-    return found
+    return encoder.encode(examples, places)
 
 
 def load_task_data(config: RunConfig) -> TaskData:
