@@ -12,7 +12,7 @@ import sys
 import textwrap
 
 import pytest
-from assets import REPOSITORY, write_data
+from assets import REPOSITORY, write_data, write_reader
 from commands import environment, run_forked_well, run_well
 from own_data import write_chat_model, write_tickets
 from page_commands import blocks, commands, shown_files, write_files
@@ -24,6 +24,7 @@ from lezo_ds.zo.records import StepRecord
 pytestmark = pytest.mark.distributed
 
 TUTORIAL = "docs/tutorial.md"
+MODEL = "runs/demo/assets/SmolLM2-135M-Instruct"
 FILES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PAGES = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in FILES}
 HISTORY = "CHANGELOG.md"  # names what is gone
@@ -43,9 +44,8 @@ def root(tmp_path):
     text, and tables of a user's own."""
     for name in ("launch", "ds_configs"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-    real = tmp_path / "runs" / "demo" / "assets"
-    write_chat_model(real / "SmolLM2-135M-Instruct")
-    write_data(real / "reviews", num_train=1200, num_validation=100)
+    write_chat_model(tmp_path / MODEL)
+    write_data(tmp_path / "runs/demo/assets/reviews", num_train=1200, num_validation=100)
     write_tickets(tmp_path / "tickets.csv")
     write_tickets(tmp_path / "new.csv", num_rows=9)
     return tmp_path
@@ -124,6 +124,7 @@ def test_make_knows_the_target(line):
 def test_the_program_of_the_pages_trains(root):
     programs = [each for text in PAGES.values() for each in blocks(text, "python")]
     (program,) = [each for each in programs if "train_batch" in each]
+    write_reader(root / MODEL)  # its sentences have the same number of words
     (root / "program.py").write_text(program)
     out = run_forked_well([], program=root / "program.py", directory=root).out
     losses = [float(line.split()[1]) for line in out.splitlines() if re.match(r"\d+ ", line)]
