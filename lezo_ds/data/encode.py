@@ -39,7 +39,7 @@ from transformers.utils import (
 )
 from transformers.utils.chat_template_utils import mark_control_tokens
 
-from lezo_ds.data.tasks import EncodedExample, Example, TokenIds
+from lezo_ds.data.examples import EncodedExample, Example, TokenIds
 from lezo_ds.errors import UserError, first_line
 
 NEWLINE = "\n"

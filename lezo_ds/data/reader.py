@@ -32,9 +32,10 @@ from lezo_ds.data.encode import (
     num_alike,
     prompt_room,
 )
+from lezo_ds.data.examples import EncodedExample, Example, TokenIds
 from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
 from lezo_ds.data.objectives import Objective, training_objective
-from lezo_ds.data.tasks import EncodedExample, Example, Task, TokenIds
+from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch
 
@@ -240,11 +241,11 @@ class EncodedSplit:
 
     def column(self, name: str) -> np.ndarray:
         """Return the numbers of a column of FEATURES, int64 [rows]."""
-        return self.rows.data.column(name).to_numpy().astype(np.int64)
+        return np.asarray(self.rows.data.column(name).to_numpy(), dtype=np.int64)
 
     def _example(self, row: int) -> Example:
         values = self.rows[row]
-        example = self._of_places[values["place"]]
+        example: Example = self._of_places[values["place"]]
         turn = values["turn"]
         if turn < 0:
             return example
@@ -299,7 +300,7 @@ class EncodedSplit:
         return digest.hexdigest()[:32]
 
 
-def common_start(sequences: Sequence[Sequence[int]]) -> list[int]:
+def common_start(sequences: Sequence[Any]) -> list[int]:
     """Return the tokens with which all sequences begin."""
     if not sequences:
         return []

@@ -36,16 +36,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
 from lezo_ds.data.batches import all_candidates, teacher_forcing_batch, token_batch
+from lezo_ds.data.examples import EncodedExample, Example, Prediction, TokenCounts, TokenIds
+from lezo_ds.data.generation import ended_answers, tidy
+from lezo_ds.data.metrics import LabelScore, label_scores, load_score, majority_score
 from lezo_ds.data.objectives import (
     count_right_tokens,
     teacher_forcing_loss,
     training_objective,
 )
 from lezo_ds.data.packing import can_pack, pack
-from lezo_ds.data.generation import ended_answers, tidy
-from lezo_ds.data.metrics import LabelScore, label_scores, load_score, majority_score
 from lezo_ds.data.reader import EncodedSplit, Reader
-from lezo_ds.data.tasks import EncodedExample, Example, Prediction, Task, TokenCounts, TokenIds
+from lezo_ds.data.tasks import Task
 from lezo_ds.forward.batch import MicroBatch, to_device
 
 logger = logging.getLogger(__name__)
@@ -294,8 +295,9 @@ class Scorer:
         With `Reader.loss_batch`, it is the mean over batches, each of which counts by its number of
         examples, as transformers' Trainer averages.
         """
-        count = self.reader.objective.num_terms
-        num_terms = torch.tensor([count(example) for example in self.encoded])
+        num_terms = torch.ones(len(losses))
+        if self.reader.objective.counts_tokens:
+            num_terms = torch.from_numpy(self.split.num_gold)
         size = self.reader.loss_batch
         if size is None:
             return float(losses.sum() / num_terms.sum())

@@ -29,8 +29,9 @@ import numpy as np
 
 from lezo_ds.config import DataConfig
 from lezo_ds.data.batches import num_earlier
+from lezo_ds.data.examples import Example
 from lezo_ds.data.records import SUFFIXES, read_hub, read_records
-from lezo_ds.data.tasks import Example, Task
+from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError, cut
 
 logger = logging.getLogger(__name__)
@@ -248,7 +249,9 @@ def draw_splits(
     if "train" not in order:
         nothing = np.zeros(0, dtype=np.int64)
         dev = order.get("dev", nothing)[: data.num_dev or sizes.num_dev]
-        return SplitRows(nothing, dev, order.get("test", nothing)[: data.num_test or sizes.num_test])
+        return SplitRows(
+            nothing, dev, order.get("test", nothing)[: data.num_test or sizes.num_test]
+        )
     _refuse_no_first_choice(task, labels["train"])
     left = order["train"]
     num_records = len(left)

@@ -35,12 +35,12 @@ from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 
 import lezo_ds
-from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.described import columns_of, find_task
 from lezo_ds.data.encode import PromptTokenizer
+from lezo_ds.data.examples import Example
 from lezo_ds.data.metrics import REWARD, try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
@@ -55,7 +55,7 @@ from lezo_ds.data.splits import (
     with_demonstrations,
 )
 from lezo_ds.data.store import key_of, shared_dataset
-from lezo_ds.data.tasks import Example, Task
+from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.registry import names_code
@@ -335,18 +335,14 @@ class Examples:
         recipe = config.model_dump(include={"data", "generation"})
         versions = [importlib.metadata.version(name) for name in _LIBRARIES]
         objective = str(config.train.objective)
-        return key_of(
-            [path, *found], recipe, lezo_ds.__version__, versions, objective, *others
-        )
+        return key_of([path, *found], recipe, lezo_ds.__version__, versions, objective, *others)
 
 
 def _numbers(rows: Dataset, column: str) -> np.ndarray:
-    return rows.data.column(column).to_numpy()
+    return np.asarray(rows.data.column(column).to_numpy())
 
 
-def _write_rows(
-    folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features
-) -> None:
+def _write_rows(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features) -> None:
     """Write rows to an Arrow file, some at a time."""
     with ArrowWriter(features=features, path=str(folder / "data.arrow")) as writer:
         for row in rows:

@@ -35,7 +35,8 @@ from lezo_ds.data.generation import (
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import Prompts, Thought
 from lezo_ds.runs.opening import Opened
-from lezo_ds.data.tasks import Example, Message, TokenIds
+from lezo_ds.data.examples import Example, TokenIds
+from lezo_ds.data.tasks import Message
 from lezo_ds.tasks.conversations import ASSISTANT, USER, with_system
 from lezo_ds.zo.keys import sample_key
 

@@ -32,7 +32,7 @@ from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import LezoError, UserError, cut, one_line
 from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.sharding.tensor_parallel import USE_ZERO3
-from lezo_ds.data.tasks import TokenIds
+from lezo_ds.data.examples import TokenIds
 
 logger = logging.getLogger(__name__)
 

@@ -52,7 +52,8 @@ from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.opening import Opened, recipe_of
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.tasks import Task
-from lezo_ds.data.tasks import Example, Record
+from lezo_ds.data.examples import Example
+from lezo_ds.data.tasks import Record
 from lezo_ds.tasks.labels import label_key
 
 _BATCHES_A_CHUNK = 32  # a kill costs at most one chunk
