@@ -4,6 +4,7 @@ A key of the recipe names a component, such as `zo.estimator=fzoo` or `data.metr
 first form is looked up in a `Registry`. The second one imports the user's module `mine`, which may
 be installed, on PYTHONPATH, or a file in the recipe's folder, where it is looked for first. What
 `mine` imports is looked for there last: a file datasets.py must not hide the library from others.
+The folder stays on the path, from which processes that `mine` starts import it again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from typing import Any, TypeVar
@@ -65,9 +64,9 @@ class Registry(dict[str, T]):
 
     def _import(self, name: str) -> Any:
         try:
-            with _recipe_folder_last():
-                _import_from_recipe_folder(re.split("[.:]", name)[0])
-                component = pkgutil.resolve_name(name)
+            sys.path += [folder for folder in FOLDERS if folder not in sys.path]
+            _import_from_recipe_folder(re.split("[.:]", name)[0])
+            component = pkgutil.resolve_name(name)
             self._check_kind(component)
         except (Exception, SystemExit) as error:  # the module may raise anything
             problem = f"{self._key}={name} names no {self._noun}: {type(error).__name__}: {error}"
@@ -103,18 +102,6 @@ def options_of(component: Any, kind: type) -> dict[str, Any]:
     common = {field.name for field in dataclasses.fields(kind)}
     own = (field for field in dataclasses.fields(component) if field.name not in common)
     return {field.name: field.default for field in own}
-
-
-@contextmanager
-def _recipe_folder_last() -> Iterator[None]:
-    """Let imports find what is in the recipe's folder and nowhere else."""
-    added = [folder for folder in FOLDERS if folder not in sys.path]
-    sys.path += added
-    try:
-        yield
-    finally:
-        for folder in added:
-            sys.path.remove(folder)
 
 
 def _import_from_recipe_folder(module_name: str) -> None:

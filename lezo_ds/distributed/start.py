@@ -3,6 +3,7 @@
 A launcher says who a rank is by variables of the environment:
 
     deepspeed, torchrun    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    Kubeflow               the same without LOCAL_RANK: one process a node
     srun                   SLURM_PROCID and others, which become those
     mpirun                 OMPI_*, PMI_*; DeepSpeed asks MPI for those
     none, or any for one   this process is the only rank
@@ -43,7 +44,8 @@ _LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused"
     r"|gloo/transport|Socket closed"
 )
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# As torch.distributed reads them.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _heartbeats: list[heartbeat.Heartbeat] = []
 
 
@@ -59,6 +61,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     adapt_to_cpu()
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
+    os.environ.setdefault("LOCAL_RANK", "0")
     # Before the first message: otherwise every rank would send it from GPU 0.
     take_device()
     # Before the heartbeat: this sets variables, which its threads read without a lock.
@@ -80,12 +83,14 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
 def shut_down() -> None:
     """Leave the process group.
 
-    A collective: a rank that leaves early would break the messages of the others.
+    A collective: a rank that leaves early would break the messages of the others. The heartbeat
+    watches them while they wait for each other.
     """
+    if comm.is_initialized():
+        barrier()
     while _heartbeats:
         _heartbeats.pop().stopped.set()
     if comm.is_initialized():
-        barrier()
         comm.destroy_process_group()
     if "mpi4py.MPI" in sys.modules:
         # Without it, mpirun treats the process as crashed.
@@ -126,8 +131,25 @@ def _set_rank_variables() -> None:
     elif launcher == "srun":
         os.environ.update(slurm_rank_variables(os.environ))
     else:
+        _refuse_half_a_launch()
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")  # any free port
+
+
+def _refuse_half_a_launch() -> None:
+    """Refuse variables of one of several ranks that do not say where the ranks meet."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    given = [
+        f"{name}={os.environ[name]}"
+        for name, value in alone.items()
+        if os.environ.get(name, value) != value
+    ]
+    missing = [name for name in _RANK_VARIABLES if name not in os.environ]
+    if given:
+        raise UserError(
+            f"the environment has {' '.join(given)} and lacks {', '.join(missing)}",
+            fix=f"set {', '.join(_RANK_VARIABLES)}, or unset them all to start one process",
+        )
 
 
 def launcher_of(variables: Mapping[str, str]) -> str:

@@ -1,19 +1,30 @@
 """Requests to stop a run: signals, and the end of DeepSpeed's launcher.
 
 Most signals end the launcher alone, and its ranks go on.
+
+A function of the user's may start processes, which Python forks from this one. They end at SIGTERM,
+as `terminate()` expects of them, and leave Ctrl-C to the run.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Launchers send SIGTERM, a terminal sends SIGINT, a batch system can be told to send SIGUSR1."""
+
+_PATIENCE_SECONDS = 5.0  # launchers repeat a signal at once
+
+_of_children: dict[int, Any] = {}
+"""The handlers of forked processes, while a run has its own."""
 
 _LAUNCHERS = {"deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch"}
 """Programs and modules of DeepSpeed that start ranks and wait for them."""
@@ -27,18 +38,55 @@ class Stopped(Exception):  # noqa: N818  # this is not an error
 def on_stop_signals(action: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Call `action` with each stop signal that comes while the context is open, instead of ending.
 
-    `action` runs in the main thread between two lines of any code, so it should only set a flag.
+    `action` runs in the main thread between two lines of any code, so it should only set a flag. A
+    signal that comes `_PATIENCE_SECONDS` after the first one does what it would do without this
+    context: what the process waits for may never come.
     """
-    earlier_handlers = {}
+    earlier_handlers: dict[int, Any] = {}
+    first: list[float] = []  # when the first signal came
+
+    def handle(number: int, _: object) -> None:
+        first.append(time.monotonic())
+        if first[-1] - first[0] < _PATIENCE_SECONDS:
+            action(signal.Signals(number))
+            return
+        signal.signal(number, earlier_handlers[number])
+        os.kill(os.getpid(), number)
+
     for number in STOP_SIGNALS:
-        earlier_handlers[number] = signal.signal(
-            number, lambda received, _: action(signal.Signals(received))
-        )
+        earlier_handlers[number] = signal.signal(number, handle)
+    _of_children.update(earlier_handlers)
+    _of_children[signal.SIGINT] = signal.SIG_IGN
     try:
         yield
     finally:
+        _of_children.clear()
         for number, handler in earlier_handlers.items():
             signal.signal(number, handler)
+
+
+def _hold_signals() -> None:
+    if _of_children:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _let_signals_come() -> None:
+    if _of_children:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _begin_child() -> None:
+    for number, handler in _of_children.items():
+        signal.signal(number, handler)
+    _let_signals_come()
+
+
+# Without the first two, a child that ends as soon as it starts would lose the signal.
+os.register_at_fork(
+    before=_hold_signals,
+    after_in_parent=_let_signals_come,
+    after_in_child=_begin_child,
+)
 
 
 def launchers() -> list[psutil.Process]:

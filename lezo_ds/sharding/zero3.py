@@ -57,20 +57,16 @@ def shard_model(
 
 
 def _partition_group(partition_size: int) -> Any:
-    """Return this rank's shard group: `partition_size` consecutive ranks.
-
-    No rank makes the other groups.
-    """
+    """Return this rank's shard group: `partition_size` consecutive ranks. A collective."""
     if partition_size == comm.get_world_size():
         return comm.get_world_group()
-    start = comm.get_rank() - comm.get_rank() % partition_size
-    ranks = range(start, start + partition_size)
     # A new group has torch's default timeout, and torch 2.13 has no public method that returns the
     # timeout of the world.
     backend = dist.group.WORLD._get_backend(device())  # type: ignore[union-attr]
     timeout = backend.options._timeout
-    # MPI cannot make a group without the other ranks. DeepSpeed uses NCCL on GPUs, gloo on CPUs.
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    # Every rank makes all groups: NCCL splits them off a world that is bound to GPUs.
+    own_group, _ = dist.new_subgroups(partition_size, timeout=timeout)
+    return own_group
 
 
 def finish_updates() -> None:
