@@ -20,12 +20,14 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
+import psutil
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from torch.distributed import (  # type: ignore[attr-defined]
     DistError,
     PrefixStore,
@@ -72,12 +74,23 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
         _heartbeats.append(heartbeat.Heartbeat(int(os.environ["RANK"]), num_ranks, limit))
         _heartbeats[0].start()
     comm.init_distributed(
-        timeout=timedelta(seconds=timeout_seconds), init_method=method, verbose=False
+        dist_backend=_backends(),
+        timeout=timedelta(seconds=timeout_seconds),
+        init_method=method,
+        verbose=False,
     )
     # A rank that ends at once (bad input) would break the connections of the ranks that still join.
     barrier()
     for each in _heartbeats:
         each.all_joined = True
+
+
+def _backends() -> str:
+    """Return what sends the messages: hosts speak gloo with each other, and GPUs their own."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{accelerator.device_name()}:{accelerator.communication_backend_name()}"
 
 
 def shut_down() -> None:
@@ -211,12 +224,21 @@ def prepare_rendezvous() -> str:
 
     torch's own store is not authenticated and listens on every address (PyTorch issue 173909, torch
     2.13). Ours listens at MASTER_ADDR only. If that is the loopback, gloo and NCCL use it, too,
-    unless told otherwise. Ranks that torchrun started use torchrun's own store.
+    unless told otherwise. Else gloo uses the interface towards it: by itself, it takes that of this
+    machine's name, which others may not reach. Ranks that torchrun started use torchrun's own
+    store.
     """
-    if is_loopback(os.environ["MASTER_ADDR"]):
+    host = os.environ["MASTER_ADDR"]
+    if is_loopback(host):
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, loopback)
+    else:
+        with suppress(OSError):  # nobody knows the host: rank 0 says so
+            own = address_towards(host, int(os.environ["MASTER_PORT"]))
+            for name, addresses in psutil.net_if_addrs().items():
+                if own in (each.address for each in addresses) and not is_loopback(own):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return "env://"
     return "lezo://"

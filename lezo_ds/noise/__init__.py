@@ -211,7 +211,6 @@ class Kernels(ABC):
             region: which numbers.
         """
 
-    @abstractmethod
     def subtract(
         self,
         target: UpdateTarget,
@@ -232,7 +231,33 @@ class Kernels(ABC):
             update: has the factor, and the key of the words by which 16-bit values are rounded at
                 random. The terms have its coefficient.
             precision: how 16-bit values are stored.
+
+        Raises:
+            UserError: a law of the user's gives u or b of another shape, dtype or device.
         """
+        rows, columns = target.elements.rows_and_columns()
+        device = target.values.device
+        for name, values, lines in (("u", u, rows), ("b", b, columns)):
+            shape = (len(u), len(lines))
+            if (values.dtype, values.shape, values.device) != (torch.float32, shape, device):
+                raise UserError(
+                    f"{name} of Kernels.subtract is {values.dtype} {list(values.shape)} on "
+                    f"{values.device}, expected torch.float32 {list(shape)} on {device}",
+                    fix="correct Directions.update of the law that zo.law names",
+                )
+        # The kernels read addresses: a transposed or expanded tensor has others.
+        self._subtract(target, u.contiguous(), b.contiguous(), update, precision)
+
+    @abstractmethod
+    def _subtract(
+        self,
+        target: UpdateTarget,
+        u: Tensor,
+        b: Tensor,
+        update: Update,
+        precision: UpdatePrecision,
+    ) -> None:
+        """Do the work of `subtract` with checked, contiguous u and b."""
 
 
 class Updater(Protocol):

@@ -211,7 +211,7 @@ class CpuKernels(Kernels):
         self._library.lezo_entries(ctypes.byref(call))
         return out
 
-    def subtract(
+    def _subtract(
         self,
         target: UpdateTarget,
         u: Tensor,

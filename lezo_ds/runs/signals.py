@@ -53,8 +53,8 @@ def on_stop_signals(action: Callable[[signal.Signals], None]) -> Iterator[None]:
         signal.signal(number, earlier_handlers[number])
         os.kill(os.getpid(), number)
 
-    for number in STOP_SIGNALS:
-        earlier_handlers[number] = signal.signal(number, handle)
+    for stop_signal in STOP_SIGNALS:
+        earlier_handlers[stop_signal] = signal.signal(stop_signal, handle)
     _of_children.update(earlier_handlers)
     _of_children[signal.SIGINT] = signal.SIG_IGN
     try:

@@ -65,7 +65,7 @@ def _partition_group(partition_size: int) -> Any:
     backend = dist.group.WORLD._get_backend(device())  # type: ignore[union-attr]
     timeout = backend.options._timeout
     # Every rank makes all groups: NCCL splits them off a world that is bound to GPUs.
-    own_group, _ = dist.new_subgroups(partition_size, timeout=timeout)
+    own_group, _ = dist.new_subgroups(partition_size, timeout=timeout)  # type: ignore[no-untyped-call]
     return own_group
 
 

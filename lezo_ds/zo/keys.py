@@ -10,6 +10,7 @@ These texts never change: replays derive the same keys from them (see docs/file-
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 
@@ -23,6 +24,13 @@ def direction_key(key: int, direction: int) -> int:
     if direction == 0:
         return key
     return _key(f"lezo_ds direction 1|{key}|{direction}")
+
+
+# The passes of a step and its update need the same keys.
+@functools.lru_cache(maxsize=1)
+def direction_keys(key: int, number: int) -> tuple[int, ...]:
+    """Return the keys of the first directions of a step."""
+    return tuple(direction_key(key, direction) for direction in range(number))
 
 
 def layer_order(seed: int, step: int, num_layers: int) -> list[int]:

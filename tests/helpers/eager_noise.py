@@ -159,7 +159,7 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
     The nearer neighbor is proportionally more likely. bf16: the low 16 bits of the dither word are
     added to the fp32 bits, then the last 16 bits are cut off. fp16: if |x| >= 2**-14, the same with
     13 bits; otherwise |x| is expressed in units of 2**-44 (truncated), the low 20 bits of the word
-    are added, and the last 20 bits are cut off. Infinities and NaN do not change.
+    are added, and the last 20 bits are cut off. Infinities do not change.
 
     Args:
         values: fp32 of any shape.
@@ -173,7 +173,7 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
     else:
         rounded = _fp16_stochastic(values, dither) | ((bits >> 31) << 15)
     stored = rounded.to(torch.int16).view(dtype)
-    return torch.where(values.isnan(), values.to(dtype), stored)
+    return stored.masked_fill(values.isnan(), torch.nan)
 
 
 def _fp16_stochastic(values: Tensor, dither: Tensor) -> Tensor:

@@ -116,9 +116,10 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
 def compiled_for_hopper(storage, distribution, operation):
     """What a kernel becomes for compute capability 9.0 and tensors with multiples of 16 bytes.
 
-    It needs no GPU. The operation is "perturb", "rows" or the storage of an update.
+    It needs no GPU. The operation is "perturb", "rectangle", "rows" or the storage of an update.
     """
-    kernel = kernels.perturb_kernel if operation in ("perturb", "rows") else kernels.update_kernel
+    is_update = operation in ("fp32", "stochastic", "fp32_master")
+    kernel = kernels.update_kernel if is_update else kernels.perturb_kernel
     names, types = kernel.arg_names, dict(TYPES)
     constants = {
         "dtype": STORAGE[storage],
@@ -128,7 +129,7 @@ def compiled_for_hopper(storage, distribution, operation):
     constants |= {
         "per_block": PER_BLOCK[distribution],
         "num_blocks": gpu.BLOCKS_OF_TILE[distribution],
-        "layout": "aligned",
+        "layout": "aligned rows" if operation == "rectangle" else "aligned",
         "unit": 16,
         "num_columns": 16,
         "storage": operation,
@@ -159,12 +160,13 @@ COMPILED = [
     ("fp32", "normal", "perturb", 54),
     ("bf16", "normal", "perturb", 59),
     ("bf16", "normal", "rows", 59),
+    ("bf16", "normal", "rectangle", 74),  # of tensor parallelism, with accesses as wide
     ("fp32", "normal", "fp32", 55),
     ("bf16", "normal", "stochastic", 70),
     ("bf16", "normal", "fp32_master", 64),
-    ("fp16", "normal", "fp32_master", 70),
+    ("fp16", "normal", "fp32_master", 73),
     ("bf16", "rademacher", "perturb", 21),
-    ("fp16", "rademacher", "fp32_master", 29),
+    ("fp16", "rademacher", "fp32_master", 33),
 ]
 
 
@@ -185,6 +187,9 @@ def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
     assert len(re.findall(r"\bfma\.rn\.f32\b", compiled["ptx"])) == fused
     approximate = re.findall(r"\S*\.(?:approx|ftz)\S*", compiled["ptx"])
     assert set(approximate) == ({"rsqrt.approx.ftz.f32"} if distribution == "normal" else set())
+    if operation in ("perturb", "rectangle"):
+        assert ".global.v2." in compiled["ptx"] or ".global.v4." in compiled["ptx"]
+        assert ".global.b16" not in compiled["ptx"]
     if storage == "bf16" and operation in ("perturb", "rows"):
         assert "cvt.rn.bf16" in compiled["ptx"]  # rounded to nearest by the hardware
     path = tmp_path / "kernel.cubin"
