@@ -9,6 +9,7 @@ from eager_noise import EagerLowRankKernels, draw
 from noise_cases import DISTRIBUTIONS, DTYPES, KEY, PRECISIONS, stored, values_of_every_size
 from test_noise import IS_INTERPRETED, TRITON, assert_same_bits
 
+from lezo_ds.errors import UserError
 from lezo_ds.forward.low_rank import LowRankDirections
 from lezo_ds.noise import Elements, Region, UpdateTarget
 from lezo_ds.zo.laws import FIRST_OF_COLUMNS, LowRankLaw
@@ -144,6 +145,29 @@ def test_vectors_of_some_rows_and_columns_are_parts_of_the_whole_ones(backend):
     everything = torch.cat([a.flatten(), b.flatten()])
     assert abs(float(everything.mean())) < 0.1
     assert abs(float(everything.var()) - 1) < 0.15
+
+
+def test_values_of_an_own_law_may_be_views_and_have_one_dtype_and_shape(backend):
+    backend_of, device = backend
+    kernels = backend_of(LowRankLaw("normal", rank=2)).kernels_of(device)
+    u = values_of_every_size(2 * 13).nan_to_num().clamp(-1, 1).view(2, 13).to(device)
+    b = values_of_every_size(307).nan_to_num().clamp(-1, 1).to(device)
+
+    def subtracted(u, b):
+        values = torch.zeros(math.prod(SHAPE), device=device)
+        kernels.subtract(UpdateTarget(values, ALL), u, b, Update(KEY, 1.0), "stochastic")
+        return values
+
+    plain = subtracted(u, torch.stack([b, b]))
+    assert plain.any()
+    assert_same_bits(subtracted(u.t().contiguous().t(), b.expand(2, -1)), plain)
+    for wrong, shown in (
+        (b.double().expand(2, -1), r"b of .* torch.float64 \[2, 307\] on"),
+        (b.expand(1, -1), r"\[1, 307\] on .*, expected torch.float32 \[2, 307\]"),
+        (b[1:].expand(2, -1), r"\[2, 306\] on"),
+    ):
+        with pytest.raises(UserError, match=shown):
+            subtracted(u, wrong)
 
 
 @pytest.mark.parametrize(

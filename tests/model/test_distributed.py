@@ -84,10 +84,12 @@ def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(
     address, users, interface, monkeypatch
 ):
     variables = {"GLOO_SOCKET_IFNAME": users, "NCCL_SOCKET_IFNAME": users} if users else {}
-    monkeypatch.setattr(os, "environ", {"MASTER_ADDR": address, **variables})
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": "29500"}
+    monkeypatch.setattr(os, "environ", meeting | variables)
     assert prepare_rendezvous() == "lezo://"
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        assert os.environ.get(name, "none").startswith(interface)
+    assert os.environ.get("NCCL_SOCKET_IFNAME", "none").startswith(interface)
+    # gloo alone has to be told which of the others it is.
+    assert os.environ.get("GLOO_SOCKET_IFNAME", "none").startswith("lo") == (interface == "lo")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     assert prepare_rendezvous() == "env://"
 
@@ -161,6 +163,24 @@ def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, f
 )
 def test_srun_is_told_from_mpirun_and_a_single_rank_needs_neither(variables, launcher):
     assert launcher_of(dict(word.split("=") for word in variables.split())) == launcher
+
+
+def _ranks_without_a_local_rank():
+    del os.environ["LOCAL_RANK"]
+    distributed.init_distributed()
+    return distributed.world_size(), distributed.local_rank()
+
+
+@pytest.mark.distributed
+def test_ranks_of_one_process_a_node_need_no_local_rank():
+    """As Kubeflow starts them."""
+    assert run_ranks(_ranks_without_a_local_rank, 2) == [(2, 0)] * 2
+
+
+def test_a_rank_that_does_not_know_where_to_meet_is_refused_and_not_the_only_one(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"})
+    with pytest.raises(UserError, match="has RANK=1 WORLD_SIZE=2 and lacks MASTER_ADDR; fix: "):
+        distributed.init_distributed()
 
 
 def _warnings_of_barriers():
@@ -257,6 +277,20 @@ def _be_slow(seconds):
             time.sleep(seconds)
         distributed.barrier()
     return distributed.sum_vector(torch.tensor([1]))
+
+
+def _end_beside_a_hung_rank():
+    heartbeat.LIMIT_SECONDS = 1.5
+    distributed.init_distributed()
+    if distributed.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    distributed.shut_down()
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hangs_at_the_end_of_a_command_is_found():
+    with pytest.raises(AssertionError, match="rank 0: died without an answer"):
+        run_ranks(_end_beside_a_hung_rank, 2, timeout=30)
 
 
 @pytest.mark.distributed

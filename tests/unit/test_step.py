@@ -20,7 +20,7 @@ from lezo_ds.agreement import (
     desync_error,
     disagreement,
 )
-from lezo_ds.engine import check_losses
+from lezo_ds.engine import LezoEngine, check_losses
 from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
 from lezo_ds.forward.dense import DenseDirections
@@ -70,6 +70,25 @@ def test_the_message_has_the_recorded_bytes():
     data = plan_format.pack(plan, [Probe(0, 1e-3), Probe(0, -1e-3)])
     probes = struct.pack("<Id", 0, 1e-3) + struct.pack("<Id", 0, -1e-3)
     assert data == struct.pack("<qQdd", 3, 2**64 - 1, 1e-6, 1e-3) + bytes([0x81, 0x03]) + probes
+
+
+class Growing(Spsa):
+    """An estimator of a user's that has one more probe at each step."""
+
+    def probes(self, records):
+        return super().probes(records) + (Probe(0, 0.0),) * len(records)
+
+
+def test_an_estimator_whose_number_of_probes_varies_is_refused_by_its_name():
+    engine = LezoEngine.__new__(LezoEngine)
+    engine.estimator = Growing(1e-3)
+    engine.plan_format = PlanFormat(2, num_probes=2, has_weights=False)
+    engine.global_steps = 1
+    engine.records = []
+    assert len(engine._probes()) == 2
+    engine.records = [None]
+    with pytest.raises(UserError, match="Growing has 3 probes at step 1 and 2 at step 0; fix: "):
+        engine._probes()
 
 
 def batch_of(*ids, weight=1.0, label=0):
