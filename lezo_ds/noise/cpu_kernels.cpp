@@ -593,8 +593,7 @@ void with_format(int32_t format, Body body) {
 
 }  // namespace
 
-// What the functions below are called with. cpu.py has the same fields in the same order; a test
-// compares them.
+// What the functions below are called with. cpu.py reads the types and names of the fields here.
 
 // The elements that a call works on: `num_rows` rows of `width` elements, which are contiguous in
 // memory. In the full parameter, row i begins at element start + i * stride.
