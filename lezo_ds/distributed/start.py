@@ -144,25 +144,15 @@ def _set_rank_variables() -> None:
     elif launcher == "srun":
         os.environ.update(slurm_rank_variables(os.environ))
     else:
-        _refuse_half_a_launch()
+        given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+        if given:
+            missing = [name for name in _RANK_VARIABLES if name not in os.environ]
+            raise UserError(
+                f"the environment has {' and '.join(given)} without {', '.join(missing)}",
+                fix=f"set {', '.join(_RANK_VARIABLES)}, or unset them all to start one process",
+            )
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")  # any free port
-
-
-def _refuse_half_a_launch() -> None:
-    """Refuse variables of one of several ranks that do not say where the ranks meet."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    given = [
-        f"{name}={os.environ[name]}"
-        for name, value in alone.items()
-        if os.environ.get(name, value) != value
-    ]
-    missing = [name for name in _RANK_VARIABLES if name not in os.environ]
-    if given:
-        raise UserError(
-            f"the environment has {' '.join(given)} and lacks {', '.join(missing)}",
-            fix=f"set {', '.join(_RANK_VARIABLES)}, or unset them all to start one process",
-        )
 
 
 def launcher_of(variables: Mapping[str, str]) -> str:

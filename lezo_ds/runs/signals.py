@@ -65,26 +65,20 @@ def on_stop_signals(action: Callable[[signal.Signals], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _hold_signals() -> None:
-    if _of_children:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-
-def _let_signals_come() -> None:
-    if _of_children:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+def _mask(how: int) -> None:
+    signal.pthread_sigmask(how, list(_of_children))
 
 
 def _begin_child() -> None:
     for number, handler in _of_children.items():
         signal.signal(number, handler)
-    _let_signals_come()
+    _mask(signal.SIG_UNBLOCK)
 
 
-# Without the first two, a child that ends as soon as it starts would lose the signal.
+# A child that is told to end before it has its handlers would else go on.
 os.register_at_fork(
-    before=_hold_signals,
-    after_in_parent=_let_signals_come,
+    before=lambda: _mask(signal.SIG_BLOCK),
+    after_in_parent=lambda: _mask(signal.SIG_UNBLOCK),
     after_in_child=_begin_child,
 )
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from commands import run_forked, wait_until
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
 from ranks import free_port, run_ranks
 from torch.distributed import TCPStore
 
@@ -179,7 +178,7 @@ def test_ranks_of_one_process_a_node_need_no_local_rank():
 
 def test_a_rank_that_does_not_know_where_to_meet_is_refused_and_not_the_only_one(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"})
-    with pytest.raises(UserError, match="has RANK=1 WORLD_SIZE=2 and lacks MASTER_ADDR; fix: "):
+    with pytest.raises(UserError, match="RANK and WORLD_SIZE without MASTER_ADDR; fix: "):
         distributed.init_distributed()
 
 
@@ -219,48 +218,7 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
     assert list(describe_arithmetic(CPU).values())[1:] == ["on", "off", ":16:8"]
 
 
-@pytest.mark.parametrize(
-    ("device", "rank", "warns"), [("cuda", 0, 1), ("cuda", 1, 0), ("cpu", 0, 0)]
-)
-def test_a_workspace_that_torch_reads_at_every_product_is_warned_of_once(
-    device, rank, warns, monkeypatch, caplog
-):
-    monkeypatch.setattr(type(get_accelerator()), "device_name", lambda *_: device)
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    fix_arithmetic()
-    assert not caplog.records
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    fix_arithmetic()
-    assert caplog.text.count("CUBLAS_WORKSPACE_CONFIG is set") == warns
-
-
 # Lost ranks.
-
-
-class _Store:
-    """A store in which every rank has counted since the last look."""
-
-    def __init__(self, *_, **__):
-        self.count = 0
-
-    def add(self, key, number):
-        self.count += 1
-        return self.count
-
-
-def test_one_thread_alone_writes_how_long_a_rank_has_been_silent(monkeypatch):
-    """Otherwise, `+=` in one thread could undo `= 0` in the other."""
-    monkeypatch.setattr(heartbeat, "TCPStore", _Store)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    watching = heartbeat.Heartbeat(rank=0, num_ranks=2, limit_seconds=60.0)
-    watching._missed[1] = 5.0
-    watching.stopped.wait = lambda _: watching.stopped.set()
-    watching._count()
-    assert watching._missed == {1: 5.0}
-    watching._look()
-    assert watching._missed == {1: 1.0}
 
 
 def _be_slow(seconds):

@@ -158,18 +158,6 @@ def test_a_journal_cut_at_every_byte_keeps_its_complete_records_and_can_be_compl
         assert path.read_bytes() == data
 
 
-def test_nuls_of_a_power_cut_are_torn_at_the_end_and_damage_before(path):
-    data = write_journal(path, [step_record(0), step_record(1)])
-    path.write_bytes(data + b'{"kind":"st' + bytes(4096))
-    with Journal.open(path) as journal:
-        journal.append(step_record(2))
-    assert read_journal(path).records == [step_record(step) for step in range(3)]
-    lines = data.splitlines(keepends=True)
-    path.write_bytes(lines[0] + bytes(len(lines[1])) + lines[2])
-    with pytest.raises(JournalError, match="line 2 is damaged"):
-        read_journal(path)
-
-
 def test_a_flipped_bit_of_any_byte_is_refused_at_its_line_or_costs_the_last_record(path):
     records = some_records(2)
     data = write_journal(path, records)

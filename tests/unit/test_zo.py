@@ -18,7 +18,7 @@ from reference import estimate_groups
 from lezo_ds.config import ZoConfig, checked_optimizer, make_estimator, make_law, make_layer_policy
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
-from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Grzo, Spsa, mean_losses
+from lezo_ds.zo.estimators import ESTIMATORS, Grzo, Spsa, mean_losses
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
 from lezo_ds.zo.layers import Fixed, LayerSample, Uniform
 from lezo_ds.zo.passes import Groups
@@ -77,17 +77,6 @@ def test_estimates_of_groups_are_those_of_the_formulas(name):
     assert estimate.projected_grads == pytest.approx(gradients, rel=1e-6, abs=1e-12)
     equal = estimator.estimate_groups(probes, [[0.1] * len(probes)] * 2)
     assert equal.projected_grads == (0.0,) * 8
-
-
-@pytest.mark.parametrize("losses", [[0.5, 0.3, 0.7, 0.1, 0.9], [0.0] * 5])
-def test_one_group_of_fzoo_has_the_bits_of_a_batch(losses):
-    estimator = ESTIMATORS["fzoo"](1e-3, num_directions=4)
-    base, *sides = losses
-    mean = (((0.0 + sides[0]) + sides[1]) + sides[2] + sides[3]) / 4
-    spread = math.sqrt(sum([(side - mean) ** 2 for side in sides[1:]], (sides[0] - mean) ** 2) / 3)
-    estimate = estimator.estimate(estimator.probes(()), losses)
-    expected = tuple((side - base) / spread if spread else 0.0 for side in sides)
-    assert estimate == Estimate(base, expected)
 
 
 def test_sums_are_rounded_term_by_term_in_order():
