@@ -141,6 +141,8 @@ def test_a_step_subtracts_its_share_of_every_direction_except_in_dropped_blocks(
             ]
             assert [change.coefficient for change in changes] == expected
             assert all(change.factor == 1 for change in changes)
+            # Prepared once a step, not once a block.
+            assert changes[0] is updates_of_parameter(updates, layer, decays=False)[0]
 
 
 def test_layer_weights_multiply_updates_and_weight_decay_shrinks_what_decays():
