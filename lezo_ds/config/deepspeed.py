@@ -17,17 +17,16 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hjson
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from lezo_ds.config.checks import check_world
+from lezo_ds.config.components import check_world
+from lezo_ds.config.load import flatten
 from lezo_ds.config.paths import find_file, shipped_files
-from lezo_ds.config.reading import flatten
-from lezo_ds.config.schema import TRAINED, RunConfig
+from lezo_ds.config.schema import RunConfig
 from lezo_ds.errors import UserError, cut, one_line
 
 # The values that a key of the JSON may have, and the problem with all others. Keys are without
@@ -56,8 +55,8 @@ _LIMITS: dict[str, tuple[tuple[object, ...], str]] = {
     "torch_autocast.enabled": ((False,), "use model.dtype"),
 }
 
-_SECTIONS_OF_RECIPES = ("optimizer", "scheduler")
-"""Sections for which a recipe has keys. The JSON of a Trainer has them."""
+_LEFT_OUT = ("optimizer", "scheduler", "gradient_clipping")
+"""What a Trainer's JSON has for gradients, or for which a recipe has keys."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,24 +74,14 @@ def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
         micro_batch_size=config.train.micro_batch_size,
         tensor_parallel=config.tensor_parallel,
     )
-    if config.method != "adamw" and "gradient_clipping" in ds_config:
-        logger.warning(
-            "%s: gradient_clipping has no effect with method=%s, which has no gradient",
-            config.deepspeed,
-            config.method,
-        )
-    if tensor_parallel_size(ds_config) > 1 and (config.partition_size or needs_zero3(config)):
+    has_prefix = config.peft.kind == "prefix"
+    if tensor_parallel_size(ds_config) > 1 and (config.partition_size or has_prefix):
         raise UserError(
-            "partition_size, method=adamw and peft.kind=prefix need ZeRO-3, and tensor parallelism "
-            "shards the weights",
-            fix="set partition_size=null method=lezo peft.kind=lora, or tensor_parallel=null",
+            "partition_size and peft.kind=prefix need ZeRO-3, and tensor parallelism shards the "
+            "weights",
+            fix="set partition_size=null peft.kind=lora, or tensor_parallel=null",
         )
     return ds_config
-
-
-def needs_zero3(config: RunConfig) -> bool:
-    """Return whether a run cannot split its weights by tensor parallelism."""
-    return config.method == "adamw" or config.peft.kind == "prefix"
 
 
 def shared_by(world_size: int, config: RunConfig) -> RunConfig:
@@ -103,13 +92,12 @@ def shared_by(world_size: int, config: RunConfig) -> RunConfig:
     sizes = (tensor_parallel_of(config), config.partition_size or 1)
     if all(world_size % size == 0 for size in sizes):
         return config
-    return replace(config, tensor_parallel=1, partition_size=None)
+    return config.model_copy(update={"tensor_parallel": 1, "partition_size": None})
 
 
 def check_shares(config: RunConfig, ds_config: Mapping[str, Any], world_size: int) -> None:
     """Refuse a training run whose work does not split evenly among `world_size` ranks."""
-    if config.method in TRAINED:
-        check_world(config, world_size // tensor_parallel_size(ds_config))
+    check_world(config, world_size // tensor_parallel_size(ds_config))
 
 
 def load_ds_config(
@@ -157,7 +145,7 @@ def load_ds_config(
             )
     if tensor_parallel is not None:
         _set_tensor_parallel(config, tensor_parallel, source)
-    left_out = [name for name in _SECTIONS_OF_RECIPES if config.pop(name, None) is not None]
+    left_out = [name for name in _LEFT_OUT if config.pop(name, None) is not None]
     if left_out:
         names = " and ".join(left_out)
         logger.warning("%s: %s left out, since the recipe's keys decide", source, names)
@@ -173,7 +161,9 @@ def load_ds_config(
         "bf16.enabled": ((dtype == "bf16",), f"it contradicts model.dtype={dtype}"),
         "fp16.enabled": ((dtype == "fp16",), f"it contradicts model.dtype={dtype}"),
     }
-    refusals = [*_refusals_of_sections(config, source), *_refusals(config, limits, source)]
+    limits["zero_optimization.stage"] = _stage_limit(size)
+    config["zero_optimization"] = {"stage": 0, **config.get("zero_optimization", {})}
+    refusals = list(_refusals(config, limits, source))
     if refusals:
         problems, fixes = zip(*refusals, strict=True)
         raise UserError("; ".join(problems), fix="; ".join(fixes))
@@ -191,33 +181,30 @@ def load_ds_config(
     return config
 
 
-def _refusals_of_sections(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, str]]:
-    """Yield the problem and the fix of each section that cannot be used as a whole."""
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if tensor_parallel_size(config) > 1 and stage != 0:
-        yield (
-            f"{source} has ZeRO stage {stage}, and tensor parallelism shards the weights by itself",
-            "set zero_optimization.stage to 0, or remove tensor_parallel",
-        )
-    if tensor_parallel_size(config) == 1 and stage != 3:
-        yield f"{source} does not use ZeRO stage 3", "set zero_optimization.stage to 3"
-    if "weight_quantization" in config:
-        yield (
-            f"weight_quantization in {source} cannot be used: DeepSpeed would load the whole "
-            "16-bit model first",
-            "remove it, and set model.bits=4 or 8, which quantizes each weight when it is read",
-        )
+def _stage_limit(tensor_parallel: int) -> tuple[tuple[object, ...], str]:
+    """Return the stage of ZeRO that shards the weights, and the problem with all others."""
+    if tensor_parallel == 1:
+        return (3,), "ZeRO stage 3 shards the weights"
+    return (0,), "tensor parallelism shards the weights by itself"
 
 
 def _refusals(
     config: Mapping[str, Any], limits: Mapping[str, tuple[tuple[object, ...], str]], source: str
 ) -> Iterator[tuple[str, str]]:
     """Yield the problem and the fix of each value that its key may not have."""
+    if "weight_quantization" in config:
+        yield (
+            f"weight_quantization in {source} cannot be used: DeepSpeed would load the whole "
+            "16-bit model first",
+            "remove it, and set model.bits=4 or 8, which quantizes each weight when it is read",
+        )
     for key, value in flatten(config).items():
         allowed, problem = limits.get(key.replace(".stage3_", "."), ((value,), ""))
         if value in allowed:
             continue
         fix = f"remove {key}"
+        if key == "zero_optimization.stage":
+            fix = f"set {key} to {allowed[0]}"
         if key in ("bf16.enabled", "fp16.enabled") and value is True:
             fix = f"set deepspeed=null, or model.dtype={key.removesuffix('.enabled')}"
         yield f"{key}={json.dumps(value)} in {source} cannot be used: {problem}", fix

@@ -42,11 +42,6 @@ def layer_order(seed: int, step: int, num_layers: int) -> list[int]:
     return sorted(range(num_layers), key=rank)
 
 
-def dropout_key(seed: int, step: int, micro_batch: int) -> int:
-    """Return the key of the dropout masks of a micro-batch (first-order training only)."""
-    return step_key(step_key(seed, step), micro_batch)
-
-
 def sample_key(seed: int, step: int, example: int, sample: int) -> int:
     """Return the key, 0 to 2**63 - 1, with which an answer is drawn, the same at all probes.
 

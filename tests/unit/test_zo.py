@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 from reference import estimate_groups
 
-from lezo_ds.config import ZoConfig, checked_optimizer, make_estimator, make_law, make_layer_policy
+from lezo_ds.config import ZoConfig, check_zo, make_estimator, make_law, make_layer_policy
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Grzo, Spsa, mean_losses
@@ -310,8 +309,12 @@ def test_a_component_of_ones_own_that_cannot_be_made_is_named_by_its_key(tmp_pat
         make_layer_policy(zo, num_layers=4)
     with pytest.raises(UserError, match=r"^zo.estimator=wrong_components:Wrong failed: Attrib"):
         make_estimator(zo)
-    exiting = replace(zo, estimator="wrong_components:Exiting", layer_policy="uniform")
+    exiting = zo.model_copy(
+        update={"estimator": "wrong_components:Exiting", "layer_policy": "uniform"}
+    )
     with pytest.raises(UserError, match=r"^zo.estimator=wrong_components:Exiting failed: SystemE"):
-        checked_optimizer(replace(exiting, learning_rate=1e-3), None, None, 4)
+        check_zo(
+            exiting.model_copy(update={"learning_rate": 1e-3, "sparsity": 0.0}), "none", None, 4
+        )
     with pytest.raises(UserError, match=r"^zo.law=wrong_components:Lawless failed: TypeError"):
         make_law(ZoConfig(law="wrong_components:Lawless"))
