@@ -39,19 +39,18 @@ def on_stop_signals(action: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Call `action` with each stop signal that comes while the context is open, instead of ending.
 
     `action` runs in the main thread between two lines of any code, so it should only set a flag. A
-    signal that comes `_PATIENCE_SECONDS` after the first one does what it would do without this
-    context: what the process waits for may never come.
+    signal that comes `_PATIENCE_SECONDS` after the first one then does what it would do without
+    this context: what the process waits for may never come.
     """
     earlier_handlers: dict[int, Any] = {}
-    first: list[float] = []  # when the first signal came
+    received: list[float] = []  # when signals came
 
     def handle(number: int, _: object) -> None:
-        first.append(time.monotonic())
-        if first[-1] - first[0] < _PATIENCE_SECONDS:
-            action(signal.Signals(number))
-            return
-        signal.signal(number, earlier_handlers[number])
-        os.kill(os.getpid(), number)
+        received.append(time.monotonic())
+        action(signal.Signals(number))
+        if received[-1] - received[0] >= _PATIENCE_SECONDS:
+            signal.signal(number, earlier_handlers[number])
+            os.kill(os.getpid(), number)
 
     for stop_signal in STOP_SIGNALS:
         earlier_handlers[stop_signal] = signal.signal(stop_signal, handle)
