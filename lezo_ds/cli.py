@@ -22,6 +22,7 @@ import os
 import pkgutil
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,9 @@ from lezo_ds.errors import (
     cut,
     did_you_mean,
     end_with,
+    forget_launcher,
     launched_rank,
+    leave,
     printable,
     require_package,
 )
@@ -564,8 +567,10 @@ def run_command(name: str, words: Sequence[str] | None = None) -> None:
     for word in getattr(arguments, "overrides", ()):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             raise UserError(f"{word} is not key=value", fix=f"lezo-ds {name} --config {word}")
-    if name in _OF_ONE_RANK and _is_left_to_rank_zero(name):
-        return
+    if name in _OF_ONE_RANK:
+        if _is_left_to_rank_zero(name):
+            return
+        forget_launcher()
     pkgutil.resolve_name(function)(arguments)
 
 
@@ -598,11 +603,13 @@ def end_process_after(work: Callable[[], None]) -> NoReturn:
         end_with(UserError(f"{path} cannot be used: {error.strerror}", fix=fix))
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
-    # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291).
+    # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291). What
+    # comes before: executors of the user's stop their workers, and then exit functions run.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    leave(0)
 
 
 def _prepare_process() -> None:
@@ -610,6 +617,8 @@ def _prepare_process() -> None:
     # Otherwise a lost rank is 30 lines of a C++ stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "20")  # each state of a bar is a line in a log
     sys.stdout = _Screen(sys.stdout, has_bars=False)
     sys.stderr = _Screen(sys.stderr, has_bars=True)
     level = logging.INFO if launched_rank() == 0 else logging.ERROR
@@ -619,6 +628,8 @@ def _prepare_process() -> None:
     logging.basicConfig(level=level, handlers=[handler])
     for noisy in ("accelerate", "DeepSpeed", "httpx", "datasets", "lm_eval", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    # DeepSpeed sets its logger's level, and a handler, when it is imported.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def _run_program() -> None:
@@ -672,7 +683,10 @@ class _Screen(io.TextIOWrapper):
         self._has_bars = has_bars
 
     def write(self, text: str) -> int:
-        super().write(printable(text, has_bars=self._has_bars))
+        shown = text
+        if self._has_bars and not self.isatty():
+            shown = text.replace("\r", "\n")
+        super().write(printable(shown, has_bars=self._has_bars))
         return len(text)
 
 

@@ -28,7 +28,8 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.directions import PROBES_AT_ONCE
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.user_code import call_of_user
-from lezo_ds.zo.keys import direction_key, step_key
+from lezo_ds.zo.estimators import Probe
+from lezo_ds.zo.keys import direction_keys, step_key
 from lezo_ds.zo.layers import LayerSample
 from lezo_ds.zo.passes import Groups, KeyedProbe, Pass
 from lezo_ds.zo.records import StepPlan, StepRecord
@@ -80,7 +81,7 @@ class LezoEngine(ReplayEngine):
         num_examples = micro_batch.num_examples
         size = min(self.config.examples_per_direction or num_examples, num_examples)
         key = step_key(self.seed, self.global_steps)
-        keys = tuple(direction_key(key, group) for group in range(num_examples // size))
+        keys = direction_keys(key, num_examples // size)
         probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
         dropped = self._sample().dropped
         return self.run(micro_batch, Perturbation(probes, frozenset(dropped)))[-1]
@@ -129,11 +130,21 @@ class LezoEngine(ReplayEngine):
             self._agree_on_settings(len(batch))
         message = b""
         if self.global_rank == 0:
-            probes = self._call("estimator", self.estimator.probes, self.records)
+            probes = self._call("estimator", self._probes)
             message = self.plan_format.pack(self._decide(), probes)
         message = distributed.broadcast_bytes(message, self.plan_format.num_bytes)
         plan, probes = self.plan_format.unpack(message)
         return Step(plan, probes, self.estimator, groups, self._probes_per_pass, batch.total_weight)
+
+    def _probes(self) -> tuple[Probe, ...]:
+        probes = self.estimator.probes(self.records)
+        if len(probes) != self.plan_format.num_probes:
+            raise UserError(
+                f"{type(self.estimator).__name__} has {len(probes)} probes at step "
+                f"{self.global_steps} and {self.plan_format.num_probes} at step 0",
+                fix="return equally many from Estimator.probes for any records",
+            )
+        return probes
 
     def _decide(self) -> StepPlan:
         """Return the plan of the next step, a function of the run's seed and its records so far."""

@@ -211,7 +211,6 @@ class Kernels(ABC):
             region: which numbers.
         """
 
-    @abstractmethod
     def subtract(
         self,
         target: UpdateTarget,
@@ -232,7 +231,33 @@ class Kernels(ABC):
             update: has the factor, and the key of the words by which 16-bit values are rounded at
                 random. The terms have its coefficient.
             precision: how 16-bit values are stored.
+
+        Raises:
+            UserError: a law of the user's gives u or b of another shape, dtype or device.
         """
+        rows, columns = target.elements.rows_and_columns()
+        device = target.values.device
+        for name, values, lines in (("u", u, rows), ("b", b, columns)):
+            shape = (len(u), len(lines))
+            if (values.dtype, values.shape, values.device) != (torch.float32, shape, device):
+                raise UserError(
+                    f"{name} of Kernels.subtract is {values.dtype} {list(values.shape)} on "
+                    f"{values.device}, expected torch.float32 {list(shape)} on {device}",
+                    fix="correct Directions.update of the law that zo.law names",
+                )
+        # The kernels read addresses: a transposed or expanded tensor has others.
+        self._subtract(target, u.contiguous(), b.contiguous(), update, precision)
+
+    @abstractmethod
+    def _subtract(
+        self,
+        target: UpdateTarget,
+        u: Tensor,
+        b: Tensor,
+        update: Update,
+        precision: UpdatePrecision,
+    ) -> None:
+        """Do the work of `subtract` with checked, contiguous u and b."""
 
 
 class Updater(Protocol):
@@ -278,27 +303,14 @@ def _triton_kernels(device: torch.device) -> Kernels:
         target = UpdateTarget(torch.zeros(1, device=device), Elements.all_of(0, [1]))
         kernels.update("normal", [target], [Update(key=0, coefficient=1.0)], "stochastic")
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise _triton_refusal(error) from error
+        # Triton compiles its launcher with a C compiler, and writes it to its cache.
+        raise UserError(
+            f"the noise kernels cannot run on this GPU: {type(error).__name__}: {error}",
+            fix="check with nvidia-smi that the GPU is there and has free memory; pip install "
+            "triton; apt-get install gcc python3-dev, or conda install gcc; set TRITON_CACHE_DIR "
+            "to a folder with space that you may write to",
+        ) from error
     return kernels
-
-
-def _triton_refusal(error: Exception) -> UserError:
-    """Return what the user can do about an error of Triton's first launch."""
-    said = f"{type(error).__name__}: {error}"
-    # Triton asks for a compiler in words; one that CC names may be no program, or fail.
-    lacks_compiler = isinstance(error, ImportError | FileNotFoundError | subprocess.SubprocessError)
-    if lacks_compiler or "compiler" in str(error):
-        return UserError(
-            f"Triton needs a C compiler and Python's headers; {said}",
-            fix="pip install triton; apt-get install gcc python3-dev, or conda install gcc",
-        )
-    if isinstance(error, torch.OutOfMemoryError):
-        fix = "free memory of this GPU: nvidia-smi shows which programs use it"
-    elif isinstance(error, OSError) or "cache dir" in str(error):
-        fix = "set TRITON_CACHE_DIR to a folder that you may write to, on a disk with space"
-    else:
-        fix = "check with nvidia-smi that the GPU is there and that its driver fits PyTorch"
-    return UserError(f"the noise kernels cannot run on this GPU; {said}", fix=fix)
 
 
 _PACKED_UPDATE = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])

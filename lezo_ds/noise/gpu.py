@@ -230,7 +230,7 @@ class TritonKernels(Kernels):
         )
         return out
 
-    def subtract(
+    def _subtract(
         self,
         target: UpdateTarget,
         u: Tensor,
@@ -264,8 +264,8 @@ class TritonKernels(Kernels):
             (region.num_rows * tiles_of_row, 1, 1),
             values,
             low,
-            u.contiguous(),
-            b.contiguous(),
+            u,
+            b,
             update.factor,
             update.key,
             elements.parameter_id,
@@ -315,11 +315,11 @@ def _launches(
     alike: dict[Constants, list[_Part]] = {}
     for part in parts:
         unit = _unit(part.region.size, part.address, part.copy_offset, part.low_address)
-        layout = "any"
+        is_aligned = _is_aligned(part.region, PER_BLOCK[distribution])
         if part.region.num_rows > 1:
-            layout = "rows"
-        elif part.region.start % PER_BLOCK[distribution] == 0:
-            layout = "aligned"
+            layout = "aligned rows" if is_aligned else "rows"
+        else:
+            layout = "aligned" if is_aligned else "any"
         kind = (*part.constants, ("layout", layout), ("unit", unit))
         alike.setdefault(kind, []).append(part)
     launches = []
@@ -368,13 +368,20 @@ def num_tiles(region: Region, per_block: int, blocks_of_tile: int) -> int:
     """Return how many programs cover a region."""
     if region.size == 0:
         return 0
-    if region.num_rows > 1:
+    if region.num_rows > 1 and not _is_aligned(region, per_block):
         # All blocks that a row may touch, as in `triton_kernels._elements_of_rectangle`.
         blocks_of_row = (region.width + 2 * (per_block - 1)) // per_block
         num_blocks = region.num_rows * blocks_of_row
     else:
         num_blocks = -(-(region.start % per_block + region.size) // per_block)
     return -(-num_blocks // blocks_of_tile)
+
+
+def _is_aligned(region: Region, per_block: int) -> bool:
+    """Return whether each row of a region begins where a block begins, and blocks fill the rows."""
+    if region.num_rows == 1:
+        return region.start % per_block == 0
+    return not any(number % per_block for number in (region.start, region.width, region.stride))
 
 
 def _tiles_of_row(width: int, per_block: int, blocks_of_tile: int) -> int:

@@ -20,9 +20,25 @@ WORSE = "Worse than before training: no step has a lower validation loss than th
 _SPLITS = {"dev": "validation", "test": "test"}
 """Names of splits as a user reads them."""
 
-_LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}\n"
+_LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}: {rate_fmt}, {remaining} left{postfix}"
 _LINE_SECONDS = 20
 _SHOWN_ANSWER = 80  # characters
+
+
+class _Lines(tqdm):  # type: ignore[type-arg]  # a class of stubs only
+    """A bar each of whose states is a line, from the first progress on."""
+
+    def refresh(self, nolock: bool = False, lock_args: Any = None) -> None:
+        # After a line of the log, tqdm shows the state again, without a lock.
+        if self.n > self.initial and not nolock:
+            self.fp.write(f"{self}\n")
+
+    def clear(self, nolock: bool = False) -> None:
+        """Leave what is written."""
+
+    def close(self) -> None:
+        """Write no last state."""
+        self.disable = True
 
 
 def progress_bar(
@@ -37,7 +53,8 @@ def progress_bar(
         unit: what is counted.
     """
     is_terminal = sys.stderr.isatty()
-    return tqdm(
+    bar = tqdm if is_terminal else _Lines
+    return bar(
         total=num_total,
         initial=num_done,
         disable=not is_shown,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import Estimate, Estimator, Probe, mean_losses
-from lezo_ds.zo.keys import direction_key
+from lezo_ds.zo.keys import direction_keys
 from lezo_ds.zo.passes import Groups, KeyedProbe, Pass, passes_of_step
 from lezo_ds.zo.records import StepPlan, StepRecord
 
@@ -63,6 +63,11 @@ class Step:
         groups = self.groups
         return groups.num_micro_batches * groups.per_micro_batch * len(self.probes)
 
+    @property
+    def num_directions(self) -> int:
+        """Number of directions of all groups."""
+        return self.groups.number * self.estimator.num_directions
+
     def place(self, micro_batch: int, group: int, probe: int) -> int:
         """Return the place of a loss: of a probe, for one of the groups in a micro-batch."""
         row = micro_batch * self.groups.per_micro_batch + group
@@ -71,14 +76,13 @@ class Step:
     def probes_of(self, forward_pass: Pass) -> tuple[KeyedProbe, ...]:
         """Return the probes of a pass, with the keys of the directions of its groups."""
         groups = self.groups.of_micro_batch(forward_pass.micro_batch)
+        keys = direction_keys(self.plan.key, self.num_directions)
+        per_group = self.estimator.num_directions
         keyed = []
         for index in forward_pass.probes:
             probe = self.probes[index]
-            keys = []
-            for group in groups:
-                direction = group * self.estimator.num_directions + probe.direction
-                keys.append(direction_key(self.plan.key, direction))
-            keyed.append(KeyedProbe(tuple(keys), probe.scale))
+            of_groups = [keys[group * per_group + probe.direction] for group in groups]
+            keyed.append(KeyedProbe(tuple(of_groups), probe.scale))
         return tuple(keyed)
 
     def mean_losses(self, sums: Sequence[float]) -> list[list[float]]:
@@ -112,7 +116,7 @@ class Step:
             result = Estimate(loss=math.nan, projected_grads=())
         if not result.is_finite:
             return StepRecord(**vars(self.plan), projected_grads=(), loss=None, applied=False)
-        number = self.groups.number * self.estimator.num_directions
+        number = self.num_directions
         gradients = tuple(map(float, result.projected_grads))  # they may be NumPy's, or tensors
         if len(gradients) != number:
             raise UserError(

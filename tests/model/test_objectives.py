@@ -65,15 +65,10 @@ def as_long_as_asked(answers, records):
     ]
 
 
-def leave():
-    raise KeyboardInterrupt
-
-
 OWN = {
     "no losses": lambda logits, batch: torch.ones(len(batch.examples), dtype=torch.int64),
     "absent": reward(lambda answers, records: [record["absent"] for record in records]),
     "exit": reward(lambda answers, records: sys.exit(0)),
-    "interrupt": reward(lambda answers, records: leave()),
 }
 
 
@@ -125,7 +120,6 @@ def test_an_objective_that_does_not_exist_or_fit_is_refused(name, message):
         ("no losses", r"returned tensor\(\[1, 1\]\), not one loss per example"),
         ("absent", r"failed: KeyError: 'absent' \(.*test_objectives.py line \d+\)"),
         ("exit", r"failed: SystemExit: 0 \(.*test_objectives.py line \d+\)"),
-        ("interrupt", "failed: KeyboardInterrupt"),
     ],
 )
 def test_a_function_that_fails_is_named(name, message, monkeypatch):
