@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
+from lezo_ds.checkpoints.checkpoint import load_model_config, num_positions, resolve_model
 from lezo_ds.config.schema import DataConfig, GenerationConfig
 from lezo_ds.data.batches import all_candidates
 from lezo_ds.data.chat import (
@@ -382,12 +382,11 @@ class Reader:
             sequences += encoded.sequences
             lengths.append(encoded.num_tokens)
         longest = max(lengths)
-        text_config = self.model_config.get_text_config()
-        num_positions = getattr(text_config, "max_position_embeddings", None)
-        if num_positions is not None and longest > num_positions:
+        most = num_positions(self.model_config)
+        if most is not None and longest > most:
             raise UserError(
-                f"an input has {longest} tokens, and the model has {num_positions} positions",
-                fix=f"set data.max_length={num_positions}",
+                f"an input has {longest} tokens, and the model has {most} positions",
+                fix=f"set data.max_length={most}",
             )
         refuse_unknown(self.tokenizer, sequences, self.model_config)
 

@@ -21,12 +21,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.checkpoint import DTYPES, load_model_config, resolve_model
+from lezo_ds.checkpoints.checkpoint import (
+    load_model_config,
+    num_positions,
+    resolve_model,
+    stored_dtype,
+)
 from lezo_ds.checkpoints.snapshots import (
     MANIFEST,
     damage_of,
@@ -36,7 +41,6 @@ from lezo_ds.checkpoints.snapshots import (
 )
 from lezo_ds.config import (
     TRAINED,
-    Dtype,
     PeftConfig,
     ReadingConfig,
     RunConfig,
@@ -117,10 +121,9 @@ class Opened(NamedTuple):
     def fitted(self) -> ReadingConfig:
         """Return how records are read, cut to what the model can read, with room for a prompt."""
         reading = self.reading
-        text_config = load_model_config(resolve_model(reading.model)).get_text_config()
+        model_config = load_model_config(resolve_model(reading.model))
         max_length = reading.data.max_length
-        num_positions = getattr(text_config, "max_position_embeddings", None) or max_length
-        max_length = min(max_length, num_positions)
+        max_length = min(max_length, num_positions(model_config) or max_length)
         generation = reading.generation
         if generation.max_new_tokens > max_length - 2:
             generation = replace(generation, max_new_tokens=max(1, max_length // 2))
@@ -175,7 +178,7 @@ def open_model(
     has_adapter = bool(sections)
     if not has_adapter:
         directory = resolve_model(model)
-        of_model = {"path": model, "dtype": _stored_dtype(directory)}
+        of_model = {"path": model, "dtype": stored_dtype(directory)}
         sections = {"model": of_model, "peft": {"kind": "none"}}
     facts = read_facts(directory) or {}
     if has_adapter:
@@ -365,10 +368,3 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         "objective": reading.objective,
         "loss": result.loss,
     }
-
-
-def _stored_dtype(directory: Path) -> Dtype:
-    """Return the dtype in the model's config if the engine supports it, and fp32 otherwise."""
-    stored = getattr(load_model_config(directory), "dtype", None)
-    names: Sequence[Dtype] = get_args(Dtype)
-    return next((name for name in names if DTYPES[name] == stored), "fp32")

@@ -161,7 +161,7 @@ def _fail_to_replace(model, root):
 
 def test_a_snapshot_that_cannot_be_replaced_stays(opt_directory, tmp_path):
     (message,) = run_ranks(_fail_to_replace, 1, opt_directory, tmp_path)
-    assert "OSError: the file system is read-only; fix: " in message
+    assert "cannot be written: the file system is read-only; fix: " in message
     assert read_manifest(snapshot_path(tmp_path, 0)) is not None
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
