@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -29,7 +28,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-from transformers.utils import CHAT_TEMPLATE_DIR, WEIGHTS_NAME
+from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from lezo_ds.config.paths import split_revision
 from lezo_ds.errors import HubError, UserError, did_you_mean, first_line
@@ -111,17 +110,13 @@ def resolve_model(model: str) -> Path:
 
 def _no_weights(model: str, directory: Path) -> UserError:
     """Return that a directory has no weights under the names that transformers reads."""
-    fix = "use a copy of the model with model.safetensors"
-    others = sorted(path.name for path in directory.glob("*.safetensors"))
-    if len(others) == 1:
-        fix = f'add "transformers_weights": "{others[0]}" to config.json'
-    elif others:
-        fix = "add their index, model.safetensors.index.json, or use another copy of the model"
-    found = ", ".join(others) or "no safetensors"
+    others = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+    found = ", ".join(sorted(path.name for path in others)[:_MOST_NAMED]) or "no other weights"
     return UserError(
-        f"model.path {model} has neither model.safetensors nor pytorch_model.bin, nor an index of "
+        f"model.path {model} has neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index of "
         f"several files; it has {found}",
-        fix=fix,
+        fix="in a copy of the model of your own, give a file of all weights one of these names, or "
+        "use another copy",
     )
 
 
@@ -282,10 +277,10 @@ def num_positions(config: Any) -> int | None:
     decoder = config.get_text_config(decoder=True)
     limit: int | None = getattr(decoder, "max_position_embeddings", None)
     rope = getattr(decoder, "rope_parameters", None) or {}
-    if limit is None or rope.get("rope_type") not in ("yarn", "dynamic", "linear"):
-        return limit
-    original = rope.get("original_max_position_embeddings") or limit
-    return max(limit, math.floor(original * (rope.get("factor") or 1)))
+    if limit is not None and rope.get("rope_type") in ("yarn", "dynamic", "linear"):
+        original = rope.get("original_max_position_embeddings", limit)
+        limit = max(limit, int(original * (rope.get("factor") or 1)))
+    return limit
 
 
 def auto_class(config: Any) -> Any:
@@ -449,16 +444,19 @@ def _name_unread(model: nn.Module, files: WeightFiles, parameters: Iterable[str]
     ]
     read = files.tensors.keys() - set(unread)
     for name in unread:
-        problem = ""
         if _OF_ANOTHER_MODEL.match(name):
-            problem = "belongs to a classifier, a reward model or an adapter"
+            raise UserError(
+                f"{files.directory} is not a language model alone: it has {name}, as a classifier, "
+                "a reward model or an adapter that is not merged does",
+                fix="set model.path to the language model that it was made from, or merge the "
+                "adapter with peft",
+            )
         about = _ABOUT_VALUES.fullmatch(name)
         if about and about["weight"] in read:
-            problem = f"says what the values of {about['weight']} mean: they are quantized"
-        if problem:
             raise UserError(
-                f"{name} in {files.directory} {problem}, and a language model has no such tensor",
-                fix=f"{_USE_A_DECODER}, as its language model was published",
+                f"the weights of {files.directory} are quantized: {name} says what the values of "
+                f"{about['weight']} mean, and config.json does not say how",
+                fix="set model.path to the checkpoint before it was quantized",
             )
     if unread:
         logger.warning(

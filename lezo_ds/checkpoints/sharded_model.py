@@ -193,10 +193,7 @@ def _warn_of_unread(files: WeightFiles, shards: Sequence[Shard]) -> None:
 
 
 def _fingerprint(digest: str, buffers: Mapping[str, Tensor]) -> str:
-    """Return the fingerprint of a base: the digest of its weights, with its buffers if it has any.
-
-    Runs of models without buffers keep the fingerprint that earlier versions recorded.
-    """
+    """Return the fingerprint of a base: the digest of its weights, and of its buffers if any."""
     if not buffers:
         return digest
     content = hashlib.blake2b(digest.encode(), digest_size=16)

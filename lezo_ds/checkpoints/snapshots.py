@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import CHAT_TEMPLATE_DIR
 
@@ -82,8 +82,8 @@ def write_snapshot(
     """Write the model, or its adapter, to a directory. A collective.
 
     The ranks write the files of weights in turn. Each holds at most one of them (1 GiB, or one
-    parameter) and the next parameter at a time. If one cannot write, every rank raises, and an older
-    `target` stays as it was.
+    parameter) and the next parameter at a time. If one cannot write, every rank raises, and an
+    older `target` stays as it was.
 
     The weights have the names and shapes that the base model's files have, such as a tensor for
     each expert.
@@ -151,7 +151,7 @@ def write_snapshot(
     )
     # A folder that the nodes do not share is there on the node of rank 0 alone.
     writers = [rank for rank, is_there in enumerate(gather_objects(temporary.is_dir())) if is_there]
-    single = adapter and adapter.weights_file
+    single = None if adapter is None else adapter.weights_file
     files, problem = _write_tensors(temporary, tensors, writers, single)
     low_files, low_problem = _write_tensors(temporary / LOW_BITS_DIRECTORY, low_tensors, writers)
     of_ranks = gather_objects((files | low_files, problem or low_problem))
@@ -246,7 +246,8 @@ def _write_tensors(
             if writers[number % len(writers)] == own_rank:
                 if not pending:
                     wait(futures.values())
-                pending[name] = tensor.cpu().contiguous()
+                # A copy: safetensors refuses tensors that share memory.
+                pending[name] = tensor.to("cpu", copy=True).contiguous()
             del tensor  # a GPU needs the memory for the next one
         flush()
     try:
@@ -255,43 +256,19 @@ def _write_tensors(
             text = json.dumps(index, indent=1)
             write_atomically(directory / "model.safetensors.index.json", text)
         return {path: future.result() for path, future in futures.items()}, ""
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         return {}, f"{error} (on rank {own_rank})"
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
-    """Write tensors as a file of safetensors, and hash what is written on its way.
-
-    A file has a number of 8 bytes, that of the bytes of the header; the header in JSON; and the
-    values. The widest numbers come first, so that all are aligned.
-    """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered:
-        begin = end
-        end += tensor.nbytes
-        header[name] = {
-            "dtype": _safetensors_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> FileFacts:
+    """Write tensors as a file of safetensors, and hash it while the system has it in memory."""
     path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as file:
-        values = (tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in ordered)
-        for part in chain([len(text).to_bytes(8, "little"), text], values):
-            file.write(part)
-            digest.update(part)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _safetensors_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in safetensors, such as BF16, I64 or BOOL."""
-    name = str(dtype).removeprefix("torch.")
-    return name.replace("float", "F").replace("uint", "U").replace("int", "I").upper()
+    # safetensors 0.8 makes a file that only its owner can read, whatever the umask.
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+    return _file_facts(path)
 
 
 def load_snapshot(sharded: ShardedModel, directory: Path) -> None:
@@ -330,10 +307,9 @@ def _copy_companions(source: Path, temporary: Path) -> None:
         shutil.copyfile(file, copy)
         if file.name.endswith("_config.json"):  # of a tokenizer, or a processor
             with suppress(*DAMAGE):
-                values = json.loads(file.read_text(encoding="utf-8"))
+                values = json.loads(file.read_bytes())
                 del values["auto_map"]  # names code, which is not copied
-                text = json.dumps(values, indent=2, ensure_ascii=False)
-                copy.write_text(text + "\n", encoding="utf-8")
+                copy.write_text(json.dumps(values, indent=2))
 
 
 def _write_config(sharded: ShardedModel, directory: Path, *, is_untied: bool) -> None:

@@ -1,26 +1,31 @@
 """Whether a tokenizer reads texts as its tokenizer.json says.
 
-transformers builds some tokenizers by the class that tokenizer_config.json names, and takes only the
-vocabulary from tokenizer.json. A class that does not belong to it then changes the tokens of texts,
-and a model that was trained with others gets worse without an error.
+transformers builds some tokenizers by the class that tokenizer_config.json names, and takes only
+the vocabulary from tokenizer.json. A class that does not belong to it then changes the tokens of
+texts, and a model that was trained with others gets worse without an error.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
 
+from lezo_ds.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 _TEXTS = (
-    "Hello World! It's 2024-11-28, isn't it?",
-    " leading and  double  spaces ",
-    "def f(x):\n\treturn x_1 + 1234567\n\n",
-    "Größe, naïve café: 你好，世界 ½ 🙂",
+    "Hello World!",
+    "it's 12345.67, isn't it?",
+    " two  spaces ",
+    "f(x_1):\n\treturn\n\n",
+    "Größe, café ½",
+    "你好 世界 🙂",
 )
 _OWN_ENDS = ("add_bos_token", "add_eos_token")
 """Keys of tokenizer_config.json that say which tokens begin and end a text."""
@@ -59,8 +64,8 @@ def warn_of_other_tokens(directory: Path, tokenizer: Any) -> None:
                 return
 
 
-def begins_twice(tokenizer: Any, prompt: str, begin_ids: tuple[int, ...]) -> bool:
-    """Return whether a prompt begins with a token that begins every text anyway, such as <s>.
+def refuse_second_begin(tokenizer: Any, prompt: str, begin_ids: Sequence[int]) -> None:
+    """Refuse a prompt that begins with a token that begins every text anyway, such as <s>.
 
     Args:
         tokenizer: that of transformers.
@@ -68,4 +73,10 @@ def begins_twice(tokenizer: Any, prompt: str, begin_ids: tuple[int, ...]) -> boo
         begin_ids: the tokens that are put before every text.
     """
     ids = tokenizer.encode(prompt.lstrip(), add_special_tokens=False)
-    return bool(begin_ids) and ids[:1] in ([begin_ids[0]], [begin_ids[-1]])
+    if begin_ids and ids and ids[0] in (*begin_ids, tokenizer.bos_token_id):
+        begin = tokenizer.decode(ids[:1])
+        raise UserError(
+            f"data.prompt begins with {begin}, and every text begins with "
+            f"{tokenizer.decode(list(begin_ids))} already",
+            fix=f"remove {begin} from data.prompt",
+        )

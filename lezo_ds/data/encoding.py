@@ -34,6 +34,7 @@ from transformers.utils import (
     is_sentencepiece_available,
 )
 
+from lezo_ds.checkpoints.tokenizer_check import warn_of_other_tokens
 from lezo_ds.data.control_tokens import has_marks
 from lezo_ds.errors import UserError, first_line
 from lezo_ds.tasks.base import EncodedExample, Example, TokenIds
@@ -181,6 +182,7 @@ def load_tokenizer(
         raise UserError(
             f"cannot load the tokenizer of {path}: {first_line(error)}", fix=fix
         ) from error
+    warn_of_other_tokens(directory, backend)
     options = template_options or {}
     template = str(backend.chat_template)
     for name, value in options.items():

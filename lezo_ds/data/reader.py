@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lezo_ds.checkpoints.checkpoint import load_model_config, num_positions, resolve_model
+from lezo_ds.checkpoints.tokenizer_check import refuse_second_begin
 from lezo_ds.config.schema import DataConfig, GenerationConfig
 from lezo_ds.data.batches import all_candidates
 from lezo_ds.data.chat import (
@@ -413,6 +414,8 @@ def load_reader(
     objective = objective or training_objective(task)
     directory = resolve_model(model)
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
+    if data.prompt is not None and not data.in_chat:
+        refuse_second_begin(tokenizer.backend, data.prompt, tokenizer.begin_ids)
     thought = find_thought(tokenizer) if data.in_chat else None
     if thought is not None and thought.is_open and task.has_answers and not objective.reads_answers:
         logger.warning(

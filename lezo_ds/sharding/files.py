@@ -135,9 +135,7 @@ class WeightFiles:
 
     def unread(self, names: Iterable[str]) -> list[str]:
         """Return the tensors, in order, of which no parameter or buffer of these names consists."""
-        read = set()
-        for name in names:
-            read.update(self.stored_as(name) or ())
+        read = {tensor for name in names for tensor in self.stored_as(name) or ()}
         scales = {name + _SCALES for name in read}
         return sorted(self.tensors.keys() - read - scales, key=dot_natural_key)
 
@@ -154,7 +152,7 @@ class WeightFiles:
             yield tensors[0], value
             return
         shapes = [self.tensors[tensor].shape for tensor in tensors]
-        parts = value.reshape(-1).split([math.prod(shape) for shape in shapes])
+        parts = torch.split(value.reshape(-1), list(map(math.prod, shapes)))
         for tensor, shape, part in zip(tensors, shapes, parts, strict=True):
             yield tensor, part.view(shape)
 
@@ -196,8 +194,15 @@ class WeightFiles:
                     "slices",
                     fix="load it with transformers and save it with save_original_format=False",
                 )
-            if are_weights:
-                self._assert_floating(tensors)
+            for tensor in tensors:
+                dtype = self.tensors[tensor].dtype
+                # FP8 has been checked before.
+                if are_weights and dtype not in _FLOATING and tensor + _SCALES not in self.tensors:
+                    raise UserError(
+                        f"{tensor} in {self.directory} is {dtype}, and a weight is a "
+                        "floating-point number",
+                        fix="set model.path to the checkpoint before it was quantized or converted",
+                    )
             stored = [self.tensors[tensor].shape for tensor in tensors]
             shape = shapes[name]
             fits = stored == [shape]
@@ -210,17 +215,6 @@ class WeightFiles:
                     fix=OTHER_CHECKPOINT,
                 )
         return found
-
-    def _assert_floating(self, tensors: Iterable[str]) -> None:
-        """Refuse weights of integers, complex numbers and the like. FP8 has been checked before."""
-        for tensor in tensors:
-            dtype = self.tensors[tensor].dtype
-            if dtype not in _FLOATING and tensor + _SCALES not in self.tensors:
-                raise UserError(
-                    f"{tensor} in {self.directory} is {dtype}, and a weight is a floating-point "
-                    "number",
-                    fix="set model.path to the checkpoint before it was quantized or converted",
-                )
 
     def _assert_scaled(self, tensor: str) -> None:
         """Refuse FP8 without a scale for each block, and scales of anything else."""
@@ -358,15 +352,16 @@ def fp8_block(directory: Path) -> tuple[int, int] | None:
             min(rows, columns) > 0
         ):
             return rows, columns
-    method = quantization
-    if isinstance(quantization, Mapping):
-        method = quantization.get("quant_method", dict(quantization))
+        case {"quant_method": str(method)}:
+            pass
+        case method:  # MLX's says no method
+            pass
     fix = "set model.path to the checkpoint before it was quantized, or to one in block FP8"
     if method == "mxfp4":  # gpt-oss, which was never published in another form
         fix = (
             "dequantize it once with transformers: AutoModelForCausalLM.from_pretrained(DIR, "
             "quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16), "
-            "save_pretrained"
+            "save_pretrained(NEW_DIR, save_original_format=False)"
         )
     raise UserError(
         f"the weights of {directory} are quantized: {method}, and only FP8 with a "
@@ -382,11 +377,9 @@ def sections_of(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _quantization_of(config: dict[str, Any]) -> Any:
     """Return how a config.json says that weights are quantized, wherever it says so, or None."""
-    for section in sections_of(config):
-        for key in QUANTIZATION_KEYS:
-            if section.get(key):
-                return section[key]
-    return None
+    sections = sections_of(config)
+    found = (section.get(key) for section in sections for key in QUANTIZATION_KEYS)
+    return next(filter(None, found), None)
 
 
 def _config_of(directory: Path) -> dict[str, Any]:
