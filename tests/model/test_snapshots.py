@@ -105,6 +105,40 @@ def test_weights_are_split_over_files_of_limited_size(opt_directory, tmp_path):
     )
 
 
+def _save_in_turn(model, root, fails):
+    """Write a snapshot of several files; on rank 1, writing may fail. Return what went wrong, and
+    which files this rank has written."""
+    snapshots.MAX_FILE_BYTES = 20_000
+    engine = start_engine(model, num_ranks=2)
+    save = snapshots.save_file
+    written = []
+
+    def save_some(tensors, path, **options):
+        if fails and engine.global_rank == 1:
+            raise OSError("No space left on device")
+        written.append(path.name)
+        save(tensors, path, **options)
+
+    snapshots.save_file = save_some
+    try:
+        engine.save_checkpoint(root)
+    except LezoError as error:
+        return str(error), written
+    return "", written
+
+
+def test_ranks_write_the_files_in_turn_and_all_report_what_one_cannot_write(
+    opt_directory, tmp_path
+):
+    (_, first), (_, second) = run_ranks(_save_in_turn, 2, opt_directory, tmp_path / "good", False)
+    files = sorted(path.name for path in (tmp_path / "good").glob("*/*.safetensors"))
+    assert (first, second) == (files[::2], files[1::2])
+    assert read_manifest(snapshot_path(tmp_path / "good", 0)) is not None
+    for message, _ in run_ranks(_save_in_turn, 2, opt_directory, tmp_path / "bad", True):
+        assert "No space left on device (on rank 1); fix: free space" in message
+    assert not list((tmp_path / "bad").iterdir())
+
+
 def _flip_a_byte(directory):
     path = next(directory.glob("model-*.safetensors"))
     data = bytearray(path.read_bytes())
