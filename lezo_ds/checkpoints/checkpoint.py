@@ -75,7 +75,10 @@ _ABOUT_VALUES = re.compile(r"(?P<weight>.+)[._](\w*scale\w*|\w*zero\w*|absmax|qu
 """Names of tensors that say what the values of a weight mean, which is then quantized."""
 _FURTHER_LAYERS = re.compile(r"n(um)?_\w*(nextn|mtp)|mtp_num")
 """Keys that count layers for the prediction of several tokens, which transformers does not have."""
-_NOT_EXPORTED = {"auto_map", "dtype", "torch_dtype", "transformers_weights", *QUANTIZATION_KEYS}
+_NOT_EXPORTED = {
+    *("auto_map", "custom_pipelines", "dtype", "torch_dtype", "transformers_weights"),
+    *QUANTIZATION_KEYS,
+}
 """Keys of a config.json about other files of its directory, or the numbers in them."""
 
 
@@ -113,8 +116,8 @@ def _no_weights(model: str, directory: Path) -> UserError:
     others = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
     found = ", ".join(sorted(path.name for path in others)[:_MOST_NAMED]) or "no other weights"
     return UserError(
-        f"model.path {model} has neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index of "
-        f"several files; it has {found}",
+        f"model.path {model} has no weights in {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, and no index "
+        f"of several files; it has {found}",
         fix="in a copy of the model of your own, give a file of all weights one of these names, or "
         "use another copy",
     )

@@ -49,17 +49,17 @@ def warn_of_other_tokens(directory: Path, tokenizer: Any) -> None:
         if with_ends and any(named.get(key) is not None for key in _OWN_ENDS):
             continue  # tokenizer_config.json says it, and not the class
         for text in _TEXTS:
-            expected = alone.encode(text, add_special_tokens=with_ends).tokens
-            found = tokenizer.tokenize(text, add_special_tokens=with_ends)
-            if found != expected:
+            expected = alone.encode(text, add_special_tokens=with_ends)
+            found = tokenizer(text, add_special_tokens=with_ends)["input_ids"]
+            if found != expected.ids:
                 logger.warning(
                     "%s: %s reads %r as %s, and tokenizer.json as %s. Use the tokenizer_class in "
                     "tokenizer_config.json with which the model was trained",
                     directory,
                     type(tokenizer).__name__,
                     text,
-                    found,
-                    expected,
+                    tokenizer.convert_ids_to_tokens(found),
+                    expected.tokens,
                 )
                 return
 
