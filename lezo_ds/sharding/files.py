@@ -142,19 +142,24 @@ class WeightFiles:
     def as_stored(self, aliases: Sequence[str], value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a parameter as the tensors of these files that it consists of, by their names.
 
+        As transformers does, this adds the prefix that a checkpoint of the bare decoder lacks.
+
         Args:
             aliases: its names. One that no file has is written under the first of them.
             value: of the shape of the parameter.
         """
-        stored = [self.stored_as(alias) for alias in aliases]
-        tensors = next(filter(None, stored), aliases[:1])
+        name = next(filter(self.stored_as, aliases), aliases[0])
+        tensors = self.stored_as(name) or (name,)
+        prefix = f"{self._prefix}."
+        if name in self._stored or tensors == (name,) or not name.startswith(prefix):
+            prefix = ""
         if len(tensors) == 1:
-            yield tensors[0], value
+            yield prefix + tensors[0], value
             return
         shapes = [self.tensors[tensor].shape for tensor in tensors]
         parts = torch.split(value.reshape(-1), list(map(math.prod, shapes)))
         for tensor, shape, part in zip(tensors, shapes, parts, strict=True):
-            yield tensor, part.view(shape)
+            yield prefix + tensor, part.view(shape)
 
     def find(
         self,

@@ -476,6 +476,14 @@ def test_an_export_has_the_buffers_that_a_model_stores(tmp_path):
     assert not any(info.values()), info
 
 
+def test_an_export_of_a_bare_decoder_has_the_names_of_the_whole_model(tmp_path):
+    model = tiny_model("qwen2")
+    model.model.save_pretrained(tmp_path / "base")
+    start_engine(tmp_path / "base").write_model(tmp_path / "exported")
+    exported = load_file(tmp_path / "exported/model-00001.safetensors")
+    assert set(exported) == {name for name in model.state_dict() if name != "lm_head.weight"}
+
+
 def test_a_part_that_a_multimodal_model_does_not_have_is_none(tmp_path):
     Gemma4Config(audio_config=None).save_pretrained(tmp_path)
     assert load_model_config(tmp_path).audio_config is None
