@@ -263,14 +263,6 @@ def test_a_head_that_the_config_ties_is_its_own_if_the_checkpoint_has_another_as
     assert config["tie_word_embeddings"] is are_alike
 
 
-def test_a_saved_config_names_the_class_of_the_weights_and_one_dtype(changed, model):
-    older = {"torch_dtype": "float16", "architectures": ["OPTModel"]}
-    directory = changed(lambda config, _: config.update(older))
-    config = saved_config(model, directory)
-    assert config["architectures"] == ["OPTForCausalLM"]
-    assert "torch_dtype" not in config
-
-
 def test_a_model_without_a_head_is_refused_if_its_config_does_not_tie_one(changed):
     directory = changed(lambda config, _: config.update(tie_word_embeddings=False))
     with pytest.raises(UserError, match=r"lacks 1 of .* parameters, such as lm_head\.weight"):
@@ -394,14 +386,17 @@ def test_an_export_has_the_names_of_its_base_and_no_file_that_is_not_there(famil
     tiny_model(family).save_pretrained(tmp_path / "base")
     config = json.loads((tmp_path / "base/config.json").read_text())
     code = {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}
-    (tmp_path / "base/config.json").write_text(json.dumps(config | code))
+    older = {"torch_dtype": "float16", "architectures": ["AnotherModel"]}
+    (tmp_path / "base/config.json").write_text(json.dumps(config | code | older))
     (tmp_path / "base/tokenizer_config.json").write_text(json.dumps(code | {"x": "ä"}))
     start_engine(tmp_path / "base").write_model(tmp_path / "exported")
     base = load_file(tmp_path / "base/model.safetensors")
     exported = load_file(tmp_path / "exported/model-00001.safetensors")
     assert exported.keys() == base.keys()
     assert all(torch.equal(exported[name], base[name]) for name in base)
-    assert "auto_map" not in json.loads((tmp_path / "exported/config.json").read_text())
+    written = json.loads((tmp_path / "exported/config.json").read_text())
+    assert not {"auto_map", "torch_dtype"}.intersection(written)
+    assert (written["architectures"], written["dtype"]) == (config["architectures"], "float32")
     tokenizer_config = json.loads((tmp_path / "exported/tokenizer_config.json").read_text())
     assert tokenizer_config == {"x": "ä"}
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
