@@ -67,7 +67,8 @@ _NOT_READ = ["*/*.safetensors", "consolidated*.safetensors"]
 _HEADER_BYTES_OF_TENSOR = 512
 """Most bytes of a tensor in the header of a file: a name of about 100 letters, shape and place."""
 _OF_ANOTHER_MODEL = re.compile(
-    r"(score|classifier|classification_head|qa_outputs|reward_head|regression_head)\.|.*\.lora_[AB]\."
+    r"(score|classifier|classification_head|qa_outputs|reward_head|regression_head)\."
+    r"|.*\.lora_[AB]\."
 )
 """Names of tensors without which a checkpoint is another model: other heads than that of a language
 model, and adapters that are not merged."""
