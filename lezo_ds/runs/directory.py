@@ -1,12 +1,10 @@
 """The directory of a run: its paths, its lock, and its small files.
 
-Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
+Rank 0 writes all of it:
 
     .lock                     held by the process that writes here
     config.yaml               the configuration of the last start
-    journal.jsonl             the records of a run that is not first-order (zeroth_order.py)
-    training_state.json       the records of a first-order run, which name its checkpoint
-    checkpoints/checkpoint-N/ the Trainer's checkpoint (first_order.py)
+    journal.jsonl             the records of the run (run.py)
     snapshots/step-N/         a model in the format of transformers or peft
     predictions/step-N.jsonl  the answers to the test examples
     samples.jsonl             some answers of each evaluation, with their rewards
@@ -17,7 +15,7 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
     STOP                      the user makes this file to ask for a stop
     .stopped                  its time is when STOP was found; what was starting then stops, too
     earlier-N/                files of another run that were here
-    replicas/N/               all this again for replica N > 0 (elastic.py)
+    replicas/N/               all this again for replica N > 0 (replicas)
 """
 
 from __future__ import annotations
@@ -61,21 +59,21 @@ class RunDirectory:
     Attributes:
         path: the directory.
         number: of the replica. Replica 0 has the run's own directory.
-        journal, training_state, results, config, metrics, samples, harness_scores: files of these
-            names.
-        snapshots, checkpoints, predictions, monitors: folders of these names.
+        name: of the run and, of others than replica 0, the replica.
+        journal, results, config, metrics, samples, harness_scores: files of these names.
+        snapshots, predictions, monitors: folders of these names.
         stop_file: by which the user asks for a stop.
     """
 
     def __init__(self, path: str | Path, number: int = 0) -> None:
         self.path = Path(path)
+        self.name = self.path.name
         if number > 0:
+            self.name += f"-replica-{number}"
             self.path = self.path / _REPLICAS / str(number)
         self.number = number
         self.journal = self.path / "journal.jsonl"
         self.snapshots = self.path / "snapshots"
-        self.training_state = self.path / "training_state.json"
-        self.checkpoints = self.path / "checkpoints"
         self.stop_file = self.path / "STOP"
         self.results = self.path / "results.json"
         self.monitors = self.path / "monitors"
@@ -171,23 +169,12 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def outputs(self) -> list[Path]:
-        """Return what a run has written besides its journal or training state."""
-        outputs = [
-            self.metrics,
-            self.samples,
-            self.predictions,
-            self.results,
-            self.snapshots,
-            self.checkpoints,
-        ]
+        """Return what a run has written besides its journal."""
+        outputs = [self.metrics, self.samples, self.predictions, self.results, self.snapshots]
         if any(path.exists() for path in outputs):
             # The configuration of a run may be there before the run.
             outputs = [self.config, *outputs]
         return [path for path in outputs if path.exists()]
-
-    def has_records(self) -> bool:
-        """Return whether a run has begun here, so that the next one resumes it."""
-        return self.journal.exists() or self.training_state.exists()
 
     def set_aside(self, paths: Sequence[Path]) -> None:
         """Move files of another run, or of unrecorded steps, to a new folder `earlier-N`."""
@@ -222,35 +209,34 @@ class RunDirectory:
             The seconds that the run took until `step`.
         """
 
-        def is_done(entry: Mapping[str, Any]) -> bool:
+        kept = []
+        for entry in self._lines_of(self.metrics):
             split = next((name for name in ("dev", "test") if f"{name}_loss" in entry), None)
-            is_recorded = split is None or (split, entry["step"]) in evaluated
-            is_past = entry["step"] <= step and float(entry["seconds"]) >= 0
-            return is_past and is_recorded
+            is_recorded = split is None or (split, entry.get("step")) in evaluated
+            if is_recorded and entry.get("step", math.inf) <= step and "seconds" in entry:
+                kept.append(entry)
+        self._rewrite(self.metrics, kept)
+        shown = [
+            entry
+            for entry in self._lines_of(self.samples)
+            if (entry.get("split"), entry.get("step")) in evaluated
+        ]
+        self._rewrite(self.samples, shown)
+        return max((float(entry["seconds"]) for entry in kept), default=0.0)
 
-        def is_shown(entry: Mapping[str, Any]) -> bool:
-            return (entry["split"], entry["step"]) in evaluated
-
-        entries = self._keep_lines(self.metrics, is_done)
-        self._keep_lines(self.samples, is_shown)
-        return max((float(entry["seconds"]) for entry in entries), default=0.0)
-
-    def _keep_lines(
-        self, path: Path, is_kept: Callable[[Mapping[str, Any]], bool]
-    ) -> list[Mapping[str, Any]]:
-        """Drop the other lines of a log, and damaged ones. Return the content of the rest."""
-        if not path.is_file():
-            return []
-        lines = []
+    def _lines_of(self, path: Path) -> list[dict[str, Any]]:
+        """Return the lines of a log, without damaged ones: a crash cuts the last one short."""
         entries = []
-        for line in path.read_bytes().splitlines():
-            with suppress(*DAMAGE):  # a crash cuts the last line short
-                entry = json.loads(line.decode())
-                if is_kept(entry):
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            with suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict):
                     entries.append(entry)
-                    lines.append(line + b"\n")
-        write_output(path, b"".join(lines))
         return entries
+
+    def _rewrite(self, path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+        if path.is_file():
+            write_output(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
@@ -261,14 +247,10 @@ class RunDirectory:
         where = {"step": step, "split": split}
         append_lines(self.samples, [where | vars(sample) for sample in samples])
 
-    def predictions_at(self, step: int) -> Path:
-        """Return the file of `write_predictions`."""
-        return self.predictions / f"step-{step:08}.jsonl"
-
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the answers to the test examples by the weights after `step` steps."""
         lines = [json.dumps(row) + "\n" for row in rows]
-        write_output(self.predictions_at(step), "".join(lines))
+        write_output(self.predictions / f"step-{step:08}.jsonl", "".join(lines))
 
     def write_json(self, path: Path, content: object) -> None:
         """Replace a JSON file of the run. LezoError: it cannot be written."""
