@@ -14,7 +14,7 @@ from typing import Any
 
 from lezo_ds.config import RunConfig
 from lezo_ds.distributed.monitors import open_monitors
-from lezo_ds.errors import UserError, first_line, require_package
+from lezo_ds.errors import UserError, first_line
 from lezo_ds.files import write_output
 from lezo_ds.runs.directory import RunDirectory
 
@@ -27,24 +27,16 @@ def without_monitors(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def monitor_sections(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
-    """Return the sections of the DeepSpeed JSON that train.report_to stands for.
-
-    Raises:
-        UserError: the package of a monitor is not installed.
-    """
+    """Return the sections of the DeepSpeed JSON that train.report_to stands for."""
     files = {"output_path": str(directory.monitors), "job_name": directory.name}
-    comet = {"project": "lezo_ds", "experiment_name": directory.name, "samples_log_interval": 1}
-    known: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "csv": ("csv", "csv_monitor", files),
-        "tensorboard": ("tensorboard", "tensorboard", files),
-        "wandb": ("wandb", "wandb", {"project": os.environ.get("WANDB_PROJECT", "lezo_ds")}),
-        "comet": ("comet_ml", "comet", comet),
+    settings: dict[str, dict[str, Any]] = {
+        "wandb": {"project": os.environ.get("WANDB_PROJECT", "lezo_ds")},
+        "comet": {"project": "lezo_ds", "experiment_name": directory.name},
     }
     sections: dict[str, Any] = {}
     for name in config.train.report_to or ():
-        package, section, settings = known[name]
-        require_package(package, f"train.report_to={name} needs the package {package}", package)
-        sections[section] = {"enabled": True, **settings}
+        section = "csv_monitor" if name == "csv" else name  # of DeepSpeed's JSON
+        sections[section] = {"enabled": True, **settings.get(name, files)}
     return sections
 
 
@@ -60,7 +52,8 @@ class Monitors:
         """Start the monitors of a run and of its DeepSpeed JSON.
 
         Raises:
-            UserError: a monitor cannot start. W&B and Comet may not know the user.
+            UserError: a monitor cannot start: its package is not installed, or W&B or Comet do not
+            know the user.
         """
         sections = {**monitor_sections(config, directory), **ds_config}
         if not sections.keys().isdisjoint(_SECTIONS):
@@ -70,7 +63,7 @@ class Monitors:
         except Exception as error:  # each library has types of its own
             raise UserError(
                 f"a monitor cannot start: {first_line(error)}",
-                fix="log in to it, set WANDB_MODE=offline or COMET_START_ONLINE=0, or remove it "
+                fix="install its package, log in to it, set WANDB_MODE=offline or COMET_START_ONLINE=0, or remove it "
                 "from train.report_to",
             ) from error
 

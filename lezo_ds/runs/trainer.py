@@ -24,7 +24,7 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError, require_package
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import Monitors, monitor_sections, without_monitors
+from lezo_ds.runs.monitors import Monitors, without_monitors
 from lezo_ds.runs.opening import load, prepare
 from lezo_ds.runs.records import check_records, with_start_date
 from lezo_ds.runs.results import RunResults
@@ -114,7 +114,6 @@ def check_run(
     if is_replica:
         require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
     check_records(config, data, directory)
-    monitor_sections(config, directory)  # refuses a monitor that is not installed
     return directory
 
 
