@@ -34,9 +34,9 @@ from lezo_ds.config import (
     Dtype,
     PeftConfig,
     RunConfig,
+    ZoConfig,
     check_data,
     config_from_dict,
-    config_to_dict,
     flatten,
     keys_with,
     nest,
@@ -96,7 +96,7 @@ class Opened(NamedTuple):
     def refuse_code(self, *keys: str) -> None:
         """Refuse to import a module that only the run or the export names in one of some keys."""
         if self.named is not None:
-            values = flatten(config_to_dict(self.config))
+            values = flatten(self.config.model_dump())
             refuse_code({key: values.get(key) for key in keys}, self.named)
 
     def fitted(self) -> RunConfig:
@@ -189,7 +189,7 @@ def open_model(
 
     def load_engine() -> ModelEngine:
         shared = shared_by(distributed.world_size(), config)
-        engine = ModelEngine(load(shared, config.peft, is_trained=False))
+        engine = ModelEngine(load(shared, config.peft))
         if has_adapter:
             _load_adapter(engine, directory, facts.get("base"))
         return engine
@@ -202,8 +202,7 @@ def load(
     config: RunConfig,
     peft: PeftConfig,
     ds_config: dict[str, Any] | None = None,
-    *,
-    is_trained: bool = True,
+    zo: ZoConfig | None = None,
 ) -> Parts:
     """Load the model of a configuration, sharded over all ranks. A collective.
 
@@ -211,10 +210,10 @@ def load(
         config: of a run, or of a model.
         peft: the adapter of the model.
         ds_config: the DeepSpeed JSON, if it is known.
-        is_trained: whether the weights can be perturbed and updated.
+        zo: of training; None perturbs and updates no weight.
     """
     logger.info("loading %s", config.model.path)
-    return load_parts(config, ds_config or prepare(config), peft, is_trained=is_trained)
+    return load_parts(config, ds_config or prepare(config), peft, zo)
 
 
 def prepare(config: RunConfig) -> dict[str, Any]:
@@ -256,7 +255,7 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
     # An adapter begins with values of this seed, whatever seed a command samples with.
     seeded = config.model_copy(update={"seed": header.config["seed"]})
     shared = shared_by(distributed.world_size(), seeded)
-    engine = ReplayEngine(load(shared, config.peft), config.zo)
+    engine = ReplayEngine(load(shared, config.peft, zo=config.zo), config.zo)
     facts = (engine.base.fingerprint, engine.base.table_hash)
     if facts != (header.model_fingerprint, header.parameter_table_hash):
         raise UserError(
@@ -310,7 +309,7 @@ def _load_adapter(engine: ModelEngine, directory: Path, base: str | None) -> Non
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:
     """Return the keys by which an exported model reads a record, for its manifest."""
-    values = config_to_dict(config)
+    values = config.model_dump()
     recipe = {}
     for key in sorted(keys_with("of_export")):
         section, _, name = key.partition(".")

@@ -26,7 +26,7 @@ from lezo_ds import __version__, distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.checkpoints.sharded_model import BaseModel
 from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots
-from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, may_differ_on_resume
+from lezo_ds.config import RunConfig, config_from_dict, may_differ_on_resume
 from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
@@ -80,7 +80,7 @@ def make_header(
         parameter_table: hash of the parameters' names, ids and shapes.
     """
     model = resolve_model(config.model.path)
-    inputs = config_to_dict(config)
+    inputs = config.model_dump()
     del inputs["run_dir"]
     tokenizer = hashlib.sha256()
     for file in sorted(model.iterdir()):
@@ -133,7 +133,7 @@ def with_start_date(config: RunConfig) -> RunConfig:
     day = datetime.date.today().isoformat()
     if journal.exists():
         day = RunRecords.of_journal(journal).header.config["data"]["date"]
-    return replace(config, data=replace(config.data, date=day))
+    return config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
 
 
 def refuse_other_release(header: Header, where: Path) -> None:
@@ -166,13 +166,14 @@ def config_of(
     recorded = {key: value for key, value in header.config.items() if key not in _INPUTS}
     values = {**recorded, "run_dir": str(run_dir)}
     where = f"run {run_dir}"
-    config = config_from_dict(values, where, overrides, recorded=True)
+    config = config_from_dict(values, where, overrides)
     # No step follows. So the schedule, which may be in a module of anyone, decides nothing.
-    replayed = replace(config, zo=replace(config.zo, lr_schedule="constant"))
+    constant = config.zo.model_copy(update={"lr_schedule": "constant"})
+    replayed = config.model_copy(update={"zo": constant})
     may_differ = may_differ_on_resume(replayed).union(reading_keys)
     permitted = [each for each in overrides if each.partition("=")[0] in may_differ]
-    unchanged = config_from_dict(values, where, permitted, recorded=True)
-    for key, old, new in _differences(config_to_dict(unchanged), config_to_dict(config)):
+    unchanged = config_from_dict(values, where, permitted)
+    for key, old, new in _differences(unchanged.model_dump(), config.model_dump()):
         raise UserError(
             f"{key} of {where} is {old} and cannot be {new}: a run keeps what it was trained with",
             fix=f"remove {key}=...",
@@ -215,6 +216,8 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         fix = "use the inputs that the run was started with"
         if key.startswith("code."):
             fix = "restore the file"
+        elif key == "train.steps":
+            fix = f"add train.steps={old}, on which zo.lr_schedule depends"
         raise UserError(
             f"{key} differs from the journal's: it is {new}, and was {old}",
             fix=f"{fix}, or use another run_dir",

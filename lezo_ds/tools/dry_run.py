@@ -29,7 +29,7 @@ from pathlib import Path
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, with_steps
+from lezo_ds.config import RunConfig, check_training, with_steps
 from lezo_ds.config.deepspeed import check_shares, ds_config_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError, UserError
@@ -87,6 +87,7 @@ def dry_run(
     Raises:
         UserError: The run would be refused.
     """
+    check_training(config)
     num_ranks = num_gpus or distributed.world_size()
     has_gpu = distributed.device().type != "cpu"
     on_gpu = has_gpu or num_gpus is not None or gpu_memory is not None
@@ -106,7 +107,7 @@ def dry_run(
         config = with_start_date(config)
         data = load_task_data(config)
         config = with_steps(config, len(data.train.examples))
-        check_run(config, data, num_ranks)
+        check_run(config, data)
     except HubError as error:
         not_checked = str(error)
     name = Path(config.model.path).name
@@ -115,18 +116,17 @@ def dry_run(
             config, ModelSizes(config, directory or name), _inputs(config, data), num_ranks, on_gpu
         )
         yield from _model_lines(plan)
-        if config.method != "adamw":
-            assumed = "" if data is not None else " (assumed)"
-            tokens = f"inputs of at most {plan.inputs.length} tokens{assumed}"
-            terms = [f"{name} {size / GIB:.2f}" for name, size in plan.memory.items() if size]
-            yield f"memory        of a rank, with {tokens}: {_needs(plan)}: {', '.join(terms)}"
-            if num_ranks > 1 or gpu_memory is not None:
-                yield from _ways(plan, gpu_memory)
+        assumed = "" if data is not None else " (assumed)"
+        tokens = f"inputs of at most {plan.inputs.length} tokens{assumed}"
+        terms = [f"{name} {size / GIB:.2f}" for name, size in plan.memory.items() if size]
+        yield f"memory        of a rank, with {tokens}: {_needs(plan)}: {', '.join(terms)}"
+        if num_ranks > 1 or gpu_memory is not None:
+            yield from _ways(plan, gpu_memory)
     if not_checked:
         yield f"not checked   {not_checked}"
     if directory is not None and data is not None:
         yield from _data_lines(config, data)
-        if config.method in ZEROTH_ORDER and not is_refused:
+        if not is_refused:
             yield from _time_lines(plan, data, step_seconds)
 
 
@@ -172,9 +172,8 @@ def _inputs(config: RunConfig, data: TaskData | None) -> InputSizes:
     """Return the sizes of the inputs, or typical ones of the task if they cannot be read."""
     if data is not None:
         return measured_inputs(config, data)
-    length = config.data.max_length
-    if config.method != "icl":  # demonstrations fill the input
-        length = min(length, _TYPICAL_LENGTHS.get(config.data.task, length))
+    most = config.data.max_length
+    length = min(most, _TYPICAL_LENGTHS.get(config.data.task, most))
     return InputSizes(length, mean_length=length / 4)
 
 
@@ -186,9 +185,8 @@ def _model_lines(plan: Plan) -> Iterator[str]:
     yield f"model         {kind}, {model.num_trained:,} trained, {config.model.dtype}"
     yield f"blocks        {model.num_blocks}, {model.num_dropped} dropped per step"
     train = config.train
-    if config.method in ZEROTH_ORDER:
-        number = 1 if train.snapshot_every == 0 else max(1, train.keep_snapshots) + 1
-        yield f"disk          at most {number} snapshots of {plan.snapshot / 1e9:.3g} GB at a time"
+    number = 1 if train.snapshot_every == 0 else max(1, train.keep_snapshots) + 1
+    yield f"disk          at most {number} snapshots of {plan.snapshot / 1e9:.3g} GB at a time"
 
 
 def _ways(plan: Plan, gpu_memory: float | None) -> Iterator[str]:

@@ -24,13 +24,8 @@ weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a
                  Directions of low rank copy no weights, and have their vectors instead
     activations  of the block that runs:
                      b x c x tokens x activation width
-                 With zo.perturbed_tokens=answers, the larger of those of all tokens once, and of
-                 answers with the keys and values of their contexts:
-                     b x c x sequences x (tokens of an answer x activation width
-                                          + tokens x cached width)
     answers      while they are written, keys and values of all blocks:
                      b x c x (tokens + new tokens) x blocks x cached width
-                 With zo.perturbed_tokens=answers, those of one copy of all tokens
     logits       of the tokens of answers, at most 2 copies at a time, and what their
                  log-probabilities take, 128 tokens at a time:
                      (b x min(c, 2) x tokens of answers + 8 x 128) x vocabulary
@@ -58,19 +53,14 @@ from typing import Any
 
 from lezo_ds.checkpoints.snapshots import MAX_FILE_BYTES
 from lezo_ds.config import (
-    TRAINED,
-    ZEROTH_ORDER,
     RunConfig,
-    config_to_dict,
-    copies_per_pass,
     flatten,
     num_directions,
     num_passes,
-    reads_contexts,
+    probes_per_pass,
 )
 from lezo_ds.config.deepspeed import (
     ds_config_of,
-    needs_zero3,
     offloads_weights,
     tensor_parallel_size,
 )
@@ -141,13 +131,13 @@ class Plan:
         shown = ["train.micro_batch_size", "partition_size"]
         if self.split > 1:
             shown[1] = "tensor_parallel"
-        before = flatten(config_to_dict(config))
-        after = flatten(config_to_dict(self.config))
+        before = flatten(config.model_dump())
+        after = flatten(self.config.model_dump())
         return {key: after[key] for key in after if key in shown or after[key] != before[key]}
 
     def changed(self, **keys: Any) -> Plan:
         """Return the plan of the run with other values of some keys."""
-        return replace(self, config=replace(self.config, **keys))
+        return replace(self, config=self.config.model_copy(update=keys))
 
     # The memory of the rank that needs most, rank 0.
 
@@ -158,7 +148,7 @@ class Plan:
         part_of_rank = self._part_of_split / self._num_shards
         in_pass = self._pass()
         snapshot = 0.0
-        if self.config.method in TRAINED and self.config.peft.kind == "none":
+        if self.config.peft.kind == "none":
             snapshot = max(model.stored) * model.itemsize * (1 + part_of_rank)
             if not self.on_gpu:
                 snapshot += min(sum(model.stored) * model.itemsize, MAX_FILE_BYTES)
@@ -232,44 +222,33 @@ class Plan:
     def _low_bits(self) -> int:
         """The bytes that a trained weight has in addition to its own."""
         is_master = self.config.zo.update_precision == "fp32_master"
-        has_low_bits = is_master and self.config.method in ZEROTH_ORDER
-        return _LOW_BITS if has_low_bits and self.model.itemsize < _FP32 else 0
+        return _LOW_BITS if is_master and self.model.itemsize < _FP32 else 0
 
     def _pass(self) -> dict[str, float]:
         """Return the bytes that only a forward pass needs: the largest of training or scoring."""
         model = self.model
         inputs = self.inputs
-        num_copies = copies_per_pass(self.config)
+        num_copies = probes_per_pass(self.config.zo)
         scored_rows = self.config.train.eval_batch_size
         rows: float = scored_rows
-        rows_of_contexts = 0.0
-        perturbed_rows = 0.0  # of answers alone
         head = self._logits(scored_rows * inputs.targets, 1)
-        if self.config.method in TRAINED:
-            num_examples = self.config.train.micro_batch_size
-            if inputs.trains_on_answers:  # that are drawn for prompts
-                num_examples *= self.config.generation.num_samples
-            if reads_contexts(self.config):
-                perturbed_rows = num_copies * num_examples * inputs.sequences
-                rows_of_contexts = num_examples * inputs.rows
-                rows = max(rows, rows_of_contexts)
-            else:
-                rows = max(rows, num_copies * num_examples * inputs.rows)
-            head = max(head, self._logits(num_examples * inputs.targets, num_copies))
+        num_examples = self.config.train.micro_batch_size
+        if inputs.trains_on_answers:  # that are drawn for prompts
+            num_examples *= self.config.generation.num_samples
+        rows = max(rows, num_copies * num_examples * inputs.rows)
+        head = max(head, self._logits(num_examples * inputs.targets, num_copies))
         inner_width = model.inner_width / self.split
         width = _HIDDEN_STATES * model.hidden_width + inner_width
         cached_width = model.cached_width / self.split
-        of_answers = inputs.answer_length * width + inputs.length * cached_width
-        numbers = max(rows * inputs.length * width, perturbed_rows * of_answers)
-        activations = numbers * model.itemsize
-        cached_rows = rows_of_contexts
+        activations = rows * inputs.length * width * model.itemsize
+        cached_rows: float = 0
         if inputs.new_tokens:
-            cached_rows = max(cached_rows, rows if inputs.trains_on_answers else scored_rows)
+            cached_rows = rows if inputs.trains_on_answers else scored_rows
         tokens = inputs.length + inputs.new_tokens
         answers = cached_rows * tokens * model.num_blocks * cached_width * model.itemsize
         weight_bytes = model.itemsize * self._part_of_split
         copies = self._copies() * weight_bytes
-        if self.config.method in ZEROTH_ORDER and inputs.targets:
+        if inputs.targets:
             head += min(num_copies, PROBES_AT_ONCE) * model.head * weight_bytes
         gathered = 0
         if self._num_shards > 1 or self._is_offloaded:
@@ -290,11 +269,9 @@ class Plan:
 
         Directions of low rank perturb no copies: these are the numbers of all vectors of a step.
         """
-        if self.config.method not in ZEROTH_ORDER:
-            return 0
         model = self.model
         has_vectors = self.config.zo.noise_rank > 0
-        num_copies = num_directions(self.config) if has_vectors else copies_per_pass(self.config)
+        num_copies = num_directions(self.config) if has_vectors else probes_per_pass(self.config.zo)
         if has_vectors or self.inputs.trains_on_answers:
             kept = 1.0 - model.num_dropped / model.num_blocks
             return num_copies * (model.blocks_perturbed * kept + model.head)
@@ -317,9 +294,7 @@ class Plan:
 
     @property
     def _passes_of_rank(self) -> float:
-        # A rank has one at least. Contexts are read by a pass of their own.
-        num_passes_of_all = num_passes(self.config) * (2 if reads_contexts(self.config) else 1)
-        return max(1, num_passes_of_all * self.split / self.num_ranks)
+        return max(1, num_passes(self.config) * self.split / self.num_ranks)
 
     def received(self) -> float:
         """Return the bytes that a rank receives in a step.
@@ -340,7 +315,7 @@ class Plan:
             gathered = sum(model.stored) * (1 - 1 / self._num_shards)
             return self._passes_of_rank * gathered * model.itemsize
         num_rows = self.config.train.micro_batch_size * self.inputs.rows
-        num_copies = 1 if reads_contexts(self.config) else copies_per_pass(self.config)
+        num_copies = probes_per_pass(self.config.zo)
         num_tokens = num_copies * num_rows * self.inputs.mean_length
         summed = (2 * model.num_blocks + 1) * num_tokens * model.hidden_width
         return self._passes_of_rank * summed * model.itemsize * 2 * (1 - 1 / self.split)
@@ -352,7 +327,7 @@ class Plan:
         """
         kept = 1 - self.model.num_dropped / self.model.num_blocks
         # A weight is read, and its copies are written and read.
-        num_accesses = 1 + 2 * copies_per_pass(self.config) * kept
+        num_accesses = 1 + 2 * probes_per_pass(self.config.zo) * kept
         weight_bytes = sum(self.model.stored) * self.model.itemsize / self.split
         accessed = self._passes_of_rank * num_accesses * weight_bytes
         return self.received() / _LINK + accessed / _GPU_MEMORY
@@ -368,7 +343,7 @@ class Plan:
         """
         sizes = [size for size in range(1, self.num_ranks + 1) if self.num_ranks % size == 0]
         ways = [self._by_zero3(size) for size in sizes]
-        if not (self.model.class_name.startswith(_UNSPLIT) or needs_zero3(self.config)):
+        if not (self.model.class_name.startswith(_UNSPLIT) or self.config.peft.kind == "prefix"):
             source = None if offloads_weights(self._ds_config) else self.config.deepspeed
             for size in sizes[1:]:
                 if self.model.num_heads % size == 0:
@@ -389,7 +364,7 @@ class Plan:
     def _shares_evenly(self) -> bool:
         """Return whether all ranks have the same share of a step."""
         num_groups = self.num_ranks // self.split
-        return self.config.method not in TRAINED or num_passes(self.config) % num_groups == 0
+        return num_passes(self.config) % num_groups == 0
 
     def _largest_fitting(self, gpu_bytes: float) -> Plan:
         """Return the plan with the largest micro-batch that fits, or of 1 example."""
@@ -399,9 +374,9 @@ class Plan:
             if train.batch_size % size != 0:
                 continue
             # An evaluation then needs no more than training, whose passes have several copies.
-            num_scored = min(train.eval_batch_size, size * copies_per_pass(self.config))
-            sizes = replace(train, micro_batch_size=size, eval_batch_size=num_scored)
-            plan = self.changed(train=sizes)
+            num_scored = min(train.eval_batch_size, size * probes_per_pass(self.config.zo))
+            sizes = {"micro_batch_size": size, "eval_batch_size": num_scored}
+            plan = self.changed(train=train.model_copy(update=sizes))
             if plan._shares_evenly() and plan.fits(gpu_bytes):
                 break
         return plan

@@ -18,17 +18,14 @@ from transformers import OPTConfig
 
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_model, build_on_meta
 from lezo_ds.config import (
-    TRAINED,
-    ZEROTH_ORDER,
     RunConfig,
     make_layer_policy,
-    reads_contexts,
     trained_part,
 )
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
-from lezo_ds.forward.answer_tokens import answers_of, check_contexts
+from lezo_ds.forward.answer_tokens import answers_of
 from lezo_ds.forward.blocks import (
     find_blocks,
     freeze_all_but,
@@ -92,8 +89,6 @@ class ModelSizes:
             model = build_on_meta(opt_config(source), dtype)
         else:
             model = build_model(source, dtype)
-        if reads_contexts(config):
-            check_contexts(model)
         layout = find_blocks(model)
         blocks: Any = model.get_submodule(layout.path)
         self.class_name = type(model).__name__
@@ -112,13 +107,11 @@ class ModelSizes:
         self.largest_matrix: int = max(weight.numel() for weight in blocks[0].parameters())
 
         matrices = quantized_matrices(model, layout)
-        adapter = make_adapter(config.peft if config.method in TRAINED else None)
+        adapter = make_adapter(config.peft)
         if adapter is not None:
             adapter.attach(model, layout)
-        self.num_dropped = 0
-        if config.method in ZEROTH_ORDER:
-            freeze_all_but(trained_part(config.zo), model, layout)
-            self.num_dropped = make_layer_policy(config.zo, layout.num_blocks).num_dropped
+        freeze_all_but(trained_part(config.zo), model, layout)
+        self.num_dropped = make_layer_policy(config.zo, layout.num_blocks).num_dropped
         rank = config.zo.noise_rank
         head = model.get_output_embeddings()
         self.num_parameters: int = sum(parameter.numel() for parameter in model.parameters())
@@ -178,9 +171,7 @@ def opt_config(shape: str) -> OPTConfig:
 
 def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     """Return the sizes of a run's longest inputs, from its examples."""
-    splits = [data.dev, data.test]
-    if config.method in TRAINED:
-        splits.append(data.train)
+    splits = [data.dev, data.test, data.train]
     lengths = [len(prompt) for split in splits for prompt in split.prompts]
     lengths += [example.num_tokens for split in splits for example in split.encoded]
     length = math.ceil(max(lengths) / PAD_MULTIPLE) * PAD_MULTIPLE

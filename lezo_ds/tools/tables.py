@@ -24,9 +24,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from lezo_ds import files
-from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten, load_yaml
-from lezo_ds.config.paper import PAPER_SCORES, Experiment
-from lezo_ds.config.schema import READER
+from lezo_ds.config import RunConfig, config_from_dict, flatten, keys_with, load_yaml
 from lezo_ds.errors import UserError, one_line
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
@@ -58,11 +56,12 @@ MEASURED = [*_RESULTS, "standard_error"]
 # Columns that every row has. They are empty where a run cannot be read.
 _COLUMNS = ["model", "task", "method", "data.test", "data.num_test", "data.seed"]
 _COLUMNS += ["metric", "model_fingerprint", "test_data", *MEASURED]
+_MAY_DIFFER = keys_with("may_differ_on_resume")
 # These may change when a run resumes, and yet decide its score.
 _OF_SCORES = {"train.steps", "train.epochs", "train.eval_every", "train.patience"}
-_OF_SCORES |= {key for key in READER.may_differ - {"data.date"} if key.startswith("data.")}
+_OF_SCORES |= {key for key in _MAY_DIFFER - {"data.date"} if key.startswith("data.")}
 # Runs that differ in these settings only belong to the same experiment.
-_NO_DIFFERENCE = {*SEEDS, "train.micro_batch_size", *(READER.may_differ - _OF_SCORES)}
+_NO_DIFFERENCE = {*SEEDS, "train.micro_batch_size", *(_MAY_DIFFER - _OF_SCORES)}
 
 _METHOD_NAMES = {
     "zero_shot": "zero-shot",
@@ -199,13 +198,13 @@ def _digest_of_test(answers: Sequence[Answer]) -> str:
 def recorded_config(directory: Path) -> RunConfig:
     """Return the configuration of a run. One of DAMAGE: it cannot be read."""
     values = load_yaml(files.read_regular(RunDirectory(directory).config).decode())
-    return config_from_dict(values, str(directory), recorded=True)
+    return config_from_dict(values, str(directory))
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings of a run by their dotted keys, and what identifies its experiment."""
     settings: dict[str, Any] = {}
-    for key, value in flatten(config_to_dict(config)).items():
+    for key, value in flatten(config.model_dump()).items():
         # pandas would take a list for several values.
         settings[key] = str(value) if isinstance(value, list | tuple) else value
     settings["train.objective"] = str(config.train.objective)
@@ -214,10 +213,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     source = config.data.train or config.data.path
     if config.data.task == CUSTOM and source is not None:
         settings["task"] = Path(source).stem
-    rates = {"lezo": config.zo.learning_rate, "adamw": config.adamw.learning_rate}
-    settings["learning_rate"] = rates.get(config.method)
-    if config.method == "lezo" and config.zo.sparsity == 0:
-        settings["method"] = "mezo"
+    settings["learning_rate"] = config.zo.learning_rate
+    settings["method"] = "mezo" if config.zo.sparsity == 0 else "lezo"
     return settings
 
 
@@ -353,7 +350,6 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
         if pd.notna(row["test_deviation"]):
             score += f" ± {shown_score(row, 'test_deviation')}"
         model = Path(row["model"]).name
-        cell = Experiment(model.lower(), row["task"].lower(), row["method"], row["peft.kind"])
         # A narrow screen shows the first columns.
         texts = {
             "method": row["experiment"],
@@ -368,7 +364,6 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
             "GB": short(row["peak_memory_bytes"] / 1e9),
             "learning rate": short(row["learning_rate"]),
             "steps": short(row["steps"]),
-            "paper": short(PAPER_SCORES.get(cell)),
             "task": row["task"],
             "metric": row["metric"],
             "model": model,
