@@ -4,8 +4,8 @@ A key of the recipe names a component, such as `zo.estimator=fzoo` or `data.metr
 first form is looked up in a `Registry`. The second one imports the user's module `mine`, which may
 be installed, on PYTHONPATH, or a file in the recipe's folder, where it is looked for first. What
 `mine` imports is looked for there last: a file datasets.py must not hide the library from others.
-A folder's modules are forgotten as soon as another folder is looked in, which may have others of the
-same names.
+A folder's modules are forgotten when another folder is looked in, which may have others of the same
+names.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _recipe_folder(name: str) -> Iterator[None]:
             sys.path.remove(folder)
         for top in {module.partition(".")[0] for module in sys.modules} - before:
             spec = PathFinder.find_spec(top, FOLDERS)
-            module = sys.modules.get(top)
-            if spec is not None and spec.origin == getattr(module, "__file__", ""):
+            file = getattr(sys.modules.get(top), "__file__", "")
+            if spec is not None and spec.origin == file:
                 _OWN[top] = list(FOLDERS)
 
 

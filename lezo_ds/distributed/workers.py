@@ -97,14 +97,14 @@ class Workers(ABC):
         """
         return None
 
-    def compare(self, digest: Callable[[], str]) -> None:
+    def compare(self, digest: Callable[[], str]) -> None:  # noqa: B027
         """Compare a digest of the weights among all launches in this step."""
 
     def takes_turn(self, *, is_over: bool) -> bool:
         """Return whether this launch evaluates now. It then leaves the others."""
         return True
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027
         """Leave the others until the next `meet`."""
 
     def brought(self) -> Sequence[EvaluationRecord]:

@@ -1,8 +1,8 @@
 """Before anything is scored or trained, a few records are scored a second way.
 
-A pass of a run, or of an evaluation, lays out records in shared rows, selects logits, and runs wrapped modules on sharded
-weights. A mistake in any of these gives numbers that repeat to the bit and are not the model's. So
-they are compared with those of the plainest pass that there is:
+A pass of a run, or of an evaluation, lays out records in shared rows, selects logits, and runs
+wrapped modules on sharded weights. A mistake in any of these gives numbers that repeat to the bit
+and are not the model's. So they are compared with those of the plainest pass that there is:
 
     training   a batch of records, laid out as in a step, at a probe of scale 0: the second of two,
                if a pass of a step has several; of an evaluation, at the weights themselves

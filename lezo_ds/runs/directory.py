@@ -29,7 +29,7 @@ import math
 import os
 import platform
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ import psutil
 import lezo_ds
 from lezo_ds.config import RunConfig, dump_yaml
 from lezo_ds.errors import UserError
-from lezo_ds.files import DAMAGE, failures_named, make_directory, write_output
+from lezo_ds.files import failures_named, make_directory, write_output
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
@@ -209,7 +209,6 @@ class RunDirectory:
         Returns:
             The seconds that the run took until `step`.
         """
-
         kept = []
         for entry in self._lines_of(self.metrics):
             split = next((name for name in ("dev", "test") if f"{name}_loss" in entry), None)
@@ -248,10 +247,14 @@ class RunDirectory:
         where = {"step": step, "split": split}
         append_lines(self.samples, [where | vars(sample) for sample in samples])
 
+    def predictions_at(self, step: int) -> Path:
+        """Return the file of `write_predictions`."""
+        return self.predictions / f"step-{step:08}.jsonl"
+
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the answers to the test examples by the weights after `step` steps."""
         lines = [json.dumps(row) + "\n" for row in rows]
-        write_output(self.predictions / f"step-{step:08}.jsonl", "".join(lines))
+        write_output(self.predictions_at(step), "".join(lines))
 
     def write_json(self, path: Path, content: object) -> None:
         """Replace a JSON file of the run. LezoError: it cannot be written."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,8 +42,8 @@ from lezo_ds.data.task_data import load_examples
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter
-from lezo_ds.runs.export import own_texts, refuse_taken
 from lezo_ds.runs.cross_check import check_scoring
+from lezo_ds.runs.export import own_texts, refuse_taken
 from lezo_ds.runs.model_card import model_card
 from lezo_ds.runs.opening import Opened, recipe_of
 from lezo_ds.tasks.metrics import Score

@@ -63,8 +63,8 @@ class Monitors:
         except Exception as error:  # each library has types of its own
             raise UserError(
                 f"a monitor cannot start: {first_line(error)}",
-                fix="install its package, log in to it, set WANDB_MODE=offline or COMET_START_ONLINE=0, or remove it "
-                "from train.report_to",
+                fix="install its package, log in to it, set WANDB_MODE=offline or "
+                "COMET_START_ONLINE=0, or remove it from train.report_to",
             ) from error
 
     def log(self, metrics: Mapping[str, float | bool | None], step: int) -> None:

@@ -67,9 +67,10 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = (".safetensors", LoraAdapter.config_file, PrefixAdapter.config_file)
 """How the names of files end that decide the weights of an export."""
 
-_READING_KEYS = frozenset(
-    key for key in KEYS if key.startswith(("data.", "generation."))
-) | {"seed", "train.objective"}
+_READING_KEYS = frozenset(key for key in KEYS if key.startswith(("data.", "generation."))) | {
+    "seed",
+    "train.objective",
+}
 """The keys by which a recorded run reads and answers a record. None of them decides its weights."""
 
 _TASK_OVERRIDES = ("data.task=", "data.prompt=", "data.messages=")
@@ -181,11 +182,10 @@ def open_model(
             values = {key: exported[key] for key in keys_with("of_export") & exported.keys()}
         if needs_task and not values:
             raise UserError(
-                f"{model} names no task", fix="add --config RECIPE, data.task=... or data.prompt=..."
+                f"{model} names no task",
+                fix="add --config RECIPE, data.task=... or data.prompt=...",
             )
-    config = config_from_dict(
-        {"run_dir": "", **nest(values), **sections}, where, overrides, folder
-    )
+    config = config_from_dict({"run_dir": "", **nest(values), **sections}, where, overrides, folder)
 
     def load_engine() -> ModelEngine:
         shared = shared_by(distributed.world_size(), config)

@@ -118,7 +118,7 @@ def predict_file(
                         threshold=threshold,
                     )
                     distributed.on_rank_zero(partial(write_output, chunk, json.dumps(found)))
-                rows += distributed.on_rank_zero(lambda chunk=chunk: json.loads(chunk.read_text()))
+                rows += json.loads(distributed.on_rank_zero(chunk.read_text))
                 bar.update(len(of_chunk))
         labelled = [record | row for record, row in zip(records, rows, strict=True)]
 

@@ -199,7 +199,6 @@ class Run:
     def _close(self, results: RunResults) -> None:
         """Write the results, and end the files of the run. For rank 0."""
         self.directory.write_json(self.directory.results, asdict(results))
-        self.monitors.finish(results)
         if results.finished and self.config.train.keep_snapshots == 0:
             remove_snapshots(self.directory.snapshots, self._protected_steps())
         self.directory.forget_stop()
