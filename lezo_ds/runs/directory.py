@@ -25,11 +25,10 @@ import importlib.metadata
 import itertools
 import json
 import logging
-import math
 import os
 import platform
 import socket
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ import psutil
 import lezo_ds
 from lezo_ds.config import RunConfig, dump_yaml
 from lezo_ds.errors import UserError
-from lezo_ds.files import failures_named, make_directory, write_output
+from lezo_ds.files import DAMAGE, failures_named, make_directory, write_output
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
@@ -209,34 +208,36 @@ class RunDirectory:
         Returns:
             The seconds that the run took until `step`.
         """
-        kept = []
-        for entry in self._lines_of(self.metrics):
+
+        def is_done(entry: Mapping[str, Any]) -> bool:
             split = next((name for name in ("dev", "test") if f"{name}_loss" in entry), None)
-            is_recorded = split is None or (split, entry.get("step")) in evaluated
-            if is_recorded and entry.get("step", math.inf) <= step and "seconds" in entry:
-                kept.append(entry)
-        self._rewrite(self.metrics, kept)
-        shown = [
-            entry
-            for entry in self._lines_of(self.samples)
-            if (entry.get("split"), entry.get("step")) in evaluated
-        ]
-        self._rewrite(self.samples, shown)
-        return max((float(entry["seconds"]) for entry in kept), default=0.0)
+            is_recorded = split is None or (split, entry["step"]) in evaluated
+            is_past = entry["step"] <= step and float(entry["seconds"]) >= 0
+            return is_past and is_recorded
 
-    def _lines_of(self, path: Path) -> list[dict[str, Any]]:
-        """Return the lines of a log, without damaged ones: a crash cuts the last one short."""
+        def is_shown(entry: Mapping[str, Any]) -> bool:
+            return (entry["split"], entry["step"]) in evaluated
+
+        entries = self._keep_lines(self.metrics, is_done)
+        self._keep_lines(self.samples, is_shown)
+        return max((float(entry["seconds"]) for entry in entries), default=0.0)
+
+    def _keep_lines(
+        self, path: Path, is_kept: Callable[[Mapping[str, Any]], bool]
+    ) -> list[Mapping[str, Any]]:
+        """Drop the other lines of a log, and damaged ones. Return the content of the rest."""
+        if not path.is_file():
+            return []
+        lines = []
         entries = []
-        for line in path.read_bytes().splitlines() if path.is_file() else ():
-            with suppress(ValueError):
-                entry = json.loads(line)
-                if isinstance(entry, dict):
+        for line in path.read_bytes().splitlines():
+            with suppress(*DAMAGE):  # a crash cuts the last line short
+                entry = json.loads(line.decode())
+                if is_kept(entry):
                     entries.append(entry)
+                    lines.append(line + b"\n")
+        write_output(path, b"".join(lines))
         return entries
-
-    def _rewrite(self, path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-        if path.is_file():
-            write_output(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""

@@ -342,11 +342,11 @@ def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]
     opened.refuse_code("data.task", "data.metric", "train.objective")
     config = opened.config
     data = config.data
-    if split == "test" and data.test is not None and data.train is None:
-        # Nothing is trained, and no other split is read.
-        config = config.model_copy(
-            update={"data": data.model_copy(update={"train": data.test, "validation": data.test})}
-        )
+    is_only_tested = "model" in opened.source and split == "test" and not data.train
+    if is_only_tested and not data.num_demonstrations:
+        # No other split is read. A directory may have only a few examples for them.
+        others = {"num_train": 1, "num_dev": 1, "train": data.test, "validation": data.test}
+        config = config.model_copy(update={"data": data.model_copy(update=others)})
     check_data(config)
     reader, splits = load_examples(config)
     chosen = reader.encode(splits.dev if split == "dev" else splits.test)
