@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import shutil
 import sys
 
@@ -102,24 +101,6 @@ def test_a_run_and_its_exports_answer_alike_on_any_number_of_ranks(root):
     for model, key in (("adapter", "peft.lora_alpha"), ("base", "model.path")):
         changed = run_forked(["--model", root / model, SHORT, f"{key}=99"], program="chat")
         assert_one_error(changed, 2, f"{key} of {root / model} is", "cannot be 99", f"remove {key}")
-
-
-def test_the_card_of_a_chat_shows_one_with_transformers(root, tmp_path, capsys):
-    run = ["--run", root / "run", "--step", "last"]
-    run_forked_well([*run, "--out", tmp_path / "adapter"], program="export")
-    card = (tmp_path / "adapter" / "README.md").read_text()
-    assert "`vllm serve base --enable-lora --max-lora-rank 8 --lora-modules tuned=DIR`" in card
-    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    for shown, own in (
-        ('"."', repr(str(tmp_path / "adapter"))),
-        ("Who are you?", LINES[0]),
-        ("256", str(MOST_TOKENS)),
-    ):
-        assert shown in program
-        program = program.replace(shown, own)
-    exec(program, {})
-    expected = answers_of(talk([*run, SHORT], LINES[:1]))
-    assert capsys.readouterr().out.splitlines()[-1:] == expected
 
 
 def pieces_of_an_answer(directory):
