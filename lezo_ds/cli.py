@@ -302,7 +302,6 @@ def _predict(parser: _Parser) -> None:
         action="store_true",
         help="also write the probability of each label, as probability_LABEL",
     )
-    _add_encoding(add)
     add(
         "--threshold",
         type=_share,
@@ -314,8 +313,7 @@ def _predict(parser: _Parser) -> None:
 
 
 def run_predict(arguments: argparse.Namespace) -> None:
-    encoding = f"data.encoding={arguments.encoding}"
-    opened = _open_weights(arguments, encoding, needs_task=True)
+    opened = _open_weights(arguments, needs_task=True)
     from lezo_ds.runs.predict import predict_file
 
     num_records = predict_file(

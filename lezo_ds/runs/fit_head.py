@@ -168,10 +168,11 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     changes = {head: _row_setter(tokens, fitted)} if added.any() else {}
     if distributed.rank() == 0:
         _show_wrong(read["test"], stored)
-    made = f"The weights are those of {', '.join(map(str, opened.source.values()))}. "
-    made += "lezo-ds fit-head changed the rows of the output head for the labels."
+    made = "lezo-ds fit-head changed the rows of the output head that belong to the labels."
     if not changes:
         made = "lezo-ds fit-head changed nothing, because no fit had a lower validation loss."
+    if "step" in opened.source:
+        made = f"These are the weights after {opened.source['step']} steps of training. {made}"
     engine.write_model(
         target,
         card=partial(

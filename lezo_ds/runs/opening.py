@@ -185,6 +185,7 @@ def open_model(
                 f"{model} names no task",
                 fix="add --config RECIPE, data.task=... or data.prompt=...",
             )
+        values = values or {"data.messages": "messages"}  # for a chat, with any of its keys
     config = config_from_dict({"run_dir": "", **nest(values), **sections}, where, overrides, folder)
 
     def load_engine() -> ModelEngine:

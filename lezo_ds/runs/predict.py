@@ -76,6 +76,7 @@ def predict_file(
     # No metric of the user's is needed. Each record needs its row in the output.
     changes = {"metric": None, "label_field": label_field, "skip_unusable": False}
     data = data.model_copy(update=changes)
+    config = config.model_copy(update={"data": data})
     task = find_task(data).unanswered()
     if (probabilities or threshold) and not task.has_classes:
         raise UserError(

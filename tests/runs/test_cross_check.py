@@ -45,10 +45,6 @@ ONE_TOKEN = {
     "data__labels": {"0": "x", "1": "y"},
 }
 RUNS = {
-    "answers alone": ("sst2", {**LOW_RANK, "zo__perturbed_tokens": "answers"}),
-    "answers alone, choices": ("copa", {**LOW_RANK, "zo__perturbed_tokens": "answers"}),
-    "answers alone, texts": ("squad", {"zo__perturbed_tokens": "answers"}),
-    "answers alone, three": ("cb", {"zo__perturbed_tokens": "answers"}),
     "labels": ("sst2", {}),
     "labels of one token": ("sst2", ONE_TOKEN),
     "labels of several tokens, three": ("cb", {}),
@@ -159,7 +155,7 @@ def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
     with pytest.raises(UserError, match=r"record \d+ .* by itself .* it differs, too"):
         check(engine, data, config)
     layer.forward = lambda hidden: wrapped(hidden) * float("nan")
-    with pytest.raises(UserError, match="log-probability of nan a token"):
+    with pytest.raises(UserError, match="is more than rounding"):
         check(engine, data, config)
     layer.forward = lambda hidden: wrapped(hidden[:, :, 1:])
     with pytest.raises(

@@ -302,7 +302,7 @@ def test_pipes_and_a_manifest_without_a_digest_in_a_run_are_passed_over(inputs):
 def test_scoring_refuses_each_module_that_only_the_run_names(key, source, tmp_path):
     values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
     config = config_from_dict(values, "run", [f"{key}=evil:X"])
-    opened = Opened({}, config.reading, lambda: None, ["train.eval_batch_size=1"])
+    opened = Opened({}, config, lambda: None, ["train.eval_batch_size=1"])
     for act in (partial(score, split="test"), partial(fit_head, target=tmp_path / "fitted")):
         with pytest.raises(UserError, match="imported only if the command names it"):
             act(opened)
