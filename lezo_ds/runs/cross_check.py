@@ -118,7 +118,10 @@ def check_scoring(
     """
     packed = can_pack(engine.module.config, config.data.max_length)
     packed = packed and not split.prompts and config.peft.kind != "prefix"
-    data = TaskData(reader, split, split, split, packed, split.num_start)
+    # Records to predict have no right answer, and any will do.
+    encoded = tuple(replace(each, label=each.label or 0) for each in split.encoded)
+    split = replace(split, encoded=encoded)
+    data = TaskData(reader, split, split, split, packed, split.num_start if packed else 0)
     cross_check(engine, data, config, range(len(split.examples)))
 
 

@@ -74,7 +74,7 @@ def model_card(
         in_chat=data.in_chat,
         weights_sha256=weights_sha256,
     )
-    return str(card)
+    return f"{card}\n"
 
 
 def _license(directory: Path | None) -> dict[str, str]:

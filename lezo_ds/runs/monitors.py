@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from lezo_ds.config import RunConfig
+from lezo_ds.config import RunConfig, dump_yaml
 from lezo_ds.distributed.monitors import open_monitors
 from lezo_ds.errors import UserError, first_line
 from lezo_ds.files import write_output
@@ -49,7 +50,7 @@ class Monitors:
     def start(
         self, config: RunConfig, directory: RunDirectory, ds_config: Mapping[str, Any]
     ) -> None:
-        """Start the monitors of a run and of its DeepSpeed JSON.
+        """Start the monitors of a run and of its DeepSpeed JSON, and show its settings.
 
         Raises:
             UserError: a monitor cannot start: its package is not installed, or W&B or Comet do not
@@ -58,14 +59,27 @@ class Monitors:
         sections = {**monitor_sections(config, directory), **ds_config}
         if not sections.keys().isdisjoint(_SECTIONS):
             identify(directory)
+        settings = config.model_dump()
         try:
-            self._deepspeed = open_monitors(sections)
+            monitor: Any = open_monitors(sections)
+            if monitor.tb_monitor is not None:
+                text = f"```yaml\n{dump_yaml(settings)}```"
+                monitor.tb_monitor.summary_writer.add_text("settings", text)
+            if monitor.wandb_monitor is not None:
+                import wandb
+
+                wandb.config.update(settings, allow_val_change=True)
+            if monitor.csv_monitor is not None:
+                # DeepSpeed would write the header of the files of a resumed run again.
+                files = Path(monitor.csv_monitor.log_dir).glob("*.csv")
+                monitor.csv_monitor.filenames += [file.stem for file in files]
         except Exception as error:  # each library has types of its own
             raise UserError(
                 f"a monitor cannot start: {first_line(error)}",
                 fix="install its package, log in to it, set WANDB_MODE=offline or "
                 "COMET_START_ONLINE=0, or remove it from train.report_to",
             ) from error
+        self._deepspeed = monitor
 
     def log(self, metrics: Mapping[str, float | bool | None], step: int) -> None:
         """Send the numbers of a step or an evaluation."""

@@ -319,10 +319,14 @@ def recipe_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _stored_dtype(directory: Path) -> Dtype:
-    """Return the dtype in the model's config if the engine supports it, and fp32 otherwise."""
+    """Return the dtype in the model's config if it can be computed with, and fp32 otherwise.
+
+    fp32 keeps all bits of fp16, in which some processors have no arithmetic.
+    """
     stored = getattr(load_model_config(directory), "dtype", None)
     names: Sequence[Dtype] = get_args(Dtype)
-    return next((name for name in names if DTYPES[name] == stored), "fp32")
+    known = [name for name in names if name != "fp16" or distributed.supports_fp16()]
+    return next((name for name in known if DTYPES[name] == stored), "fp32")
 
 
 # Scores.

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _INPUTS = ("tokenizer", "adapter", "model_config", "data_fingerprints", "code", "digests")
 """Entries of a header's configuration that are no keys. Only an exported journal has digests."""
 
-_CODE_KEYS = (
+CODE_KEYS = (
     ("data", "task"),
     ("data", "metric"),
     ("train", "objective"),
@@ -116,7 +116,7 @@ def code_of(values: Mapping[str, Any]) -> dict[str, str]:
     What a module imports is not part of it.
     """
     names: set[str] = set()
-    for section, key in _CODE_KEYS:
+    for section, key in CODE_KEYS:
         value = values[section][key] or ()
         names.update([value] if isinstance(value, str) else value)  # or a map of rewards
     return {name: sha256_file(file_of(name)) for name in sorted(names) if names_code(name)}

@@ -394,7 +394,7 @@ def test_no_string_of_a_run_becomes_markup_in_its_card(finished, tmp_path):
     text = (tmp_path / "model" / "README.md").read_text()
     assert "# model, fine-tuned on sst2\n" in text
     assert re.search(r"trained it with LeZO, .* after \d of 8 steps.", text)
-    assert f"prints\n\n    {weights_sha256(tmp_path / 'model')}\n" in text
+    assert f"prints\n\n    {weights_sha256(tmp_path / 'model')}" in text
     assert f"\n| test | step 0 | accuracy {results_of(finished)['zero_shot']:.4f}" in text
     config = read_run(finished).config
     model = config.model.model_copy(update={"path": HOSTILE})

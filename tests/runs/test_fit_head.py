@@ -26,7 +26,7 @@ from transformers import (
 
 from lezo_ds.checkpoints.snapshots import read_manifest
 from lezo_ds.config import dump_yaml, load_config
-from lezo_ds.data.tables import read_file
+from lezo_ds.data.records import read_records
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.runs.fit_head import DECAYS
 
@@ -187,7 +187,7 @@ def test_labels_of_a_chat_are_predicted_by_the_fitted_model(tmp_path):
     run_forked_well([*given, f"run_dir={tmp_path}"], program="fit-head")
     new = ["--model", tmp_path / "fitted", tickets, "--out", tmp_path / "labels.csv"]
     run_forked_well(new, program="predict")
-    labelled = [record for _, record in read_file(tmp_path / "labels.csv")]
+    labelled = list(read_records(str(tmp_path / "labels.csv")))
     assert len(labelled) == 80
     assert {record["predicted"] for record in labelled} <= {"billing", "bug", "shipping"}
 
@@ -208,7 +208,7 @@ def test_labels_of_several_tokens_are_answered_by_one(labels, tmp_path):
     rows = [{"text": texts[n % 2], "topic": (bug, billing)[n % 2]} for n in range(60)]
     tickets.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(tickets), "label_field": "topic", "labels": [bug, billing]}
-    data |= {"prompt": "{text}\nThis is about", "num_test": 20}
+    data |= {"prompt": "{text}\nThis is about", "num_test": 20, "chat_template": True}
     (tmp_path / "recipe.yaml").write_text(dump_yaml(own_values(model, **data)))
     given = ["--model", model, "--config", tmp_path / "recipe.yaml", "--out", tmp_path / "fitted"]
     fitted = run_forked_well([*given, f"run_dir={tmp_path}"], program="fit-head")
@@ -230,7 +230,7 @@ def test_where_no_fit_helps_the_head_stays_as_it_is(recipe, tmp_path):
     labels = 'data.labels={"0": terrible, "1": great}'
     finished = fit(recipe, tmp_path / "fitted", *OWN, labels, *data, "data.num_train=1")
     assert "the head stays as it is" in finished.err
-    assert "left the output head as it was" in (tmp_path / "fitted" / "README.md").read_text()
+    assert "changed nothing, because no fit" in (tmp_path / "fitted" / "README.md").read_text()
     base, fitted = (
         Alone(d).model.state_dict() for d in (recipe.parent / "model", tmp_path / "fitted")
     )
