@@ -1,7 +1,8 @@
 """Talk to a model, for lezo-ds chat.
 
 The tokenizer's chat template writes the whole conversation anew for each answer. Rank 0 reads the
-lines of the user and prints the answers; all ranks run the model.
+lines of the user and prints the answers, word by word unless the model writes thoughts before them;
+all ranks run the model.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ from lezo_ds.data.encoding import (
     refuse_unknown,
 )
 from lezo_ds.data.generation import (
-    after_thought,
     generation_settings,
     prompt_batch,
     read_answers,
 )
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import Prompts, Thought
+from lezo_ds.forward.batch import Prompts
 from lezo_ds.runs.opening import Opened
 from lezo_ds.tasks.base import Example, Message, TokenIds
 from lezo_ds.tasks.conversations import ASSISTANT, USER, with_system
@@ -77,47 +77,19 @@ def chat(opened: Opened) -> None:
         turns.append(Message(USER, control_tokens.mark(line)))
         ids = _encode_last_turns(config, tokenizer, turns)
         refuse_unknown(tokenizer, [ids], engine.module.config)
-        if distributed.rank() == 0:
-            settings = replace(settings, streamer=_AnswerStreamer(tokenizer, settings.thought))
+        is_streamed = distributed.rank() == 0 and settings.thought is None
+        if is_streamed:
+            streamer = TextStreamer(tokenizer.backend, skip_prompt=True, skip_special_tokens=True)
+            settings = replace(settings, streamer=streamer)
         batch = prompt_batch([ids], settings)
         if config.generation.temperature > 0:
             key = sample_key(config.seed, len(turns), 0, 0)
             prompts = Prompts(settings, sample_keys=torch.tensor([key]))
             batch = replace(batch, prompts=prompts)
         (answer,) = read_answers(engine.forward(batch), settings, tokenizer)
+        if distributed.rank() == 0 and not is_streamed:  # the answer follows a thought
+            print(answer, flush=True)
         turns.append(Message(ASSISTANT, control_tokens.mark(answer)))
-
-
-class _AnswerStreamer:
-    """A streamer of transformers that prints an answer word by word, after its thought.
-
-    If the model writes thoughts, an answer without one is known and printed only at its end.
-    """
-
-    def __init__(self, tokenizer: PromptTokenizer, thought: Thought | None) -> None:
-        self._printer = TextStreamer(tokenizer.backend, skip_prompt=True, skip_special_tokens=True)
-        self._tokenizer = tokenizer
-        self._thought = thought
-        self._has_prompt = False
-        self._held: list[int] = []
-        self._is_answering = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the tokens of the prompt, and then each new token."""
-        if self._thought is None or self._is_answering or not self._has_prompt:
-            self._has_prompt = True
-            self._printer.put(value)
-            return
-        self._held += value.tolist()
-        written = self._tokenizer.backend.decode(self._held)
-        self._is_answering = self._thought.closing in written
-
-    def end(self) -> None:
-        """Print what is left of an answer."""
-        if self._thought is not None and not self._is_answering:
-            ids = after_thought(self._held, self._thought, self._tokenizer)
-            self._printer.on_finalized_text(self._tokenizer.decode(ids))
-        self._printer.end()
 
 
 def _read_line() -> str:

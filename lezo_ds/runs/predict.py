@@ -87,7 +87,7 @@ def predict_file(
     records = list(read_records(str(source), data.separator, data.encoding))
     if not records:
         raise UserError(f"{source} has no records", fix="fill the file, or name another one")
-    _refuse_taken(records)
+    _refuse_taken(records, probabilities=probabilities)
     examples = [
         replace(checked_example(task, f"record {number + 1}", record), index=number)
         for number, record in enumerate(records)
@@ -140,10 +140,11 @@ def _refuse_output(source: Path, out: Path) -> None:
         raise UserError(message, fix="set another --out")
 
 
-def _refuse_taken(records: Sequence[dict[str, Any]]) -> None:
+def _refuse_taken(records: Sequence[dict[str, Any]], *, probabilities: bool) -> None:
     """Refuse a field that the output would overwrite."""
     for name in {name for record in records for name in record}:
-        if name in (PREDICTED, PROBABILITY) or name.startswith(OF_LABEL):
+        is_of_label = probabilities and name.startswith(OF_LABEL)
+        if name in (PREDICTED, PROBABILITY) or is_of_label:
             raise UserError(f"the records have a field {name} already", fix="rename it")
 
 

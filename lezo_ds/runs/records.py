@@ -404,6 +404,7 @@ class RecordedRun(RunRecords):
                     fix="use --step last, or resume the run",
                 )
             found = best.step
+            logger.info("step %d has the lowest validation loss", found)
             if found == 0:
                 logger.warning(
                     "the best step of %s is 0, the base model: no step has a lower validation loss",

@@ -7,19 +7,14 @@ import shutil
 import sys
 
 import pytest
-import torch
 import yaml
-from assets import tokenizer_of, write_reader, write_records
+from assets import write_reader, write_records
 from commands import assert_one_error, run_forked, run_forked_well
 from own_data import PLAIN, own_values
 from ranks import run_ranks
-from tokenizers import decoders
-from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lezo_ds.data.encoding import PromptTokenizer
-from lezo_ds.forward.batch import Thought
-from lezo_ds.runs.chat import CHAT_KEYS, _AnswerStreamer, chat
+from lezo_ds.runs.chat import CHAT_KEYS, chat
 from lezo_ds.runs.opening import open_model
 
 pytestmark = pytest.mark.distributed
@@ -165,24 +160,6 @@ def test_an_input_that_cannot_be_answered_is_one_line(given, key, message, root)
 def test_a_closed_input_ends_the_chat(root):
     words = ["--model", root / "base", SHORT]
     assert run_forked_well(words, program="chat", input_bytes=None).out == ""
-
-
-def test_a_thought_is_not_printed_and_no_later_turn_has_it(capsys):
-    words = ["<think>", " hm", "</think>", " yes"]
-    backend = tokenizer_of(words, Split("", "isolated"), decoders.Fuse(), adds_bos=False)
-    tokenizer = PromptTokenizer(backend, (), 1)
-    first = backend.convert_tokens_to_ids(words[0])
-    for tokens, printed in (
-        ((0, 1, 2, 3), " yes"),
-        ((3,), " yes"),
-        ((0, 1), ""),
-    ):
-        streamer = _AnswerStreamer(tokenizer, Thought("<think>", "</think>"))
-        streamer.put(torch.tensor([[first, first]]))
-        for token in tokens:
-            streamer.put(torch.tensor([first + token]))
-        streamer.end()
-        assert capsys.readouterr().out.rstrip("\n") == printed
 
 
 def test_a_model_without_a_chat_template_is_refused(root, tmp_path):

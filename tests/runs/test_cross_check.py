@@ -116,14 +116,8 @@ def test_ranks_that_share_the_weights_compare_the_same_records(assets, tensor_pa
     assert all(len(of_run) == 2 and max(of_run) < 1e-5 for of_run in first)
 
 
-@pytest.mark.parametrize(
-    ("run", "cause", "fix"),
-    [
-        ("labels of one token", "the records of a pass change", "set train.micro_batch_size=1"),
-        ("labels", "candidates that share a row change", "use labels of one token"),
-    ],
-)
-def test_a_model_whose_records_reach_each_other_in_a_row_is_refused(assets, run, cause, fix):
+@pytest.mark.parametrize("run", ["labels of one token", "labels"])
+def test_a_model_whose_records_reach_each_other_in_a_row_is_refused(assets, run):
     # Linear attention reads every token before it in the row, whatever the mask says.
     tokenizer = AutoTokenizer.from_pretrained(assets / "writer")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "head_dim": 8}
@@ -136,7 +130,7 @@ def test_a_model_whose_records_reach_each_other_in_a_row_is_refused(assets, run,
     engine, data, config = inputs_of(assets, run, **changes)
     assert not data.packed
     check(engine, data, config)
-    with pytest.raises(UserError, match=f"{cause} each other; fix: {fix}"):
+    with pytest.raises(UserError, match=r"is more than rounding in fp32 explains; fix: set"):
         check(engine, replace(data, packed=True), config)
 
 
@@ -152,7 +146,7 @@ def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
         return output
 
     layer.forward = spoil_second_copy
-    with pytest.raises(UserError, match=r"record \d+ .* by itself .* it differs, too"):
+    with pytest.raises(UserError, match=r"record \d+ has a mean log-probability of"):
         check(engine, data, config)
     layer.forward = lambda hidden: wrapped(hidden) * float("nan")
     with pytest.raises(UserError, match="is more than rounding"):

@@ -297,13 +297,13 @@ def test_each_label_has_its_probability_and_an_unsure_one_stays_empty(root, tmp_
 
 def test_each_row_of_a_table_has_its_own_in_its_encoding(root, tmp_path):
     new = tmp_path / "new.csv"
-    new.write_text('id;text\n1;""\n2;Grüße aus Köln\n', encoding="cp1252")
+    new.write_text('id;text\n1;"a\nb"\n2;Grüße aus Köln\n', encoding="cp1252")
     out = tmp_path / "labels.csv"
     keys = ("data.separator=;", "data.encoding=cp1252")
     predict("--model", root / "model", new, "--out", out, *keys)
-    lines = out.read_text(encoding="cp1252").splitlines()
-    assert lines[0] == "id;text;predicted;probability"
-    assert [line.split(";")[1] for line in lines[1:]] == ["", "Grüße aus Köln"]
+    records = list(read_records(str(out), ";", "cp1252"))
+    assert [record["text"] for record in records] == ["a\nb", "Grüße aus Köln"]
+    assert list(records[0]) == ["id", "text", "predicted", "probability"]
 
 
 def test_answers_have_no_probabilities(root, tmp_path):
