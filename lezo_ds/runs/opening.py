@@ -168,6 +168,12 @@ def open_model(
         sections["model"]["bits"] = facts.get("bits")
     moving_key = "model.path" if has_adapter else "model.dtype"
     _assert_same_model(model, sections, overrides, moving_key)
+    named = [override.partition("=") for override in overrides]
+    tests = [value for key, _, value in named if key == "data.test"]
+    if tests and recipe is None and "data.train" not in [key for key, _, _ in named]:
+        # Nothing is trained, so the records to score are all that is needed (see `score`).
+        others = [f"data.train={tests[-1]}", f"data.validation={tests[-1]}"]
+        overrides = [*others, *overrides]
     values: Mapping[str, Any] = {}
     where = f"model {model}"
     folder = None
@@ -195,8 +201,8 @@ def open_model(
             _load_adapter(engine, directory, facts.get("base"))
         return engine
 
-    named = None if recipe is not None else overrides
-    return Opened({"model": model}, config, load_engine, named)
+    may_import = None if recipe is not None else overrides
+    return Opened({"model": model}, config, load_engine, may_import)
 
 
 def load(
@@ -347,11 +353,11 @@ def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]
     opened.refuse_code("data.task", "data.metric", "train.objective")
     config = opened.config
     data = config.data
-    is_only_tested = "model" in opened.source and split == "test" and not data.train
-    if is_only_tested and not data.num_demonstrations:
-        # No other split is read. A directory may have only a few examples for them.
-        others = {"num_train": 1, "num_dev": 1, "train": data.test, "validation": data.test}
-        config = config.model_copy(update={"data": data.model_copy(update=others)})
+    is_only_tested = split == "test" and data.train in (None, data.test)
+    if is_only_tested and "model" in opened.source and not data.num_demonstrations:
+        # A directory may have only a few examples for the other splits.
+        fewest = {"num_train": 1, "num_dev": 1}
+        config = config.model_copy(update={"data": data.model_copy(update=fewest)})
     check_data(config)
     reader, splits = load_examples(config)
     chosen = reader.encode(splits.dev if split == "dev" else splits.test)
