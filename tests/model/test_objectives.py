@@ -125,13 +125,19 @@ def test_an_objective_that_does_not_exist_or_fit_is_refused(name, message):
         ("no losses", r"returned tensor\(\[1, 1\]\), not one loss per example"),
         ("absent", r"failed: KeyError: 'absent' \(.*test_objectives.py line \d+\)"),
         ("exit", r"failed: SystemExit: 0 \(.*test_objectives.py line \d+\)"),
-        ("interrupt", "failed: KeyboardInterrupt"),
     ],
 )
 def test_a_function_that_fails_is_named(name, message, monkeypatch):
     monkeypatch.setitem(globals(), "own", OWN[name])
     objective = load_objective("test_objectives:own", TASKS["sst2"])
     with pytest.raises(UserError, match=f"train.objective=test_objectives:own {message}"):
+        objective.loss(["a", "b"], answered({}, {}))
+
+
+def test_an_interrupt_in_a_function_is_one(monkeypatch):
+    monkeypatch.setitem(globals(), "own", OWN["interrupt"])
+    objective = load_objective("test_objectives:own", TASKS["sst2"])
+    with pytest.raises(KeyboardInterrupt):
         objective.loss(["a", "b"], answered({}, {}))
 
 

@@ -330,3 +330,18 @@ def test_bad_input_is_one_line_that_names_the_row(expected, root, tmp_path):
     file.write_text(BAD[expected])
     refused = predict("--model", root / "base", file, *keys, runner=run_forked)
     assert_one_error(refused, 2, expected.replace("FILE", str(file)))
+
+
+def test_an_export_is_scored_on_one_file_and_written_as_a_run(root, tmp_path):
+    out = tmp_path / "scored"
+    words = ["--model", root / "model", f"data.test={root / 'tickets.csv'}", "--out", out, "--json"]
+    scores = json.loads(run_forked_well(words, program="evaluate").out)
+    results = json.loads((out / "results.json").read_text())
+    assert (results["test"], results["steps"]) == (scores["score"], 0)
+    assert results["method"] == "zero-shot"
+    assert scores["num_examples"] == 80
+    (rows,) = (out / "predictions").iterdir()
+    assert len(rows.read_text().splitlines()) == 80
+    assert yaml.safe_load((out / "config.yaml").read_text())["data"]["prompt"] == ASKED["prompt"]
+    refused = run_forked(["--model", root / "base"], program="evaluate")
+    assert_one_error(refused, 2, "base names no task")
