@@ -48,6 +48,7 @@ from lezo_ds.errors import (
 
 _RECIPE_HELP = "a YAML file, or the name of a shipped recipe"
 
+_CHAT_SECONDS = 30 * 24 * 3600  # that other ranks wait for the next line
 _BEST = "best"  # the step with the lowest validation loss
 _UNUSABLE = {errno.ENAMETOOLONG, errno.EACCES}
 """OSError codes that indicate a bad user-supplied path, wherever it is first used."""
@@ -200,6 +201,12 @@ def _evaluate(parser: _Parser) -> None:
     add("--split", choices=("test", "dev"), default="test", help="the examples to score")
     add("--json", action="store_true", help="print the scores as JSON instead of a line")
     add(
+        "--out",
+        type=_path,
+        metavar="DIR",
+        help="write config.yaml, results.json and predictions/ there, as a run does",
+    )
+    add(
         "--lm-eval",
         metavar="TASK,...",
         help="run lm-evaluation-harness tasks instead: task names or YAML files",
@@ -257,7 +264,9 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
     if arguments.lm_eval is not None and arguments.split != "test":
         raise UserError("--split is for the task of a recipe", fix="remove --split or --lm-eval")
-    opened = _open_weights(arguments)
+    if arguments.lm_eval is not None and arguments.out is not None:
+        raise UserError("--out is for the task of a recipe", fix="remove --out or --lm-eval")
+    opened = _open_weights(arguments, needs_task=arguments.lm_eval is None)
     if arguments.lm_eval is not None:
         from lezo_ds.runs.harness import run_tasks
 
@@ -267,7 +276,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         from lezo_ds.runs.opening import score
         from lezo_ds.runs.screen import scores_summary
 
-        scores = score(opened, arguments.split)
+        scores = score(opened, arguments.split, arguments.out)
         summary = scores_summary(scores)
     if launched_rank() == 0:
         print(json.dumps(scores, indent=1) if arguments.json else summary)
@@ -296,7 +305,6 @@ def _predict(parser: _Parser) -> None:
         action="store_true",
         help="also write the probability of each label, as probability_LABEL",
     )
-    _add_encoding(add)
     add(
         "--threshold",
         type=_share,
@@ -308,8 +316,7 @@ def _predict(parser: _Parser) -> None:
 
 
 def run_predict(arguments: argparse.Namespace) -> None:
-    encoding = f"data.encoding={arguments.encoding}"
-    opened = _open_weights(arguments, encoding, needs_task=True)
+    opened = _open_weights(arguments, needs_task=True)
     from lezo_ds.runs.predict import predict_file
 
     num_records = predict_file(
@@ -338,8 +345,10 @@ def _chat(parser: _Parser) -> None:
 
 
 def run_chat(arguments: argparse.Namespace) -> None:
+    from lezo_ds import distributed
     from lezo_ds.runs.chat import CHAT_KEYS, chat
 
+    distributed.init_distributed(_CHAT_SECONDS)
     chat(_open_weights(arguments, *CHAT_KEYS))
 
 

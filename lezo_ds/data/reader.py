@@ -273,6 +273,12 @@ class EncodedSplit:
     def _prompt(self, row: int) -> TokenIds:
         return tuple(self.rows[row]["prompt"])
 
+    def first(self, size: int) -> EncodedSplit:
+        """Return the first rows. If a row has no right candidate, its first one counts as right."""
+        columns = self.rows[:size]
+        columns["label"] = [max(label, 0) for label in columns["label"]]
+        return EncodedSplit(Dataset.from_dict(columns, self.rows.features), self._of_places)
+
     @cached_property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt; 0 without prompts."""

@@ -107,7 +107,7 @@ def dry_run(
         config = with_start_date(config)
         data = load_task_data(config)
         config = with_steps(config, len(data.train.examples))
-        check_run(config, data, num_ranks)
+        check_run(config, data)
     except HubError as error:
         not_checked = str(error)
     name = Path(config.model.path).name

@@ -129,6 +129,13 @@ def test_a_function_that_fails_is_named(name, message, monkeypatch):
         objective.loss(["a", "b"], answered({}, {}))
 
 
+def test_an_interrupt_in_a_function_is_one(monkeypatch):
+    monkeypatch.setitem(globals(), "own", OWN["interrupt"])
+    objective = load_objective("test_objectives:own", TASKS["sst2"])
+    with pytest.raises(KeyboardInterrupt):
+        objective.loss(["a", "b"], answered({}, {}))
+
+
 @pytest.mark.parametrize(
     "values",
     [

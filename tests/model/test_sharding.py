@@ -13,7 +13,6 @@ import torch
 from assets import REPOSITORY
 from deepspeed.accelerator import get_accelerator
 from eager_noise import draw, join_master
-from lezo_ds.runs.first_order import initialize_first_order
 from own_memory import forget_peak, needs_peak, peak_memory
 from peft import LoraConfig
 from ranks import run_ranks
@@ -34,7 +33,7 @@ from transformers import OPTConfig
 import lezo_ds
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, open_weights, parameter_names
-from lezo_ds.config import PeftConfig, ZoConfig, config_from_dict
+from lezo_ds.config import PeftConfig, ZoConfig
 from lezo_ds.errors import UserError
 from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.sharding import zero3
@@ -372,10 +371,6 @@ def test_fp16_is_refused_where_the_processor_does_not_compute_in_it(monkeypatch)
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)  # the refusal comes first
     with pytest.raises(UserError, match="in which this machine does not compute; fix: use a GPU"):
         lezo_ds.initialize("model", ZoConfig(**TRAINS), None, dtype="fp16")
-    model = {"path": "model", "dtype": "fp16"}
-    values = {"run_dir": "none", "method": "adamw", "model": model, "train": {"steps": 1}}
-    with pytest.raises(UserError, match="in which this machine does not compute; fix: use a GPU"):
-        initialize_first_order(config_from_dict(values, "the test"), {})
 
 
 TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
