@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lezo_ds.zo.estimators import Estimator
     from lezo_ds.zo.layers import LayerPolicy
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 __all__ = ["Estimator", "LayerPolicy", "LezoEngine", "Task", "initialize", "reward", "train"]
 
 # Huge pages for large CPU tensors: small pages cost a fifth of a step. torch reads this variable

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from lezo_ds import __version__
-from lezo_ds.config import config_to_dict, dump_yaml, load_config
+from lezo_ds.config import check_training, describe, dump_yaml, load_config
+from lezo_ds.config.names import meant
 from lezo_ds.config.paths import expand, find_file
-from lezo_ds.config.schema import READER
+from lezo_ds.config.schema import KEYS, SECTIONS
 from lezo_ds.errors import (
     LezoError,
     UserError,
@@ -42,9 +43,7 @@ from lezo_ds.errors import (
     require_package,
 )
 
-_RECIPE_HELP = (
-    "a YAML file, the name of a shipped recipe, or paper (with model= task= method= [peft=])"
-)
+_RECIPE_HELP = "a YAML file, or the name of a shipped recipe"
 
 _BEST = "best"  # the step with the lowest validation loss
 _UNUSABLE = {errno.ENAMETOOLONG, errno.EACCES}
@@ -76,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
             option = options[0].partition("=")[0] if options else ""
             fix = did_you_mean(option, self._option_string_actions.keys() - {"--help"}, fix)
             key = option.removeprefix("--")
-            keys = [key] if key in READER.keys else READER.meant(key)
+            keys = [key] if key in KEYS else meant(key)
             if keys and not self.prog.endswith(("export", "init", "report")):
                 fix = f"write {' or '.join(f'{key}=VALUE' for key in keys)}, without dashes"
             elif "resume" in key:
@@ -168,8 +167,9 @@ def run_train(arguments: argparse.Namespace) -> None:
         )
     config = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
-        print(dump_yaml(config_to_dict(config)), end="")
+        print(dump_yaml(config.model_dump()), end="")
         return
+    check_training(config)
     from lezo_ds import distributed
     from lezo_ds.runs.screen import run_summary
     from lezo_ds.runs.trainer import train
@@ -540,15 +540,20 @@ def _is_left_to_rank_zero(command: str) -> bool:
 
 
 def _begins_with_key(word: str) -> bool:
-    return word.partition("=")[0] in READER.keys
+    return word.partition("=")[0] in KEYS
 
 
 def run_command(name: str, words: Sequence[str] | None = None) -> None:
     """Run a command with the words of its command line, by default those in `sys.argv`."""
     add_arguments, function = COMMANDS[name]
     description = inspect.getdoc(add_arguments) or ""
-    if name == "train":
-        description += f"\n\nKeys:\n{READER.describe()}"
+    words = sys.argv[1:] if words is None else words
+    if name == "train" and "--help" in words:
+        sections = [word for word in words if word in SECTIONS]
+        if sections:
+            print(describe(sections[0]))
+            return
+        description += f"\n\nKeys:\n{describe()}"
     parser = _Parser(name, description)
     add_arguments(parser)
     arguments = parser.parse_intermixed_args(words)  # options and keys may alternate

@@ -32,6 +32,9 @@ _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\u
 # A progress bar goes back to the start of its line, and bars of several downloads go up a line.
 _COMMANDS_BUT_OF_BARS = re.compile(rf"(?!\r|\x1b\[A){_COMMANDS.pattern}")
 
+# How like a name must be to a known one to be its misspelling: the share of common characters.
+_LIKENESS = 0.7
+
 # Held by the thread that ends the process, and never released.
 _ending = threading.Lock()
 
@@ -67,11 +70,15 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
         known: The names that exist. The nearest one counts, in upper or lower case.
         otherwise: The fix if no known name is near.
     """
+    near = nearest(name, known)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known name that is nearest to `name` in upper or lower case, or no name."""
     by_lower = {candidate.lower(): candidate for candidate in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    if not near:
-        return otherwise
-    return f"did you mean {by_lower[near[0]]}?"
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=_LIKENESS)
+    return [by_lower[each] for each in near]
 
 
 class LezoError(Exception):

@@ -1,31 +1,23 @@
 """The configuration of a run: what its recipe and its command line ask for.
 
     yaml_text     YAML 1.2, without trust
-    key_types     types of keys that pydantic lacks
-    reading       nested values, flat values and overrides, read strictly
-    schema        every key, with its type, limits, default and help
+    schema        every key, with its type, limits, default, help, properties and checks
+    names         what an unknown key means
     paths         what a path in a recipe is relative to
-    paper         the tables of LeZO, and their recipes
-    components    what the values stand for: estimator, layer policy, task, numbers of passes
-    checks        the rules between values
-    run_config    all of these: from a recipe to a RunConfig
+    load          from a recipe and overrides to a RunConfig, and the help of the keys
+    components    what the values stand for: estimator, layer policy, numbers of passes
     deepspeed     the DeepSpeed JSON (imports DeepSpeed)
 
 All but the last import nothing heavy, so that a wrong key is refused at once.
 """
 
-from lezo_ds.config.checks import (
-    check_arguments,
-    check_partition,
-    check_reading,
-    check_world,
-    checked_optimizer,
-    with_steps,
-)
 from lezo_ds.config.components import (
-    copies_per_pass,
+    check_data,
+    check_partition,
+    check_training,
+    check_world,
+    check_zo,
     eval_every,
-    find_task,
     is_replayable,
     make_estimator,
     make_law,
@@ -33,21 +25,20 @@ from lezo_ds.config.components import (
     make_schedule,
     may_differ_on_resume,
     num_directions,
+    num_groups,
     num_passes,
     probes_per_pass,
-    reads_contexts,
     trained_part,
+    with_steps,
 )
-from lezo_ds.config.reading import flatten
-from lezo_ds.config.run_config import config_from_dict, config_to_dict, find_recipe, load_config
+from lezo_ds.config.load import config_from_dict, describe, flatten, load_config, nest, read_recipe
 from lezo_ds.config.schema import (
-    TRAINED,
-    ZEROTH_ORDER,
     DataConfig,
     Dtype,
     PeftConfig,
-    ReadingConfig,
     RunConfig,
+    TrainConfig,
     ZoConfig,
+    keys_with,
 )
 from lezo_ds.config.yaml_text import dump_yaml, load_yaml

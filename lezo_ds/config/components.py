@@ -1,31 +1,36 @@
-"""What the values of a configuration stand for: components, the task, and numbers of passes."""
+"""What the values of a configuration stand for: components and numbers, and what training needs.
+
+What needs code of the user's is checked here, when a component is made, and not by `schema`.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from lezo_ds.config.schema import READER, ZEROTH_ORDER, DataConfig, RunConfig, ZoConfig
+from lezo_ds.config.schema import CUSTOM, MOST_ITEMS, RunConfig, ZoConfig, keys_with, refuse_if
 from lezo_ds.errors import UserError
-from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.base import Task
-from lezo_ds.tasks.custom import CUSTOM, Description, make_task
-from lezo_ds.tasks.metrics import find_score
+from lezo_ds.registry import names_code, options_of
 from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.laws import LAWS, PerturbationLaw, TrainedPart
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
+from lezo_ds.zo.passes import can_group
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
-
-DESCRIBING_KEYS = tuple(field.name for field in dataclasses.fields(Description))
-"""Keys of the section data that describe a task. A metric may be set for any task."""
 
 
 def make_estimator(zo: ZoConfig) -> Estimator:
-    """Return the estimator with its options. UserError: no component has its name, or it fails."""
+    """Return the estimator with its options.
+
+    Raises:
+        UserError: No component has its name, it has no such option, or it fails.
+    """
+    estimator = ESTIMATORS.find(zo.estimator)
+    _check_options("zo.estimator_options", zo.estimator_options, estimator, Estimator)
     return call_of_user(
         f"zo.estimator={zo.estimator}",
-        ESTIMATORS.find(zo.estimator),
+        estimator,
         perturbation_scale=zo.perturbation_scale,
         num_directions=zo.directions,
         **zo.estimator_options,
@@ -55,24 +60,47 @@ def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = T
         trains_outside: Whether weights outside the blocks are trained, too.
 
     Raises:
-        UserError: No component has its name, it fails, or nothing would be trained.
+        UserError: No component has its name, it has no such option, it fails, or nothing would be
+            trained.
     """
-    assert zo.sparsity is not None, "zeroth-order training has a sparsity"
+    assert zo.sparsity is not None, "check_zo requires it"
     dropped = num_dropped(zo.sparsity, num_layers)
-    if dropped == num_layers and not trains_outside:
-        raise UserError(
-            f"zo.sparsity={zo.sparsity} drops all {num_layers} blocks, and nothing outside them is "
-            "trained",
-            fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
-        )
+    refuse_if(
+        dropped == num_layers and not trains_outside,
+        f"zo.sparsity={zo.sparsity} drops all {num_layers} blocks, and nothing outside them is "
+        "trained",
+        "set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
+    )
+    policy = _find_policy(zo)
     return call_of_user(
         f"zo.layer_policy={zo.layer_policy}",
-        LAYER_POLICIES.find(zo.layer_policy),
+        policy,
         num_layers,
         dropped,
         trains_outside=trains_outside,
         **zo.layer_policy_options,
     )
+
+
+def _find_policy(zo: ZoConfig) -> type[LayerPolicy]:
+    policy = LAYER_POLICIES.find(zo.layer_policy)
+    _check_options("zo.layer_policy_options", zo.layer_policy_options, policy, LayerPolicy)
+    return policy
+
+
+def _check_options(key: str, values: Mapping[str, Any], component: type, kind: type) -> None:
+    """Refuse an option that a component does not have, or that has another type."""
+    defaults = options_of(component, kind)
+    for name, value in values.items():
+        default = defaults.get(name)
+        is_integer_for_float = type(value) is int and isinstance(default, float)
+        if type(value) is type(default) or is_integer_for_float:
+            continue
+        known = ", ".join(f"{option}={shown!r}" for option, shown in defaults.items())
+        raise UserError(
+            f"{key}.{name}={value!r} is no option of {component.__name__}",
+            fix=f"its options and their defaults: {known or 'none'}",
+        )
 
 
 def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
@@ -81,45 +109,14 @@ def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
     Raises:
         UserError: The schedule depends on the number of steps, which is None.
     """
-    assert zo.learning_rate is not None, "zeroth-order training has a learning rate"
+    assert zo.learning_rate is not None, "check_zo requires it"
     schedule = SCHEDULES.find(zo.lr_schedule)
-    if schedule.depends_on_length and num_steps is None:
-        raise UserError(
-            f"zo.lr_schedule={zo.lr_schedule} depends on the number of steps, which is not set",
-            fix="pass num_steps to initialize, or set zo.lr_schedule=constant",
-        )
+    refuse_if(
+        schedule.depends_on_length and num_steps is None,
+        f"zo.lr_schedule={zo.lr_schedule} depends on the number of steps, which is not set",
+        "pass num_steps to initialize, or set zo.lr_schedule=constant",
+    )
     return LearningRates(schedule, zo.learning_rate, zo.warmup_steps, num_steps)
-
-
-def find_task(data: DataConfig) -> Task:
-    """Return the task that a configuration names or describes, with the metric that it asks for.
-
-    Raises:
-        UserError: No component has its name, the description is incomplete, or the metric does not
-            fit the task.
-    """
-    task = described_task(data) if data.task == CUSTOM else TASKS.find(data.task)
-    if isinstance(task, type):
-        task = call_of_user(f"data.task={data.task}", task)
-    if data.metric is not None:
-        task = dataclasses.replace(task, metric=data.metric)
-    find_score(task)
-    return task
-
-
-def described_task(data: DataConfig) -> Task:
-    """Return the task that a configuration with `data.task` custom describes. It imports nothing.
-
-    Raises:
-        UserError: The description is incomplete.
-    """
-    if data.prompt is None and data.messages is None:
-        raise UserError(
-            f"data.task={CUSTOM} needs data.prompt or data.messages",
-            fix="add a template of the text that the model reads, such as "
-            '"{text} This ticket is about"',
-        )
-    return make_task(Description(**{name: getattr(data, name) for name in DESCRIBING_KEYS}))
 
 
 def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
@@ -128,11 +125,10 @@ def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
     train.steps may not if the learning rate of a step depends on it. How answers are written may,
     if a run writes none.
     """
-    may_differ = READER.may_differ
+    may_differ = keys_with("may_differ_on_resume")
     if config.data.messages is not None and config.train.objective == "task":
         may_differ |= {"generation.stop", "generation.max_new_tokens"}
-    schedule = SCHEDULES.find(config.zo.lr_schedule)
-    if config.method == "adamw" or schedule.depends_on_length:
+    if SCHEDULES.find(config.zo.lr_schedule).depends_on_length:
         may_differ -= {"train.steps"}
     return may_differ
 
@@ -140,7 +136,7 @@ def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
 def is_replayable(config: RunConfig) -> bool:
     """Return whether a base model and a journal give the weights of a run on any machine."""
     # A prefix starts from a forward pass, which another machine does not repeat bit for bit.
-    return config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
+    return config.peft.kind != "prefix"
 
 
 def eval_every(config: RunConfig) -> int:
@@ -149,14 +145,14 @@ def eval_every(config: RunConfig) -> int:
 
 
 def num_passes(config: RunConfig) -> int:
-    """Return how many forward passes a zeroth-order step has, on all ranks together."""
+    """Return how many forward passes a step has, on all ranks together."""
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
     num_probes = make_estimator(config.zo).num_probes
     return num_micro_batches * math.ceil(num_probes / probes_per_pass(config.zo))
 
 
 def probes_per_pass(zo: ZoConfig) -> int:
-    """Return how many probes of a step a forward pass runs.
+    """Return how many probes of a step a forward pass runs: by default, as many as the law says.
 
     It affects the last bits of losses, so it depends on nothing but the settings.
     """
@@ -171,17 +167,171 @@ def num_groups(config: RunConfig) -> int:
 
 
 def num_directions(config: RunConfig) -> int:
-    """Return how many directions a zeroth-order step measures, those of all groups of examples."""
+    """Return how many directions a step measures, those of all groups of examples."""
     return config.zo.directions * num_groups(config)
 
 
-def reads_contexts(config: RunConfig) -> bool:
-    """Return whether training reads what comes before answers at theta, in a pass of its own."""
-    return config.method in ZEROTH_ORDER and config.zo.perturbed_tokens == "answers"
+def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
+    """Return the configuration of a run on some examples, with the train.steps of train.epochs.
+
+    Raises:
+        UserError: The steps are too many, or another key does not fit their number.
+    """
+    if config.train.epochs is None:
+        return config
+    num_steps = max(1, round(config.train.epochs * num_examples / config.train.batch_size))
+    refuse_if(
+        num_steps > MOST_ITEMS,
+        f"train.epochs={config.train.epochs:g} is {num_steps:.3g} steps on {num_examples} "
+        f"examples, not at most {MOST_ITEMS}",
+        "lower train.epochs",
+    )
+    check_zo(config.zo, config.peft.kind, config.model.bits, num_steps)
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": num_steps})})
 
 
-def copies_per_pass(config: RunConfig) -> int:
-    """Return how many copies of the batch a training pass runs: one a probe, or only the batch."""
-    if config.method not in ZEROTH_ORDER:
-        return 1
-    return probes_per_pass(config.zo)
+def check_training(config: RunConfig) -> None:
+    """Refuse, before anything is loaded, a configuration with which no run can train.
+
+    This imports the user's modules that the configuration names in the section zo.
+
+    Raises:
+        UserError: A key that training needs is not set, or two values contradict each other.
+    """
+    length = config.train.steps or config.train.epochs
+    refuse_if(length is None, "training needs train.steps", "add train.steps=... or train.epochs=")
+    refuse_if(
+        config.train.steps is not None and config.train.epochs is not None,
+        "train.steps and train.epochs both say how long the run is",
+        "remove one of them",
+    )
+    refuse_if(
+        config.data.num_demonstrations > 0,
+        "a run trains without data.num_demonstrations",
+        "set it to 0; lezo-ds evaluate shows solved examples",
+    )
+    check_data(config)
+    # `with_steps` checks the number that the examples decide. This one breaks no rule.
+    num_steps = config.train.steps or config.zo.warmup_steps + 1
+    check_zo(config.zo, config.peft.kind, config.model.bits, num_steps)
+    _check_groups(config)
+    refuse_if(
+        config.elastic.lighthouse is not None and not is_replayable(config),
+        f"replicas cannot train with peft.kind={config.peft.kind}",
+        "set peft.kind=lora, or elastic.lighthouse=null",
+    )
+    check_world(config.model_copy(update={"partition_size": None}), world_size=1)
+
+
+def check_data(config: RunConfig) -> None:
+    """Refuse a task of the user's own without records, or without right answers and a reward."""
+    data = config.data
+    refuse_if(
+        data.task == CUSTOM and data.train is None and data.path is None,
+        "a task of your own needs data.train",
+        "add data.train=FILE",
+    )
+    has_answers = not (data.labels is None and data.choices is None and data.completion is None)
+    refuse_if(
+        data.prompt is not None
+        and not has_answers
+        and not any(map(names_code, config.train.objectives)),
+        "data.prompt alone does not say what the model shall answer",
+        "add data.labels, data.choices, data.completion, or a reward: train.objective=module:name",
+    )
+
+
+def check_zo(zo: ZoConfig, peft_kind: str, bits: int | None, num_steps: int | None) -> None:
+    """Refuse settings with which zeroth-order training cannot work.
+
+    A recipe and `lezo_ds.initialize` have the same rules, which are here.
+
+    Args:
+        zo: The settings.
+        peft_kind: The adapter to train, or "none".
+        bits: In which the matrices of the base are stored; None for a dtype.
+        num_steps: Number of steps of the run, if it is known.
+
+    Raises:
+        UserError: Two values contradict each other, or one that is needed is not set.
+    """
+    for name in ("learning_rate", "sparsity"):
+        refuse_if(getattr(zo, name) is None, f"training needs zo.{name}", f"add zo.{name}=...")
+    refuse_if(
+        bits is not None and peft_kind == "none",
+        f"model.bits={bits} stores weights that cannot change, and peft.kind=none changes them",
+        "set peft.kind=lora, or model.bits=null",
+    )
+    law = make_law(zo)
+    refuse_if(
+        law.perturbs == "products" and peft_kind == "prefix",
+        "zo.noise_rank perturbs matrices, and a prefix has none",
+        "set zo.noise_rank=0, or peft.kind=lora",
+    )
+    refuse_if(
+        zo.examples_per_direction is not None and not law.takes_groups,
+        f"zo.examples_per_direction={zo.examples_per_direction} needs directions of low rank",
+        "set zo.noise_rank=1, or zo.examples_per_direction=null",
+    )
+    refuse_if(
+        num_steps is not None and zo.warmup_steps >= num_steps,
+        f"zo.warmup_steps={zo.warmup_steps} is not below train.steps={num_steps}",
+        "set zo.warmup_steps=0",
+    )
+    make_schedule(zo, num_steps)
+    _find_policy(zo)
+    estimator = make_estimator(zo)
+    if zo.examples_per_direction is None:
+        call_of_user(f"zo.estimator={zo.estimator}", estimator.check_groups, 1)
+
+
+def _check_groups(config: RunConfig) -> None:
+    """Check that the batch splits into groups of examples, which the estimator takes."""
+    size = config.zo.examples_per_direction
+    batch_size = config.train.batch_size
+    micro_batch_size = config.train.micro_batch_size
+    if size is not None and batch_size % micro_batch_size == 0:  # `check_world` refuses another
+        refuse_if(
+            not can_group(size, batch_size, batch_size // micro_batch_size),
+            f"zo.examples_per_direction={size} does not divide train.batch_size={batch_size} and "
+            f"train.micro_batch_size={micro_batch_size} into whole groups",
+            "set zo.examples_per_direction=1, or null",
+        )
+    check = make_estimator(config.zo).check_groups
+    call_of_user(f"zo.estimator={config.zo.estimator}", check, num_groups(config))
+
+
+def check_partition(partition_size: int | None, world_size: int) -> None:
+    """Refuse shard groups into which the ranks do not split evenly."""
+    refuse_if(
+        partition_size is not None and world_size % partition_size != 0,
+        f"partition_size={partition_size} does not divide {world_size} ranks",
+        "set partition_size=1, or null, or start more ranks: deepspeed --num_gpus N",
+    )
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Refuse a batch or a partition that does not split evenly among `world_size` ranks."""
+    check_partition(config.partition_size, world_size)
+    batch_size = config.train.batch_size
+    micro_batch_size = config.train.micro_batch_size
+    is_whole = batch_size % micro_batch_size == 0
+    # Replicas may come and go, so they split the passes among their ranks evenly or not.
+    if is_whole and (config.elastic.lighthouse or num_passes(config) % world_size == 0):
+        return
+    fitting = [
+        str(size) for size in range(1, batch_size + 1) if batch_size % (size * world_size) == 0
+    ]
+    if fitting:
+        fix = f"set train.micro_batch_size to one of {', '.join(fitting)}"
+    else:
+        per_rank = math.ceil(batch_size / world_size)
+        fix = (
+            f"set train.batch_size={per_rank * world_size} train.micro_batch_size={per_rank}, "
+            "or use fewer ranks"
+        )
+    raise UserError(
+        f"train.batch_size={batch_size} does not split into micro-batches of "
+        f"train.micro_batch_size={micro_batch_size}, equally many for each of {world_size} ranks",
+        fix=fix,
+    )

@@ -17,17 +17,16 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hjson
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from lezo_ds.config.checks import check_world
+from lezo_ds.config.components import check_world
+from lezo_ds.config.load import flatten
 from lezo_ds.config.paths import find_file, shipped_files
-from lezo_ds.config.reading import flatten
-from lezo_ds.config.schema import TRAINED, RunConfig
+from lezo_ds.config.schema import RunConfig
 from lezo_ds.errors import UserError, cut, one_line
 
 # The values that a key of the JSON may have, and the problem with all others. Keys are without
@@ -56,8 +55,8 @@ _LIMITS: dict[str, tuple[tuple[object, ...], str]] = {
     "torch_autocast.enabled": ((False,), "use model.dtype"),
 }
 
-_SECTIONS_OF_RECIPES = ("optimizer", "scheduler")
-"""Sections for which a recipe has keys. The JSON of a Trainer has them."""
+_LEFT_OUT = ("optimizer", "scheduler", "gradient_clipping")
+"""What a Trainer's JSON has for gradients, or for which a recipe has keys."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,24 +74,14 @@ def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
         micro_batch_size=config.train.micro_batch_size,
         tensor_parallel=config.tensor_parallel,
     )
-    if config.method != "adamw" and "gradient_clipping" in ds_config:
-        logger.warning(
-            "%s: gradient_clipping has no effect with method=%s, which has no gradient",
-            config.deepspeed,
-            config.method,
-        )
-    if tensor_parallel_size(ds_config) > 1 and (config.partition_size or needs_zero3(config)):
+    has_prefix = config.peft.kind == "prefix"
+    if tensor_parallel_size(ds_config) > 1 and (config.partition_size or has_prefix):
         raise UserError(
-            "partition_size, method=adamw and peft.kind=prefix need ZeRO-3, and tensor parallelism "
-            "shards the weights",
-            fix="set partition_size=null method=lezo peft.kind=lora, or tensor_parallel=null",
+            "partition_size and peft.kind=prefix need ZeRO-3, and tensor parallelism shards the "
+            "weights",
+            fix="set partition_size=null peft.kind=lora, or tensor_parallel=null",
         )
     return ds_config
-
-
-def needs_zero3(config: RunConfig) -> bool:
-    """Return whether a run cannot split its weights by tensor parallelism."""
-    return config.method == "adamw" or config.peft.kind == "prefix"
 
 
 def shared_by(world_size: int, config: RunConfig) -> RunConfig:
@@ -103,13 +92,12 @@ def shared_by(world_size: int, config: RunConfig) -> RunConfig:
     sizes = (tensor_parallel_of(config), config.partition_size or 1)
     if all(world_size % size == 0 for size in sizes):
         return config
-    return replace(config, tensor_parallel=1, partition_size=None)
+    return config.model_copy(update={"tensor_parallel": 1, "partition_size": None})
 
 
 def check_shares(config: RunConfig, ds_config: Mapping[str, Any], world_size: int) -> None:
     """Refuse a training run whose work does not split evenly among `world_size` ranks."""
-    if config.method in TRAINED:
-        check_world(config, world_size // tensor_parallel_size(ds_config))
+    check_world(config, world_size // tensor_parallel_size(ds_config))
 
 
 def load_ds_config(
@@ -157,7 +145,7 @@ def load_ds_config(
             )
     if tensor_parallel is not None:
         _set_tensor_parallel(config, tensor_parallel, source)
-    left_out = [name for name in _SECTIONS_OF_RECIPES if config.pop(name, None) is not None]
+    left_out = [name for name in _LEFT_OUT if config.pop(name, None) is not None]
     if left_out:
         names = " and ".join(left_out)
         logger.warning("%s: %s left out, since the recipe's keys decide", source, names)

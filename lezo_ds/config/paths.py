@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lezo_ds.errors import UserError
-
-DATA_KEYS = ("data.path", "data.train", "data.validation", "data.test")
-PATH_KEYS = ("run_dir", "model.path", "peft.path", *DATA_KEYS, "deepspeed")
-"""Keys whose value may be a path. Some values are names, such as an id on the hub."""
 
 _PACKAGE = Path(__file__).parents[1]
 ROOT = _PACKAGE if (_PACKAGE / "ds_configs").is_dir() else _PACKAGE.parent
@@ -62,26 +56,21 @@ def expand(path: str, where: str) -> str:
     return expanded
 
 
-def resolve_paths(values: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Return values by dotted key with the paths that they mean.
+def resolve_path(path: str, key: str, folder: Path | None, *, may_be_near: bool) -> str:
+    """Return the path that the value of a key means. It may also be a name, as on the Hub.
 
     A path is relative to the folder of its recipe if it begins with ./ or ../ or exists there. All
-    other paths are relative to the working directory. That a run_dir exists there does not count.
+    other paths are relative to the working directory.
 
     Args:
-        values: Values of a configuration, by dotted key.
-        folder: The recipe's folder; None for values from the command line, whose paths are all
-            relative to the working directory.
+        path: The value.
+        key: The key, for messages.
+        folder: The recipe's folder; None for a value from the command line, which is relative to
+            the working directory.
+        may_be_near: Whether a path in the recipe's folder counts if it exists.
     """
     base = (folder or Path()).absolute()
-    resolved = dict(values)
-    for key in PATH_KEYS:
-        if not isinstance(resolved.get(key), str):
-            continue
-        path = expand(resolved[key], key)
-        is_relative = path in (".", "..") or path.startswith(("./", "../"))
-        may_be_near = folder is not None and key != "run_dir" and path != ""
-        if is_relative or (may_be_near and (base / path).exists()):
-            path = os.path.normpath(base / path)
-        resolved[key] = path
-    return resolved
+    path = expand(path, key)
+    is_relative = path in (".", "..") or path.startswith(("./", "../"))
+    is_near = may_be_near and folder is not None and path != "" and (base / path).exists()
+    return os.path.normpath(base / path) if is_relative or is_near else path

@@ -421,11 +421,11 @@ def load_reader(
             "where a record has none, the model learns an empty one",
             thought.opening,
         )
+    if data.in_chat and generation.stop is None:  # only the end of its turn ends an answer
+        generation = generation.model_copy(update={"stop": []})
     settings = None
     if task.writes_answers or objective.reads_answers:
-        # A run of 0.4 in a chat, whose answers ended at a newline, goes on as it was.
-        ends_turn = data.in_chat and generation.stop is not None
-        end = end_of_turn(tokenizer) if ends_turn else TurnEnd()
+        end = end_of_turn(tokenizer) if data.in_chat else TurnEnd()
         settings = replace(generation_settings(tokenizer, generation, *end), thought=thought)
     return Reader(
         task, objective, tokenizer, load_model_config(directory), data, generation, settings

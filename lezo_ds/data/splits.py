@@ -189,7 +189,7 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     names = ("train", "test", "validation")
     sources = {name: getattr(data, name) for name in names if getattr(data, name) is not None}
     stored = refused_together(
-        partial(read_source, f"data.{name}", source, data.encoding)
+        partial(read_source, f"data.{name}", source, data.encoding or "utf-8")
         for name, source in sources.items()
     )
     built = dict(zip(sources, _built(task, data, sources, stored), strict=True))

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.config import ReadingConfig, RunConfig, find_task, reads_contexts
+from lezo_ds.config import DataConfig, RunConfig
+from lezo_ds.config.schema import CUSTOM
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.metrics import try_metric
@@ -34,8 +35,10 @@ from lezo_ds.data.reader import EncodedSplit, Reader, load_reader
 from lezo_ds.data.splits import Splits, load_splits, refused_together, with_demonstrations
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
-from lezo_ds.tasks import Task
-from lezo_ds.tasks.metrics import REWARD
+from lezo_ds.tasks import TASKS, Task
+from lezo_ds.tasks.custom import Description, make_task
+from lezo_ds.tasks.metrics import REWARD, find_score
+from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.keys import sample_key
 
 logger = logging.getLogger(__name__)
@@ -203,23 +206,43 @@ class TaskData:
         return keys
 
 
-def load_examples(reading: ReadingConfig) -> tuple[Reader, Splits]:
+def find_task(data: DataConfig) -> Task:
+    """Return the task that a configuration names or describes, with the metric that it asks for.
+
+    Raises:
+        UserError: No component has its name, the description is incomplete, or the metric does not
+            fit the task.
+    """
+    if data.task == CUSTOM:
+        described = {field.name: getattr(data, field.name) for field in fields(Description)}
+        task = make_task(Description(**described))
+    else:
+        named = TASKS.find(data.task)
+        is_class = isinstance(named, type)
+        task = call_of_user(f"data.task={data.task}", named) if is_class else named
+    if data.metric is not None:
+        task = replace(task, metric=data.metric)
+    find_score(task)
+    return task
+
+
+def load_examples(config: RunConfig) -> tuple[Reader, Splits]:
     """Load the splits of a task, and return how a model reads them, and their examples.
 
     Raises:
         UserError: data cannot be read or do not fit the task, or the user's reward or metric fails
             on a few examples.
     """
-    task = find_task(reading.data)
-    objective = load_objective(reading.objective, task)
-    _check_objective(reading, task, objective)
-    splits = load_splits(task, reading.data)
+    task = find_task(config.data)
+    objective = load_objective(config.train.objective, task)
+    _check_objective(config, task, objective)
+    splits = load_splits(task, config.data)
     if objective.rewards is not None:
         objective.rewards.try_out(splits.train)
     try_metric(task, splits.test)
-    if reading.method == "icl":
-        splits = with_demonstrations(reading.data, splits)
-    reader = load_reader(task, reading.model, reading.data, reading.generation, objective)
+    if config.data.num_demonstrations > 0:
+        splits = with_demonstrations(config.data, splits)
+    reader = load_reader(task, config.model.path, config.data, config.generation, objective)
     return reader, splits
 
 
@@ -230,7 +253,7 @@ def load_task_data(config: RunConfig) -> TaskData:
         UserError: as by `load_examples`, or an example does not fit the model, or the user's
             objective fails on one.
     """
-    reader, splits = load_examples(config.reading)
+    reader, splits = load_examples(config)
     objective = reader.objective
     train, dev, test = refused_together(
         (
@@ -242,22 +265,13 @@ def load_task_data(config: RunConfig) -> TaskData:
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.
     takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
     packed = takes_packed and can_pack(reader.model_config, config.data.max_length)
-    if packed and reads_contexts(config):
-        # The candidates of an example have one context, which takes less than rows for each.
-        packed = len(reader.objective_batch(train, [0]).inputs["input_ids"]) == 1
     warn_of_unreachable(reader, test)
-    if objective.reads_answers and reads_contexts(config):
-        raise UserError(
-            "zo.perturbed_tokens=answers needs a loss that reads logits, and "
-            f"train.objective={config.train.objective} reads answers",
-            fix="set zo.perturbed_tokens=all",
-        )
     if objective != training_objective(reader.task) and not objective.reads_answers:
         batch = reader.objective_batch(train, [0])
         try_loss(objective, batch, reader.model_config.get_text_config().vocab_size)
-    # What examples share is read at theta, or in the direction that they share.
+    # What examples share is read in the direction that they share.
     examples_a_direction = config.zo.examples_per_direction or config.train.batch_size
-    reads_once = reads_contexts(config) or examples_a_direction >= config.train.micro_batch_size
+    reads_once = examples_a_direction >= config.train.micro_batch_size
     num_start = train.num_start if packed and reads_once else 0
     return TaskData(reader, train, dev, test, packed, num_start)
 
@@ -293,13 +307,9 @@ def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
             logger.warning("%d of %d right answers to score %s", number, total, problem)
 
 
-def _check_objective(reading: ReadingConfig, task: Task, objective: Objective) -> None:
-    """Refuse an objective that does not fit the method or the task."""
-    name = f"train.objective={reading.objective}"
-    if reading.method == "adamw" and objective.reads_answers:
-        raise UserError(
-            f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo"
-        )
+def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
+    """Refuse an objective that does not fit the task."""
+    name = f"train.objective={config.train.objective}"
     if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
         needs = "data.metric=reward" if task.has_answers else "a task without right answers"
         raise UserError(
@@ -307,7 +317,8 @@ def _check_objective(reading: ReadingConfig, task: Task, objective: Objective) -
             fix="set train.objective=package.module:function, a function with the decorator "
             "`reward`",
         )
-    if reading.method == "icl" and not task.has_answers:
+    if config.data.num_demonstrations > 0 and not task.has_answers:
         raise UserError(
-            "method icl shows solved examples, and the task has none", fix="set method=zero_shot"
+            "data.num_demonstrations shows solved examples, and the task has none",
+            fix="set data.num_demonstrations=0",
         )

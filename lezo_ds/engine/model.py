@@ -15,9 +15,9 @@ from lezo_ds.agreement import Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.checkpoints.snapshots import Card, load_snapshot, snapshot_path, write_snapshot
 from lezo_ds.config import (
-    ZEROTH_ORDER,
     PeftConfig,
     RunConfig,
+    ZoConfig,
     check_partition,
     make_law,
     trained_part,
@@ -252,21 +252,25 @@ class ModelEngine:
             self.journal.cut(num_good)
 
 
-def load_parts(config: RunConfig, ds_config: Mapping[str, Any], peft: PeftConfig | None) -> Parts:
+def load_parts(
+    config: RunConfig,
+    ds_config: Mapping[str, Any],
+    peft: PeftConfig | None,
+    zo: ZoConfig | None,
+) -> Parts:
     """Load a model sharded over all ranks, and return what an engine is made of. A collective.
 
     Each rank reads only its own slices of the weights. No rank ever holds the whole model.
 
     Args:
-        config: of a run, or of a model. Of zeroth-order training, the law of directions, the
-            trained part of the weights and the precision of updates count. With another method, no
-            weight is perturbed or updated.
+        config: of a run, or of a model.
         ds_config: DeepSpeed's JSON, completed.
         peft: the adapter that the model has, or None.
+        zo: of training, of which the law of directions, the trained part of the weights and the
+            precision of updates count. None perturbs and updates no weight.
     """
     distributed.init_distributed()
     check_partition(config.partition_size, distributed.world_size())
-    zo = config.zo if config.method in ZEROTH_ORDER else None
     directions = None
     if zo is not None:
         directions = directions_of(make_law(zo))
@@ -302,6 +306,5 @@ def load_parts(config: RunConfig, ds_config: Mapping[str, Any], peft: PeftConfig
         blocks,
         directions=directions,
         shares_start=trained_part(zo) != "all",
-        reads_contexts=zo.perturbed_tokens == "answers",
     )
     return engine, perturbed, sharded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +13,8 @@ from lezo_ds import distributed
 from lezo_ds.config import (
     PeftConfig,
     ZoConfig,
-    check_arguments,
-    checked_optimizer,
+    check_zo,
+    config_from_dict,
     make_estimator,
     make_layer_policy,
     make_schedule,
@@ -228,7 +227,7 @@ class LezoEngine(ReplayEngine):
         The number of probes and of micro-batches decides the length of a step's messages. If the
         lengths differ, gloo fails without a reason, and NCCL waits forever.
         """
-        claims = {f"zo.{key}": repr(value) for key, value in vars(self.config).items()}
+        claims = {f"zo.{key}": repr(value) for key, value in self.config.model_dump().items()}
         claims["train.steps"] = repr(self._num_steps)
         claims["number of micro-batches"] = str(num_micro_batches)
         claims |= self._last_result()
@@ -288,17 +287,20 @@ def initialize(
             model, it has no transformer blocks, or its weights or the adapter do not fit; or
             everything that is trainable is in blocks and all blocks are dropped.
     """
+    path = str(model) if isinstance(model, os.PathLike) else model
     values = {
-        "model.dtype": dtype,
-        "model.bits": bits,
+        "run_dir": "",
+        "model": {"path": path, "dtype": dtype, "bits": bits},
         "seed": seed,
         "partition_size": partition_size,
-        "train.steps": num_steps,
+        "peft": peft,
+        "train": {"steps": num_steps},
+        "zo": config,
     }
-    run = check_arguments(model, config, ds_config, peft, values)
-    config = checked_optimizer(config, peft, bits, num_steps)
+    run = config_from_dict(values, "lezo_ds.initialize")
+    check_zo(run.zo, run.peft.kind, bits, num_steps)
     distributed.init_distributed()
     world_size = distributed.world_size()
     completed = load_ds_config(ds_config, dtype, world_size, micro_batch_size=None)
-    parts = load_parts(replace(run, zo=config), completed, peft)
-    return LezoEngine(parts, config, seed, num_steps)
+    parts = load_parts(run, completed, peft, run.zo)
+    return LezoEngine(parts, run.zo, seed, num_steps)

@@ -16,7 +16,7 @@ from transformers import TextStreamer
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
-from lezo_ds.config import ReadingConfig
+from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import encode_question, end_of_turn, find_thought
 from lezo_ds.data.control_tokens import ControlTokens
 from lezo_ds.data.encoding import (
@@ -61,12 +61,12 @@ def chat(opened: Opened) -> None:
     Raises:
         UserError: the model has no chat template.
     """
-    reading = opened.fitted()
-    data = reading.data
+    config = opened.fitted()
+    data = config.data
     tokenizer = load_tokenizer(
-        str(resolve_model(reading.model)), data.date, data.chat_template_kwargs
+        str(resolve_model(config.model.path)), data.date, data.chat_template_kwargs
     )
-    settings = generation_settings(tokenizer, reading.generation, *end_of_turn(tokenizer))
+    settings = generation_settings(tokenizer, config.generation, *end_of_turn(tokenizer))
     settings = replace(settings, thought=find_thought(tokenizer))
     prompt_room(data.max_length, settings.max_new_tokens)  # before weights are loaded
     control_tokens = ControlTokens(tokenizer.backend, in_chat=True)
@@ -75,13 +75,13 @@ def chat(opened: Opened) -> None:
     turns: list[Message] = []
     for line in iter(lambda: distributed.on_rank_zero(_read_line), ""):
         turns.append(Message(USER, control_tokens.mark(line)))
-        ids = _encode_last_turns(reading, tokenizer, turns)
+        ids = _encode_last_turns(config, tokenizer, turns)
         refuse_unknown(tokenizer, [ids], engine.module.config)
         if distributed.rank() == 0:
             settings = replace(settings, streamer=_AnswerStreamer(tokenizer, settings.thought))
         batch = prompt_batch([ids], settings)
-        if reading.generation.temperature > 0:
-            key = sample_key(reading.seed, len(turns), 0, 0)
+        if config.generation.temperature > 0:
+            key = sample_key(config.seed, len(turns), 0, 0)
             prompts = Prompts(settings, sample_keys=torch.tensor([key]))
             batch = replace(batch, prompts=prompts)
         (answer,) = read_answers(engine.forward(batch), settings, tokenizer)
@@ -137,16 +137,16 @@ def _read_line() -> str:
 
 
 def _encode_last_turns(
-    reading: ReadingConfig, tokenizer: PromptTokenizer, turns: Sequence[Message]
+    config: RunConfig, tokenizer: PromptTokenizer, turns: Sequence[Message]
 ) -> TokenIds:
     """Return the token ids of the last turns that fit, after the system prompt.
 
     The line of the user is cut on the left if it does not fit alone.
     """
-    max_length = reading.data.max_length
-    max_new_tokens = reading.generation.max_new_tokens
+    max_length = config.data.max_length
+    max_new_tokens = config.generation.max_new_tokens
     for first in range(0, len(turns), 2):
-        messages = with_system(tuple(turns[first:]), reading.data.system_prompt)
+        messages = with_system(tuple(turns[first:]), config.data.system_prompt)
         ids = encode_question(tokenizer, Example("", (), None, 0, messages=messages))
         if len(ids) <= max_length - max_new_tokens:
             break

@@ -32,14 +32,13 @@ import platform
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import lezo_ds
-from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
+from lezo_ds.config import RunConfig, dump_yaml
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE, failures_named, make_directory, write_output
 
@@ -206,8 +205,9 @@ class RunDirectory:
     def write_config(self, config: RunConfig) -> None:
         """Write config.yaml, which is a recipe: it has either train.steps or train.epochs."""
         if config.train.epochs is not None:
-            config = replace(config, train=replace(config.train, steps=None))
-        write_output(self.config, dump_yaml(config_to_dict(config)))
+            train = config.train.model_copy(update={"steps": None})
+            config = config.model_copy(update={"train": train})
+        write_output(self.config, dump_yaml(config.model_dump()))
 
     def cut_logs(self, step: int, evaluated: Collection[tuple[str, int]]) -> float:
         """Drop from metrics.jsonl and samples.jsonl what will be done again, and damaged lines.

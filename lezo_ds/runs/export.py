@@ -25,8 +25,8 @@ from transformers.utils import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_NAME
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
-from lezo_ds.config import ReadingConfig, is_replayable, num_directions, trained_part
-from lezo_ds.config.paths import DATA_KEYS, public_name
+from lezo_ds.config import RunConfig, is_replayable, keys_with, num_directions, trained_part
+from lezo_ds.config.paths import public_name
 from lezo_ds.data.chat import end_of_turn
 from lezo_ds.data.encoding import generation_ends, load_tokenizer
 from lezo_ds.errors import JournalError, LezoError, UserError
@@ -133,7 +133,7 @@ def export_run(
             logger.warning("%s", WORSE)
     engine.write_model(
         target,
-        texts=own_texts(run.config.reading),
+        texts=own_texts(run.config),
         card=partial(
             model_card,
             run,
@@ -143,7 +143,7 @@ def export_run(
             license_of=engine.base.directory,
         ),
         merge=merge,
-        recipe=recipe_of(run.config.reading),
+        recipe=recipe_of(run.config),
     )
     return number
 
@@ -160,17 +160,17 @@ def refuse_taken(target: Path) -> None:
         raise UserError(problem, fix="set another --out")
 
 
-def own_texts(reading: ReadingConfig) -> dict[str, str]:
+def own_texts(run: RunConfig) -> dict[str, str]:
     """Return the files of an export of a chat that are not those of its base model, by name.
 
     The chat template has the run's values as defaults. The token that ends a turn, which a base
     model may not know as an end, ends answers of `generate`.
     """
     texts: dict[str, str] = {}
-    if not reading.data.in_chat:
+    if not run.data.in_chat:
         return texts
-    directory = resolve_model(reading.model)
-    options = reading.data.chat_template_kwargs
+    directory = resolve_model(run.model.path)
+    options = run.data.chat_template_kwargs
     tokenizer = load_tokenizer(str(directory), None, options)
     defaults = ""
     for name, value in sorted(options.items()):
@@ -224,7 +224,7 @@ def write_journal(path: Path, file: Path) -> int:
     """
     run = read_run(path)
     if not is_replayable(run.config):
-        kind = f"method={run.config.method} with peft.kind={run.config.peft.kind}"
+        kind = f"peft.kind={run.config.peft.kind}"
         raise UserError(
             f"run {path} cannot be replayed from a base model and a journal: {kind}",
             fix="share the directory that lezo-ds export --out writes",
@@ -238,7 +238,7 @@ def write_journal(path: Path, file: Path) -> int:
         "elastic": {"lighthouse": None},
         "digests": {str(step): digest for step, digest in run.digests.items()},
     }
-    for key in ("model.path", "peft.path", *DATA_KEYS):
+    for key in keys_with("path") - {"run_dir", "deepspeed"}:
         section, name = key.split(".")
         config[section] = {**config[section], name: public_name(config[section][name])}
     content = encode_journal(replace(run.header, config=config), run.records)

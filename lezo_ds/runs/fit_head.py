@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lezo_ds import distributed
-from lezo_ds.config import check_reading
+from lezo_ds.config import check_data
 from lezo_ds.data.batches import shared_candidates
 from lezo_ds.data.metrics import load_score
 from lezo_ds.data.reader import EncodedSplit
@@ -122,9 +122,11 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     """
     opened.refuse_code("data.task", "data.metric", "train.objective")
     distributed.on_rank_zero(partial(refuse_taken, target))
-    reading = opened.reading
-    check_reading(reading)
-    reader, splits = load_examples(reading)
+    config = opened.config
+    check_data(config)
+    if config.data.num_demonstrations > 0:
+        raise UserError("fit-head shows no solved examples", fix="set data.num_demonstrations=0")
+    reader, splits = load_examples(config)
     task = reader.task
     if not task.has_classes:
         raise UserError(
@@ -152,7 +154,7 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
         )
     head, rows = _head_of(engine, tokens)
     read = {
-        name: _read(Scorer(engine, reader, split, reading.batch_size), tokens, rows)
+        name: _read(Scorer(engine, reader, split, config.train.eval_batch_size), tokens, rows)
         for name, split in encoded.items()
     }
     scale = _scale_of(read["training"], rows, type(engine.module).__name__)
@@ -167,10 +169,10 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     engine.write_model(
         target,
         card=partial(head_card, engine.base, opened.source, task.metric, scores, bool(changes)),
-        texts=own_texts(reading),
+        texts=own_texts(config),
         merge=adapter is not None,
         changes=changes,
-        recipe=recipe_of(reading),
+        recipe=recipe_of(config),
     )
     return task.metric, scores
 

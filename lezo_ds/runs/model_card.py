@@ -17,8 +17,8 @@ from huggingface_hub import ModelCardData
 
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.checkpoints.sharded_model import BaseModel
-from lezo_ds.config import RunConfig, config_to_dict, flatten, load_yaml
-from lezo_ds.config.paths import DATA_KEYS, public_name, split_revision
+from lezo_ds.config import RunConfig, flatten, keys_with, load_yaml
+from lezo_ds.config.paths import public_name, split_revision
 from lezo_ds.data.chat import end_of_turn, lead_of_answers
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.files import DAMAGE, filled_template
@@ -138,13 +138,17 @@ def _header(
 ) -> ModelCardData:
     """Return what the hub reads of a card."""
     name, _ = split_revision(config.model.path)
-    values = flatten(config_to_dict(config))
-    sources = [(values[key] or "").partition(":")[0] for key in DATA_KEYS]
+    values = flatten(config.model_dump())
+    sources = [
+        (values[key] or "").partition(":")[0]
+        for key in keys_with("path")
+        if key.startswith("data.")
+    ]
     # The weights may also read images or sound, of which a run knows nothing.
     task = "text-generation" if opened_by == _AUTO_CLASS else None
     return ModelCardData(
         library_name=library,
-        tags=["lezo_ds", config.method],
+        tags=["lezo_ds", "lezo"],
         base_model=_hub_name(name),
         datasets=sorted(set(filter(None, map(_hub_name, sources)))) or None,
         pipeline_tag=task,

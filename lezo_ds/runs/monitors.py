@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lezo_ds.config import RunConfig, config_to_dict, dump_yaml
+from lezo_ds.config import RunConfig, dump_yaml
 from lezo_ds.distributed.monitors import open_monitors
 from lezo_ds.errors import UserError, first_line, require_package
 from lezo_ds.files import write_output
@@ -81,7 +81,7 @@ class Monitors:
         """
         ds_config = {**monitor_sections(config, directory), **ds_config}
         _identify(config, directory, ds_config)
-        settings = config_to_dict(config)
+        settings = config.model_dump()
         try:
             monitor = open_monitors(ds_config)
             if monitor.tb_monitor is not None:

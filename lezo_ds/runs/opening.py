@@ -9,8 +9,9 @@ these, and from overrides:
 
 The export of an adapter names its base model, and `model.path=` says where that is now.
 
-A run and an export may come from anyone. Of an export's recipe, only the keys in `_RECIPE` count. A
-module that a run or an export names is imported only if the command line names it, too.
+A run and an export may come from anyone. Of an export's recipe, only the keys with the property
+of_export count. A module that a run or an export names is imported only if the command line names
+it, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
@@ -32,21 +33,22 @@ from lezo_ds.checkpoints.snapshots import (
     damage_of,
     load_weights,
     read_facts,
-    snapshot_path,
 )
 from lezo_ds.config import (
-    TRAINED,
     Dtype,
     PeftConfig,
-    ReadingConfig,
     RunConfig,
-    check_reading,
+    ZoConfig,
+    check_data,
     config_from_dict,
-    find_recipe,
+    flatten,
+    keys_with,
+    nest,
+    read_recipe,
 )
-from lezo_ds.config.components import DESCRIBING_KEYS
 from lezo_ds.config.deepspeed import ds_config_of, shared_by
-from lezo_ds.config.schema import READER
+from lezo_ds.config.load import read_override
+from lezo_ds.config.schema import KEYS
 from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import load_examples, warn_of_unreachable
 from lezo_ds.engine import ModelEngine, Parts, ReplayEngine, load_parts
@@ -63,20 +65,10 @@ from lezo_ds.runs.records import (
 
 logger = logging.getLogger(__name__)
 
-_RECIPE = (
-    "data.task",
-    *(f"data.{name}" for name in DESCRIBING_KEYS),
-    "data.chat_template_kwargs",
-    "data.metric",
-    "data.max_length",
-    "generation.max_new_tokens",
-    "generation.stop",
-)
-"""The keys that say how an exported model reads a record."""
-
-_READING_KEYS = frozenset(
-    key for key in READER.keys if key.startswith(("data.", "generation."))
-) | {"seed", "train.objective"}
+_READING_KEYS = frozenset(key for key in KEYS if key.startswith(("data.", "generation."))) | {
+    "seed",
+    "train.objective",
+}
 """The keys by which a recorded run reads and answers a record. None of them decides its weights."""
 
 _WEIGHTS = (".safetensors", LoraAdapter.config_file, PrefixAdapter.config_file)
@@ -91,14 +83,14 @@ class Opened(NamedTuple):
 
     Attributes:
         source: what was opened: {"run": directory, "step": number}, or {"model": name}.
-        reading: how the model reads records and answers them.
+        config: of the run, or of the model: how it reads records and answers them.
         load_engine: loads the weights. A collective.
         named: the overrides that may name modules to import; None if the recipe may, too.
         fingerprints: of the examples of a run, by split; empty if they may be others.
     """
 
     source: dict[str, Any]
-    reading: ReadingConfig
+    config: RunConfig
     load_engine: Callable[[], ModelEngine]
     named: Sequence[str] | None
     fingerprints: Mapping[str, str] = MappingProxyType({})
@@ -106,26 +98,27 @@ class Opened(NamedTuple):
     def refuse_code(self, *keys: str) -> None:
         """Refuse to import a module that only the run or the export names in one of some keys."""
         if self.named is not None:
-            data = self.reading.data
+            data = self.config.data
             values = {
                 "data.task": data.task,
                 "data.metric": data.metric,
-                "train.objective": self.reading.objective,
+                "train.objective": self.config.train.objective,
             }
             refuse_code({key: values[key] for key in keys}, self.named)
 
-    def fitted(self) -> ReadingConfig:
-        """Return how records are read, cut to what the model can read, with room for a prompt."""
-        reading = self.reading
-        text_config = load_model_config(resolve_model(reading.model)).get_text_config()
-        max_length = reading.data.max_length
+    def fitted(self) -> RunConfig:
+        """Return the configuration, cut to what the model can read, with room for a prompt."""
+        config = self.config
+        text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
+        max_length = config.data.max_length
         num_positions = getattr(text_config, "max_position_embeddings", None) or max_length
         max_length = min(max_length, num_positions)
-        generation = reading.generation
+        generation = config.generation
         if generation.max_new_tokens > max_length - 2:
-            generation = replace(generation, max_new_tokens=max(1, max_length // 2))
-        data = replace(reading.data, max_length=max_length)
-        return reading._replace(data=data, generation=generation)
+            shorter = {"max_new_tokens": max(1, max_length // 2)}
+            generation = generation.model_copy(update=shorter)
+        data = config.data.model_copy(update={"max_length": max_length})
+        return config.model_copy(update={"data": data, "generation": generation})
 
 
 def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
@@ -146,7 +139,7 @@ def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
     changed = {override.partition("=")[0] for override in overrides}
     recorded = run.header.config.get("data_fingerprints", {})
     fingerprints = {} if changed & _READING_KEYS else recorded
-    return Opened(source, run.config.reading, lambda: restore(run, number), overrides, fingerprints)
+    return Opened(source, run.config, lambda: restore(run, number), overrides, fingerprints)
 
 
 def open_model(
@@ -185,19 +178,20 @@ def open_model(
     values: Mapping[str, Any] = {}
     where = f"model {model}"
     folder = None
-    keys = overrides
     if recipe is not None:
-        values, where, keys, folder = find_recipe(recipe, overrides)
+        values, path = read_recipe(recipe)
+        where = str(path)
+        folder = path.parent
     elif not any(override.startswith(_TASK_OVERRIDES) for override in overrides):
         exported = facts.get("recipe")
         if isinstance(exported, dict):  # of a task, and another one needs other keys
             # A directory may come from anyone: no other key that may be there counts.
-            values = {key: exported[key] for key in _RECIPE if key in exported}
+            values = {key: exported[key] for key in keys_with("of_export") if key in exported}
         if needs_task and not values:
             raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
-    config = config_from_dict(values, where, keys, folder, opened=sections)
     # The model is scored as it is, not as the recipe would train it.
-    config = replace(config, method="icl" if config.method == "icl" else "zero_shot")
+    values = {"run_dir": "", **nest(values), **sections}
+    config = config_from_dict(values, where, overrides, folder)
 
     def load_engine() -> ModelEngine:
         shared = shared_by(distributed.world_size(), config)
@@ -207,11 +201,14 @@ def open_model(
         return engine
 
     named = None if recipe is not None else overrides
-    return Opened({"model": model}, config.reading, load_engine, named)
+    return Opened({"model": model}, config, load_engine, named)
 
 
 def load(
-    config: RunConfig, peft: PeftConfig | None, ds_config: dict[str, Any] | None = None
+    config: RunConfig,
+    peft: PeftConfig | None,
+    ds_config: dict[str, Any] | None = None,
+    zo: ZoConfig | None = None,
 ) -> Parts:
     """Load the model of a configuration, sharded over all ranks. A collective.
 
@@ -219,9 +216,10 @@ def load(
         config: of a run, or of a model.
         peft: the adapter of the model; None if it has none.
         ds_config: the DeepSpeed JSON, if it is known.
+        zo: of training; None changes no weight.
     """
     logger.info("loading %s", config.model.path)
-    return load_parts(config, ds_config or prepare(config), peft)
+    return load_parts(config, ds_config or prepare(config), peft, zo)
 
 
 def prepare(config: RunConfig) -> dict[str, Any]:
@@ -261,9 +259,9 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
         )
     distributed.on_rank_zero(lambda: assert_same_model_config(header, config.model.path))
     # An adapter begins with values of this seed, whatever seed a command samples with.
-    shared = shared_by(distributed.world_size(), replace(config, seed=header.config["seed"]))
-    peft = config.peft if config.method in TRAINED else None
-    engine = ReplayEngine(load(shared, peft), config.zo)
+    seeded = config.model_copy(update={"seed": header.config["seed"]})
+    shared = shared_by(distributed.world_size(), seeded)
+    engine = ReplayEngine(load(shared, config.peft, zo=config.zo), config.zo)
     facts = (engine.base.fingerprint, engine.base.table_hash)
     if facts != (header.model_fingerprint, header.parameter_table_hash):
         raise UserError(
@@ -272,9 +270,6 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
             fix="add model.path=... with the directory of the base model",
         )
     snapshots = run.directory.snapshots
-    if config.method == "adamw" and step > 0:
-        engine.load_model(snapshot_path(snapshots, step), step)
-        return engine
     engine.load_checkpoint(snapshots, steps_of(run.records), step, run.owner)
     return engine
 
@@ -283,8 +278,8 @@ def _assert_same_model(
     model: str, sections: Mapping[str, Any], overrides: Sequence[str], moving_key: str
 ) -> None:
     """Refuse overrides, but of `moving_key`, that would make another model of what is opened."""
-    values = READER.flatten(sections)
-    for key, value in map(READER.override, overrides):
+    values = flatten(sections)
+    for key, value in map(read_override, overrides):
         if key in values and key != moving_key and value != values[key]:
             raise UserError(
                 f"{key} of {model} is {values[key]} and cannot be {value}", fix=f"remove {key}=..."
@@ -319,11 +314,14 @@ def _load_adapter(engine: ModelEngine, directory: Path, base: str | None) -> Non
     load_weights(engine.sharded, directory)
 
 
-def recipe_of(reading: ReadingConfig) -> dict[str, Any]:
+def recipe_of(config: RunConfig) -> dict[str, Any]:
     """Return the keys by which an exported model reads a record, for its manifest."""
-    sections = {"data": asdict(reading.data), "generation": asdict(reading.generation)}
-    values = READER.flatten(sections)
-    return {key: values[key] for key in _RECIPE}
+    values = config.model_dump()
+    recipe = {}
+    for key in sorted(keys_with("of_export")):
+        section, _, name = key.partition(".")
+        recipe[key] = values[section][name]
+    return recipe
 
 
 def score(opened: Opened, split: str) -> dict[str, Any]:
@@ -333,14 +331,15 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         What --json prints.
     """
     opened.refuse_code("data.task", "data.metric", "train.objective")
-    reading = opened.reading
-    check_reading(reading)
-    data = reading.data
-    is_only_tested = "model" in opened.source and reading.method == "zero_shot" and split == "test"
-    if is_only_tested and not data.train:
+    config = opened.config
+    check_data(config)
+    data = config.data
+    is_only_tested = "model" in opened.source and split == "test"
+    if is_only_tested and not data.train and data.num_demonstrations == 0:
         # A directory may have only a few training and validation examples.
-        reading = reading._replace(data=replace(data, num_train=1, num_dev=1))
-    reader, splits = load_examples(reading)
+        data = data.model_copy(update={"num_train": 1, "num_dev": 1})
+        config = config.model_copy(update={"data": data})
+    reader, splits = load_examples(config)
     chosen = reader.encode(splits.dev if split == "dev" else splits.test)
     if split == "test":
         warn_of_unreachable(reader, chosen)
@@ -349,11 +348,11 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
             "the %s examples have changed since the run: this score does not compare with its own",
             split,
         )
-    result = evaluate(opened.load_engine(), reader, chosen, reading.batch_size)
+    result = evaluate(opened.load_engine(), reader, chosen, config.train.eval_batch_size)
     return {
         **opened.source,
         "task": reader.task.name,
-        "method": reading.method,
+        "num_demonstrations": data.num_demonstrations,
         "protocol": data.protocol,
         "split": split,
         "num_examples": len(chosen.examples),
@@ -362,7 +361,7 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         "majority_class": result.majority_class,
         "macro_f1": result.macro_f1,
         "by_label": asdict(result)["by_label"],
-        "objective": reading.objective,
+        "objective": config.train.objective,
         "loss": result.loss,
     }
 

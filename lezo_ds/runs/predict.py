@@ -33,7 +33,6 @@ import pyarrow as pa
 from pyarrow.parquet import ParquetFile, ParquetWriter
 
 from lezo_ds import distributed
-from lezo_ds.config import find_task
 from lezo_ds.data.evaluation import OF_LABEL, PREDICTED, PROBABILITY, predict
 from lezo_ds.data.reader import load_reader
 from lezo_ds.data.splits import checked_example
@@ -46,6 +45,7 @@ from lezo_ds.data.tables import (
     layout_of,
     read_file,
 )
+from lezo_ds.data.task_data import find_task
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, remove_directory, sync, write_output
 from lezo_ds.runs.directory import RunDirectory
@@ -99,15 +99,18 @@ def predict_file(
         LezoError: the output cannot be written.
     """
     opened.refuse_code("data.task")
-    reading = opened.fitted()
-    data = reading.data
+    config = opened.fitted()
+    data = config.data
+    if data.num_demonstrations > 0:
+        raise UserError("predict shows no solved examples", fix="set data.num_demonstrations=0")
     label_field = data.label_field
     if label_field is None and (data.labels or data.choices):
         label_field = "label"  # that of the right answer, if records have one
     # No metric of the user's is needed. A record that cannot be used is an error, since each needs
     # its row in the output.
-    data = replace(data, metric=None, label_field=label_field, skip_unusable=False)
-    reading = reading._replace(data=data)
+    changes = {"metric": None, "label_field": label_field, "skip_unusable": False}
+    data = data.model_copy(update=changes)
+    config = config.model_copy(update={"data": data})
     task = find_task(data).unanswered()
     if (probabilities or threshold) and not task.has_classes:
         raise UserError(
@@ -115,8 +118,8 @@ def predict_file(
             fix="remove them",
         )
     taken = (PREDICTED, PROBABILITY, OF_LABEL) if probabilities else (PREDICTED, PROBABILITY)
-    batch_size = reading.batch_size
-    encoding = data.encoding
+    batch_size = config.train.eval_batch_size
+    encoding = data.encoding or "utf-8"
     size = _BATCHES_A_CHUNK * batch_size
     folder = RunDirectory(f"{out}.part")
     chunks = []
@@ -125,10 +128,10 @@ def predict_file(
             lambda: _check_files(task, source, out, encoding, taken)
         )
         distributed.on_rank_zero(lambda: lock.enter_context(folder.locked()))
-        reader = load_reader(task, reading.model, data, reading.generation)
+        reader = load_reader(task, config.model.path, data, config.generation)
         engine = opened.load_engine()
         settings: list[object] = [probabilities, threshold]
-        settings += [recipe_of(reading), batch_size, engine.weights.digest()]
+        settings += [recipe_of(config), batch_size, engine.weights.digest()]
         records = _records(task, source, encoding, taken)
         with progress_bar(num_records, is_shown=distributed.rank() == 0, unit="record") as bar:
             for start in range(0, num_records, size):

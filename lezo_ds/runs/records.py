@@ -30,10 +30,11 @@ import lezo_ds
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.checkpoints.sharded_model import BaseModel
-from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots, read_manifest, snapshot_path
-from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, may_differ_on_resume
+from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots
+from lezo_ds.config import RunConfig, config_from_dict, may_differ_on_resume
 from lezo_ds.config.deepspeed import tensor_parallel_of
-from lezo_ds.config.schema import READER
+from lezo_ds.config.load import default_of
+from lezo_ds.config.schema import KEYS
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import read_regular
@@ -76,7 +77,7 @@ def make_header(
         parameter_table: hash of the parameters' names, ids and shapes.
     """
     model = resolve_model(config.model.path)
-    inputs = config_to_dict(config)
+    inputs = config.model_dump()
     del inputs["run_dir"]
     tokenizer = hashlib.sha256()
     for file in sorted(model.iterdir()):
@@ -118,7 +119,8 @@ def with_start_date(config: RunConfig) -> RunConfig:
     if recorded is not None:
         data = recorded.header.config.get("data")
         day = data.get("date") if isinstance(data, dict) else None
-    return replace(config, data=replace(config.data, date=day))
+    data = config.data.model_copy(update={"date": day})
+    return config.model_copy(update={"data": data})
 
 
 def config_of(
@@ -140,19 +142,19 @@ def config_of(
     """
     recorded = {key: value for key, value in header.config.items() if key not in _INPUTS}
     where = f"run {run_dir}"
-    # A run without data.splits is older than it.
-    values = {"data.splits": "random", **READER.flatten(recorded), "run_dir": str(run_dir)}
+    values = {**recorded, "run_dir": str(run_dir)}
     # A refusal names both versions: an older one had keys and values that are gone.
     version = header.libraries.get("lezo_ds")
     if version != lezo_ds.__version__:
         where += f" (written by lezo_ds {version}; this is {lezo_ds.__version__})"
-    config = config_from_dict(values, where, overrides, recorded=True)
+    config = config_from_dict(values, where, overrides)
     # No step follows. So the schedule, which may be in a module of anyone, decides nothing.
-    replayed = replace(config, zo=replace(config.zo, lr_schedule="constant"))
+    constant = config.zo.model_copy(update={"lr_schedule": "constant"})
+    replayed = config.model_copy(update={"zo": constant})
     may_differ = may_differ_on_resume(replayed).union(reading_keys)
     permitted = [each for each in overrides if each.partition("=")[0] in may_differ]
-    unchanged = config_from_dict(values, where, permitted, recorded=True)
-    for key, old, new in _differences(config_to_dict(unchanged), config_to_dict(config)):
+    unchanged = config_from_dict(values, where, permitted)
+    for key, old, new in _differences(unchanged.model_dump(), config.model_dump()):
         raise UserError(
             f"{key} of {where} is {old} and cannot be {new}: a run keeps what it was trained with",
             fix=f"remove {key}=...",
@@ -192,7 +194,7 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
     _refuse_older_training(recorded, ours)
     for key, old, new in _differences(_inputs_of(recorded), _inputs_of(ours)):
         # A key that is younger than the run had its default.
-        default = _SHORT.repr(READER.keys.get(key, {}).get("default"))
+        default = _SHORT.repr(default_of(key) if key in KEYS else None)
         had_default = old == _SHORT.repr("absent") and new == default
         if key in may_differ or had_default:
             continue
@@ -235,6 +237,10 @@ def _inputs_to_add(key: str, recorded: Header) -> str:
         older = recorded.config["generation"]
         stop = shlex.quote(f"generation.stop={json.dumps(older['stop'])}")
         return f"add {stop} generation.max_new_tokens={older['max_new_tokens']}"
+    if key == "train.steps":
+        steps = recorded.config["train"]["steps"]
+        schedule = recorded.config["zo"]["lr_schedule"]
+        return f"add train.steps={steps}, since zo.lr_schedule={schedule} depends on the number"
     if key == "zo.probes_per_pass":
         return f"add {key}={recorded.config['zo']['probes_per_pass']}"
     data = recorded.config.get("data")
@@ -466,12 +472,6 @@ class RecordedRun(RunRecords):
             found = best.step
         available: Sequence[int] = range(self.num_steps + 1)
         expected = f"0 to {self.num_steps}"
-        if self.config.method == "adamw" and found != 0:  # the base model needs no snapshot
-            root = self.directory.snapshots
-            own, _ = own_snapshots(root, self.owner)
-            available = [number for number in own if read_manifest(snapshot_path(root, number))]
-            shown = ", ".join(map(str, available)) or "none, as with train.keep_snapshots=0"
-            expected = f"a step with a snapshot ({shown})"
         if found is None or found not in available:
             raise UserError(
                 f"run {run_dir} has no step {step}", fix=f"set --step to best, last, or {expected}"
@@ -533,12 +533,6 @@ def check_records(
         UserError: the inputs are not those of the run, it has more steps already, or AdamW's
             checkpoint has another number of ranks.
     """
-    if config.method == "adamw" and config.partition_size not in (None, num_ranks):
-        raise UserError(
-            "method adamw shards the weights among all ranks; "
-            f"partition_size={config.partition_size}",
-            fix="set partition_size=null",
-        )
     recorded = _read_records(directory)
     if recorded is None:
         return

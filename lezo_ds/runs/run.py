@@ -73,7 +73,7 @@ from lezo_ds.checkpoints.snapshots import (
     remove_snapshots,
     snapshot_path,
 )
-from lezo_ds.config import TRAINED, RunConfig, eval_every
+from lezo_ds.config import RunConfig, eval_every
 from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.data.prefetch import StepBatches
 from lezo_ds.data.task_data import TaskData
@@ -139,9 +139,7 @@ class Run(ABC):
         self.engine = engine
         self.monitors = Monitors()
         self.evaluations: list[EvaluationRecord] = []
-        self.num_steps = 0
-        if config.method in TRAINED:
-            self.num_steps = config.train.steps or 0
+        self.num_steps = config.train.steps or 0
         self.num_done = 0
         self.eval_every = eval_every(config)
         self.has_stop_file = False
@@ -414,7 +412,7 @@ class Run(ABC):
         """Return whether the weights before the first step are restored from a snapshot."""
         # A prefix starts from activations of the base model. Another machine rounds these
         # differently, so a replay there needs their exact bits.
-        return self.config.method in TRAINED and self.config.peft.kind == "prefix"
+        return self.config.peft.kind == "prefix"
 
     def save(self) -> None:
         """Write a snapshot of the current step, and what a run resumes from, unless it is there."""
@@ -491,19 +489,18 @@ class Run(ABC):
         tests = [evaluation for evaluation in self.evaluations if evaluation.split == "test"]
         scores: dict[int | None, dict[str, float]] = {test.step: test.metrics for test in tests}
         of_base = scores.get(0, {})
-        of_result = scores.get(best_step, {}) if config.method in TRAINED else of_base
+        of_result = scores.get(best_step, {})
         early_stop_step = None
         if self.num_done < self.num_steps and self.has_lost_patience():
             early_stop_step = self.num_done
         return RunResults(
             task=self.data.task.name,
-            method=config.method,
+            method="mezo" if config.zo.sparsity == 0 else "lezo",
             peft=config.peft.kind,
             metric=metric,
             protocol=config.data.protocol,
             finished=is_finished,
-            # In-context learning (icl) has examples in its prompts.
-            zero_shot=None if config.method == "icl" else of_base.get(metric),
+            zero_shot=of_base.get(metric),
             test=of_result.get(metric),
             majority_class=of_base.get(MAJORITY_CLASS),
             macro_f1=of_result.get(MACRO_F1),

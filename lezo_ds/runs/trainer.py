@@ -19,10 +19,10 @@ from typing import Any
 from lezo_ds import distributed
 from lezo_ds.agreement import assert_same
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, make_layer_policy, trained_part, with_steps
+from lezo_ds.config import RunConfig, check_training, make_layer_policy, trained_part, with_steps
 from lezo_ds.config.deepspeed import check_shares
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.engine import LezoEngine, ReplayEngine
+from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError, require_package
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.monitors import Monitors, monitor_sections, without_monitors
@@ -44,6 +44,7 @@ def train(config: RunConfig) -> RunResults:
         UserError: bad input. It is found before weights are loaded.
         LezoError: see `Run.execute`.
     """
+    check_training(config)
     nothing_done = distributed.lost_ranks_reported(
         lambda: "last good step: none, the run was starting"
     )
@@ -62,18 +63,8 @@ def train(config: RunConfig) -> RunResults:
         distributed.on_rank_zero(lambda: monitors.start(config, directory, ds_config))
         ds_config = without_monitors(ds_config)
         run: Run
-        if config.method == "adamw":
-            from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
-
-            logger.info("loading %s", config.model.path)
-            first_order = initialize_first_order(config, ds_config)
-            run = FirstOrderRun(config, data, directory, first_order)
-        elif config.elastic.lighthouse is None:
-            engine: ReplayEngine
-            if config.method in ZEROTH_ORDER:
-                engine = make_engine(config, ds_config)
-            else:  # the model is scored, and has no steps
-                engine = ReplayEngine(load(config, None, ds_config), config.zo)
+        if config.elastic.lighthouse is None:
+            engine = make_engine(config, ds_config)
             run = ZerothOrderRun(config, data, directory, engine)
         else:
             # torchft is an extra, and only replicas load it.
@@ -120,9 +111,8 @@ def check_run(
         The directory of the run, which is the first free one for a replica.
     """
     _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
-    if config.method in ZEROTH_ORDER:
-        trains_outside = trained_part(config.zo) == "all"
-        make_layer_policy(config.zo, layout.num_blocks, trains_outside=trains_outside)
+    trains_outside = trained_part(config.zo) == "all"
+    make_layer_policy(config.zo, layout.num_blocks, trains_outside=trains_outside)
     directory = RunDirectory(config.run_dir)
     if directory.path.is_file():
         raise UserError(f"run_dir {directory.path} is a file", fix="set another run_dir")
@@ -138,5 +128,5 @@ def check_run(
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
     """Load the model of a run of LeZO, sharded over all ranks, to train it. A collective."""
-    parts = load(config, config.peft, ds_config)
+    parts = load(config, config.peft, ds_config, config.zo)
     return LezoEngine(parts, config.zo, config.seed, config.train.steps)

@@ -8,7 +8,9 @@ dry run then checks the recipe before it is written. recipe.jinja is its templat
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import shlex
 from argparse import Namespace
 from collections import Counter
@@ -22,9 +24,7 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
-from lezo_ds.config import Dtype, RunConfig, config_from_dict
-from lezo_ds.config.run_config import tokens_of_turn
-from lezo_ds.config.yaml_text import inline_yaml, load_written
+from lezo_ds.config import Dtype, RunConfig, config_from_dict, load_yaml
 from lezo_ds.data.batches import shared_candidates
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import READERS, UTF_8, kind_of
@@ -135,7 +135,7 @@ class _Draft:
     def config(self) -> RunConfig:
         """Return the configuration that the recipe stands for."""
         target = self.arguments.out
-        return config_from_dict(load_written(_recipe(self)), str(target), folder=target.parent)
+        return config_from_dict(load_yaml(_recipe(self)), str(target), folder=target.parent)
 
     def with_short_labels(self, data: TaskData) -> TaskData:
         """Let tokens stand for labels where that works. Return the data with them."""
@@ -319,7 +319,9 @@ def best_plan(plan: Plan, gpu_bytes: float) -> tuple[Plan, str]:
         with the weights in the host's memory, and what the problem is and what may help.
     """
     usable = _USABLE_PART * gpu_bytes
-    stochastic = plan.changed(zo=replace(plan.config.zo, update_precision="stochastic"))
+    stochastic = plan.changed(
+        zo=plan.config.zo.model_copy(update={"update_precision": "stochastic"})
+    )
     for run, size in ((plan, usable), (stochastic, usable), (stochastic, gpu_bytes)):
         best = run.ways(size)[0]
         if best.fits(size):
@@ -418,12 +420,12 @@ def _recipe(draft: _Draft) -> str:
     return filled_template(
         Path(__file__).with_name("recipe.jinja"),
         draft=draft,
-        yaml=inline_yaml,
+        yaml=_inline_yaml,
         name=Path(draft.arguments.data).stem,
         dtype=dtype,
         max_length=max_length,
         in_turns=has_lines or "messages" in task or "chat_template" in task,
-        tokens_of_turn=tokens_of_turn(max_length),
+        tokens_of_turn=max(1, min(256, max_length // 2)),
         shrinking=min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5),
         batch_share=size.examples / _BATCH_SIZE,  # the best rate is in proportion (docs/results.md)
         lezo_scale=_SCALES[dtype],
@@ -433,6 +435,16 @@ def _recipe(draft: _Draft) -> str:
             "deepspeed": "zero3_cpu" if machine.gpu_bytes is None else f"zero3_{dtype}",
             **draft.sharing,
         },
+    )
+
+
+def _inline_yaml(value: Any) -> str:
+    """Return YAML of a text, number, list or map on one line, with all texts in double quotes."""
+    line = json.dumps(value, ensure_ascii=False)  # JSON is YAML, but for some characters
+    return re.sub(
+        "[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]",
+        lambda found: f"\\u{ord(found[0]):04x}",
+        line,
     )
 
 

@@ -23,13 +23,13 @@ import signal
 import subprocess
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_to_dict, flatten, load_config
+from lezo_ds.config import RunConfig, flatten, load_config
 from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.files import failures_named, make_directory, write_atomically
@@ -89,8 +89,9 @@ class SweepRun:
         except DAMAGE:  # the run repairs it
             return False
         # A run in a chat records the day on which it started.
-        data = replace(self.config.data, date=self.config.data.date or recorded.data.date)
-        return recorded == replace(self.config, data=data)
+        day = self.config.data.date or recorded.data.date
+        data = self.config.data.model_copy(update={"date": day})
+        return recorded == self.config.model_copy(update={"data": data})
 
 
 def main(arguments: Namespace) -> None:
@@ -144,7 +145,7 @@ def plan_sweep(
         for (axis_keys, _), value in zip(axes, values, strict=True):
             changes += [f"{key}={value}" for key in axis_keys]
         # The name has the values as they were read: 1e-6 and 0.000001 are the same run.
-        flat = flatten(config_to_dict(load_config(recipe, [*changes, f"run_dir={directory}"])))
+        flat = flatten(load_config(recipe, [*changes, f"run_dir={directory}"]).model_dump())
         name = ",".join(f"{axis_keys[0]}={flat[axis_keys[0]]}" for axis_keys, _ in axes)
         name = re.sub(r"[^\w.+,=-]", "-", name) or "run"
         settings = {key: flat[key] for key in keys}
@@ -157,8 +158,7 @@ def plan_sweep(
         if name in runs:
             problem = f"two runs of the grid are the same: {name}"
             raise UserError(problem, fix="remove one of the two values")
-        if flat["method"] in ZEROTH_ORDER:
-            changes.insert(0, "train.keep_snapshots=0")  # a later value of the key counts instead
+        changes.insert(0, "train.keep_snapshots=0")  # a later value of the key counts instead
         changes.append(f"run_dir={directory / name}")
         runs[name] = SweepRun(
             settings=settings,
@@ -178,7 +178,7 @@ def values_around(key: str, recipe: str, directory: Path, overrides: Sequence[st
         UserError: The recipe has no number above 0 under this key.
     """
     config = load_config(recipe, [*overrides, f"run_dir={directory}"])
-    value = flatten(config_to_dict(config)).get(key)
+    value = flatten(config.model_dump()).get(key)
     if not isinstance(value, float) or value <= 0:
         raise UserError(
             f"--tune {key} needs a number above 0 to start from",
