@@ -5,7 +5,6 @@ from __future__ import annotations
 from lezo_ds.config import RunConfig
 
 _ESTIMATORS = {
-    "one-sided": "one-sided",
     "fzoo": "FZOO",
     "grzo": "GRZO",
     "evolution-strategies": "evolution strategies",
@@ -16,7 +15,8 @@ def method_name(config: RunConfig) -> str:
     """Return the name of a run's method, such as "LeZO" or "FZOO, rank 1, lora"."""
     zo = config.zo
     if zo.learning_rate is None:
-        return "in-context learning" if config.method == "icl" else "zero-shot"
+        number = config.data.num_demonstrations
+        return f"{number} demonstrations" if number else "zero-shot"
     name = _ESTIMATORS.get(zo.estimator, zo.estimator)
     if zo.estimator == "spsa":
         name = "LeZO" if zo.sparsity else "MeZO"

@@ -60,7 +60,6 @@ from lezo_ds.checkpoints.checkpoint import DTYPES, build_model, build_on_meta, r
 from lezo_ds.checkpoints.snapshots import MAX_FILE_BYTES
 from lezo_ds.config import (
     RunConfig,
-    check_training,
     config_from_dict,
     make_layer_policy,
     num_directions,
@@ -150,7 +149,6 @@ def dry_run(
     Raises:
         UserError: The run would be refused. If the question is what fits, the lines come first.
     """
-    check_training(config)
     num_ranks = num_gpus or distributed.world_size()
     has_gpu = distributed.device().type != "cpu"
     on_gpu = has_gpu or num_gpus is not None or gpu_memory is not None
@@ -189,9 +187,14 @@ def dry_run(
         yield from example_lines(data, 1)
         if refusal is None:
             seconds = step_seconds or measured_step(plan, data)
-            yield from _time_lines(config, seconds)
+            yield from time_lines(config, seconds)
     if refusal is not None:
         raise refusal
+
+
+def examples_of(config: RunConfig, number: int) -> Iterator[str]:
+    """Yield the `example_lines` of a recipe, which needs no keys of training."""
+    yield from example_lines(load_task_data(config), number)
 
 
 def example_lines(data: TaskData, number: int) -> Iterator[str]:
@@ -266,7 +269,7 @@ def _way_lines(plan: Plan, gpu_memory: float | None) -> Iterator[str]:
         yield f"a way         {keys}: {needs}, {fits}"
 
 
-def _time_lines(config: RunConfig, step_seconds: float | None) -> Iterator[str]:
+def time_lines(config: RunConfig, step_seconds: float | None) -> Iterator[str]:
     """Yield the time of all steps, from that of one."""
     if step_seconds is None:
         yield "time          not measured: for that, start the dry run as the run, where it fits"

@@ -23,8 +23,8 @@ from typing import Any
 import pandas as pd
 
 from lezo_ds import files
-from lezo_ds.config import config_from_dict, config_to_dict, flatten, load_yaml
-from lezo_ds.config.schema import READER
+from lezo_ds.config import config_from_dict, flatten, keys_with, load_yaml
+from lezo_ds.config.schema import KEYS
 from lezo_ds.errors import UserError, one_line, require_package
 from lezo_ds.journal import scan_journal
 from lezo_ds.runs.directory import RunDirectory
@@ -133,14 +133,14 @@ def _read_run(directory: Path) -> dict[str, Any]:
     """
     run = RunDirectory(directory)
     values = load_yaml(files.read_regular(run.config).decode())
-    config = config_from_dict(values, str(directory), recorded=True)
+    config = config_from_dict(values, str(directory))
     curve, metric = _read_curve(run.metrics)
     row: dict[str, Any] = dict.fromkeys(RunResults.__dataclass_fields__)
     row |= {"metric": metric, "steps": max(curve["step"], default=0), "by_label": {}}
     results = RunResults.read(run.results)
     if results is not None:
         row |= vars(results)
-    row |= {key: str(value) for key, value in flatten(config_to_dict(config)).items()}
+    row |= {key: str(value) for key, value in flatten(config.model_dump()).items()}
     row |= {"base": row["model_fingerprint"], "state": "", "adapter": None, "answers": []}
     if run.journal.exists():
         header = next(scan_journal(run.journal)).item
@@ -194,8 +194,8 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
     Runs of one name are averaged. A run that has other test examples than the first one of its name
     and data.seed, which draws them, or that repeats its seeds, has a name of its own.
     """
-    ignored = (READER.may_differ - _DECISIVE) | {*SEEDS, "data.task"}
-    keys = ["base", "adapter", *(key for key in READER.keys if key in runs and key not in ignored)]
+    ignored = (keys_with("may_differ_on_resume") - _DECISIVE) | {*SEEDS, "data.task"}
+    keys = ["base", "adapter", *(key for key in KEYS if key in runs and key not in ignored)]
     names = runs["method"].copy()
     for _, group in runs.groupby([*SECTION, "method"], sort=False):
         varying = [key for key in keys if group[key].nunique(dropna=False) > 1]
