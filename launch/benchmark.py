@@ -52,7 +52,7 @@ from transformers import AutoModelForCausalLM
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, resolve_model
 from lezo_ds.cli import end_process_after
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, load_config, make_law
+from lezo_ds.config import RunConfig, ZoConfig, check_world, load_config, make_law
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.generation import generate
 from lezo_ds.data.objectives import classification_loss
@@ -127,13 +127,21 @@ class Inputs:
         match kind:
             case "tensor_parallel":
                 ranks = distributed.world_size()
-                config = replace(config, tensor_parallel=ranks, partition_size=None, deepspeed=None)
+                config = config.model_copy(
+                    update={"tensor_parallel": ranks, "partition_size": None, "deepspeed": None}
+                )
             case "low_rank":  # trains nothing but matrices of the blocks
-                config = replace(config, zo=replace(config.zo, noise_rank=1))
+                config = config.model_copy(
+                    update={"zo": config.zo.model_copy(update={"noise_rank": 1})}
+                )
             case "int8":
-                config = replace(config, model=replace(config.model, bits=8))
+                config = config.model_copy(
+                    update={"model": config.model.model_copy(update={"bits": 8})}
+                )
             case "int4":
-                config = replace(config, model=replace(config.model, bits=4))
+                config = config.model_copy(
+                    update={"model": config.model.model_copy(update={"bits": 4})}
+                )
             case _:
                 kind = "ours"
         if kind not in self.engines:
@@ -232,9 +240,8 @@ def recipe_inputs(config: RunConfig) -> Inputs:
         UserError: MeZO's code cannot do the recipe's steps.
     """
     trains_all_weights = config.peft.kind == "none" and not config.zo.only_blocks
-    is_zeroth_order = config.method in ZEROTH_ORDER
-    if not (is_zeroth_order and trains_all_weights and config.train.objective == "task"):
-        fix = "set method=lezo peft.kind=none zo.only_blocks=false train.objective=task"
+    if not (trains_all_weights and config.train.objective == "task"):
+        fix = "set peft.kind=none zo.only_blocks=false train.objective=task"
         raise UserError("the benchmark compares steps on all weights with MeZO's code", fix=fix)
     ranks = distributed.world_size()
     check_world(config, ranks)
@@ -254,7 +261,9 @@ def recipe_inputs(config: RunConfig) -> Inputs:
         size = config.train.micro_batch_size
         if layout == "common":
             size *= ranks  # so that a rank runs as many rows as with layout "ours"
-        sized = replace(config, train=replace(config.train, micro_batch_size=size))
+        sized = config.model_copy(
+            update={"train": config.train.model_copy(update={"micro_batch_size": size})}
+        )
         return list(data.step_batch(sized, step))
 
     mean_length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
@@ -317,8 +326,8 @@ def write_random_model(shape: str, dtype: str, folder: Path) -> None:
 
 def random_inputs(shape: str, task: str, config: RunConfig, folder: Path) -> Inputs:
     """Return the random model in `folder`, and one batch of random tokens of the same length."""
-    model = replace(config.model, path=str(folder))
-    config = replace(config, run_dir=str(folder), model=model)
+    model = config.model.model_copy(update={"path": str(folder)})
+    config = config.model_copy(update={"run_dir": str(folder), "model": model})
     num_tokens = NUM_TOKENS[task]
     generator = torch.Generator().manual_seed(num_tokens)
     # A prompt and the one token of a candidate are num_tokens together.

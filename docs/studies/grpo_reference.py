@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from lezo_ds.config import load_config
-from lezo_ds.config.components import find_task
 from lezo_ds.config.paths import ROOT
 from lezo_ds.data.splits import load_splits
+from lezo_ds.data.task_data import find_task
 from lezo_ds.tasks.base import Example
 
 RECIPE = ROOT / "launch" / "recipes" / "keywords.yaml"

@@ -23,11 +23,11 @@ from lezo_ds.config.names import fix_of_unknown
 from lezo_ds.config.paths import expand, find_file, resolve_path, shipped_files
 from lezo_ds.config.schema import KEYS, SECTIONS, RunConfig, keys_with
 from lezo_ds.config.yaml_text import MAX_CHARACTERS, YamlError, load_yaml
-from lezo_ds.errors import UserError, cut, did_you_mean
+from lezo_ds.errors import UserError, did_you_mean
 from lezo_ds.registry import FOLDERS
+from lezo_ds.user_code import shown
 
 _WIDTH = 96  # of the help text, in columns
-_SHOWN_CHARACTERS = 200  # of a value that is refused
 
 # How to mend a value, by pydantic's type of the error.
 _FIXES = {
@@ -175,7 +175,7 @@ def read_override(assignment: str) -> tuple[str, Any]:
             return key, load_yaml(value)
         except YamlError as error:
             raise UserError(
-                f"{cut(assignment, _SHOWN_CHARACTERS)} is not YAML: {error}",
+                f"{shown(assignment)} is not YAML: {error}",
                 fix=f"quote all of it: '{key}=...', with double quotes around each text",
             ) from error
     if list in types:
@@ -205,15 +205,10 @@ def describe(section: str | None = None) -> str:
 def _describe_key(key: str) -> str:
     """Return a paragraph: the key's default, what it takes, and what it means."""
     default = default_of(key)
-    shown = "required" if default is PydanticUndefined else f"default {json.dumps(default)}"
-    title = f"{key} ({shown}; {expected(key)})"
+    needed = "required" if default is PydanticUndefined else f"default {json.dumps(default)}"
+    title = textwrap.fill(f"{key} ({needed}; {expected(key)})", _WIDTH, subsequent_indent="    ")
     meaning = textwrap.fill(" ".join(str(KEYS[key].description).split()), _WIDTH - 4)
-    return "\n".join(
-        [
-            textwrap.fill(title, _WIDTH, subsequent_indent="    "),
-            textwrap.indent(meaning, "    "),
-        ]
-    )
+    return f"{title}\n{textwrap.indent(meaning, '    ')}"
 
 
 def default_of(key: str) -> Any:
@@ -262,9 +257,8 @@ def _set(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for name in parents:
         inner = values.get(name)
         if inner is not None and not isinstance(inner, Mapping):
-            shown = cut(str(inner), _SHOWN_CHARACTERS)
             raise UserError(
-                f"unknown key {'.'.join(map(str, path))}: {name} is {shown}",
+                f"unknown key {'.'.join(map(str, path))}: {name} is {shown(inner)}",
                 fix="remove one of them",
             )
         values[name] = dict(inner or {})
@@ -295,9 +289,8 @@ def _refusal(problems: Sequence[ErrorDetails], where: str) -> UserError:
     key = max(known, key=len)
     of_key = [each for each in problems if ".".join(map(str, each["loc"])).startswith(key)]
     problem = max(of_key, key=lambda each: len(each["loc"]))  # the alternative that fits best
-    value = problem["input"]
-    shown = cut(json.dumps(value, ensure_ascii=False, default=str), _SHOWN_CHARACTERS)
-    return UserError(f"{key}={shown} in {where}: {problem['msg']}", fix=_fix(key, problem))
+    value = shown(problem["input"])
+    return UserError(f"{key}={value} in {where}: {problem['msg']}", fix=_fix(key, problem))
 
 
 def _fix(key: str, problem: ErrorDetails) -> str:

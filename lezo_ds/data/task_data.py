@@ -217,9 +217,9 @@ def find_task(data: DataConfig) -> Task:
         described = {field.name: getattr(data, field.name) for field in fields(Description)}
         task = make_task(Description(**described))
     else:
-        named = TASKS.find(data.task)
-        is_class = isinstance(named, type)
-        task = call_of_user(f"data.task={data.task}", named) if is_class else named
+        task = TASKS.find(data.task)
+    if isinstance(task, type):
+        task = call_of_user(f"data.task={data.task}", task)
     if data.metric is not None:
         task = replace(task, metric=data.metric)
     find_score(task)

@@ -13,6 +13,7 @@ import torch
 from assets import REPOSITORY
 from deepspeed.accelerator import get_accelerator
 from eager_noise import draw, join_master
+from lezo_ds.runs.first_order import initialize_first_order
 from own_memory import forget_peak, needs_peak, peak_memory
 from peft import LoraConfig
 from ranks import run_ranks
@@ -36,7 +37,6 @@ from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, open_weights, 
 from lezo_ds.config import PeftConfig, ZoConfig, config_from_dict
 from lezo_ds.errors import UserError
 from lezo_ds.forward.dense import DenseDirections
-from lezo_ds.runs.first_order import initialize_first_order
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import Bundle, GatherAhead
 from lezo_ds.sharding.parameters import parameter_ids

@@ -20,7 +20,7 @@ from run_ends import STEP, digest_after, results_of
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.checkpoints.snapshots import read_manifest
-from lezo_ds.config.run_config import load_config
+from lezo_ds.config import load_config
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.runs import export as exporting
@@ -84,7 +84,7 @@ def test_generate_of_an_exported_chat_differs_in_the_end_of_a_turn_alone(setting
         (model / "generation_config.json").write_text(json.dumps(settings))
     values = own_values(model, train=str(tmp_path / "chats.jsonl"), messages="turns")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
-    texts = own_texts(load_config(tmp_path / "recipe.yaml", [f"run_dir={tmp_path}"]).reading)
+    texts = own_texts(load_config(tmp_path / "recipe.yaml", [f"run_dir={tmp_path}"]))
     before = AutoModelForCausalLM.from_pretrained(model).generation_config.to_diff_dict()
     for name, text in texts.items():
         (model / name).write_text(text)
@@ -307,13 +307,15 @@ def test_the_card_of_an_adapter_loads_it_into_its_base_model(finished):
     run = read_run(finished)
     cards = {}
     for kind in ("lora", "prefix"):
-        peft = replace(run.config.peft, kind=kind)
-        cards[kind] = model_card(replace(run, config=replace(run.config, peft=peft)), 8, "")
+        peft = run.config.peft.model_copy(update={"kind": kind})
+        cards[kind] = model_card(
+            replace(run, config=run.config.model_copy(update={"peft": peft})), 8, ""
+        )
     base = 'AutoModelForCausalLM.from_pretrained("model")'
     assert f'`PeftModel.from_pretrained({base}, "DIR")`' in cards["lora"]
-    model = replace(run.config.model, path="owner/name@v1.2")
-    peft = replace(run.config.peft, kind="lora")
-    pinned = replace(run, config=replace(run.config, model=model, peft=peft))
+    model = run.config.model.model_copy(update={"path": "owner/name@v1.2"})
+    peft = run.config.peft.model_copy(update={"kind": "lora"})
+    pinned = replace(run, config=run.config.model_copy(update={"model": model, "peft": peft}))
     text = model_card(pinned, 8, "")
     assert 'from_pretrained("owner/name", revision="v1.2"), "DIR")`' in text
     assert "\nbase_model: owner/name\n" in text
@@ -342,12 +344,12 @@ def header_of(card):
 
 def test_the_header_of_a_card_has_what_the_hub_reads(finished, tmp_path):
     run = read_run(finished)
-    model = replace(run.config.model, path="owner/name@main")
+    model = run.config.model.model_copy(update={"path": "owner/name@main"})
     data = replace(
         run.config.data, path=None, train="some/data/config:train", test="some/data:test"
     )
-    peft = replace(run.config.peft, kind="lora", lora_rank=20)
-    config = replace(run.config, model=model, data=data, peft=peft)
+    peft = run.config.peft.model_copy(update={"kind": "lora", "lora_rank": 20})
+    config = run.config.model_copy(update={"model": model, "data": data, "peft": peft})
     (tmp_path / "README.md").write_text(LICENSED)
     card = model_card(replace(run, config=config), 8, "", license_of=tmp_path)
     assert header_of(card) == {
@@ -396,9 +398,14 @@ def test_no_string_of_a_run_becomes_markup_in_the_model_card(finished):
     assert "`sha256sum *.safetensors | sha256sum` prints\n\n    digest\n" in text
     assert f"| test | 0 | accuracy {results_of(finished)['zero_shot']:.4f}" in text
     config = run.config
-    model, data = replace(config.model, path=HOSTILE), replace(config.data, task=HOSTILE)
+    model, data = (
+        config.model.model_copy(update={"path": HOSTILE}),
+        config.data.model_copy(update={"task": HOSTILE}),
+    )
     records = [replace(record, split=HOSTILE) for record in evaluations_of(run.records)]
-    spoiled = replace(run, config=replace(config, model=model, data=data), records=records)
+    spoiled = replace(
+        run, config=config.model_copy(update={"model": model, "data": data}), records=records
+    )
     hostile = model_card(spoiled, 8, "digest")
     assert "curl" in hostile
     assert not re.search(r"\]\(http|<img|```|\| sh\b", hostile)

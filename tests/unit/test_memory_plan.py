@@ -337,8 +337,8 @@ def test_a_dry_run_checks_the_run_and_prints_the_facts(config):
     assert not Path(config.run_dir).exists() and not facts.keys() & {"not checked", "faster"}
     assert "faster        labels of one" in text_of(config, step_seconds=11)
     with pytest.raises(UserError, match="drops all 4 blocks"):
-        zo = replace(config.zo, sparsity=1, only_blocks=True)
-        text_of(replace(config, zo=zo))
+        zo = config.zo.model_copy(update={"sparsity": 1, "only_blocks": True})
+        text_of(config.model_copy(update={"zo": zo}))
 
 
 def test_a_step_is_measured_only_where_the_run_would_be_and_fits(config, monkeypatch):

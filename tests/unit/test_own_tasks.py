@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from lezo_ds.config import ZoConfig, config_from_dict, config_to_dict, find_task, make_estimator
+from lezo_ds.config import ZoConfig, config_from_dict, make_estimator
 from lezo_ds.data.metrics import load_score
+from lezo_ds.data.task_data import find_task
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message
 from lezo_ds.tasks.kinds import Classification
@@ -56,8 +57,8 @@ def test_a_map_gives_each_label_its_text_in_an_order_that_no_journal_can_change(
         example = example_of({"text": "It fails", "topic": 1}, **CLASSES | {"labels": given})
         assert (example.candidates, example.label) == ((" money", " a fault of ours"), 0)
         config = config_of(CLASSES | {"labels": given})
-        recorded = json.loads(json.dumps(config_to_dict(config), sort_keys=True))
-        assert config_from_dict(recorded, "run", recorded=True) == config
+        recorded = json.loads(json.dumps(config.model_dump(), sort_keys=True))
+        assert config_from_dict(recorded, "run") == config
 
 
 @pytest.mark.parametrize(
@@ -218,6 +219,6 @@ def test_an_answer_in_a_chat_ends_at_the_end_of_its_turn(data, objective, writte
 
 
 def test_a_run_of_0_4_in_a_chat_keeps_the_newline_that_ended_its_answers():
-    values = config_to_dict(config_of(ANSWER, generation={"stop": None, "max_new_tokens": 50}))
-    recorded = config_from_dict(values, "run", recorded=True)
+    values = config_of(ANSWER, generation={"stop": None, "max_new_tokens": 50}).model_dump()
+    recorded = config_from_dict(values, "run")
     assert (recorded.generation.stop, recorded.generation.max_new_tokens) == (None, 50)

@@ -165,7 +165,7 @@ def test_weights_are_for_rewards_alone(name):
 
 def test_a_recorded_map_of_rewards_is_code_that_the_command_must_name():
     config = config_of(ANSWER, train={"objective": {named("brevity"): 1.0}})
-    recorded = {"train.objective": config.reading.objective}
+    recorded = {"train.objective": config.train.objective}
     with pytest.raises(UserError, match="imported only if the command names it"):
         refuse_code(recorded, [])
     refuse_code(recorded, [f"train.objective={{{named('brevity')}: 1.0}}"])

@@ -14,8 +14,7 @@ from dataclasses import asdict, replace
 import psutil
 import pytest
 
-from lezo_ds.config import config_from_dict, config_to_dict, may_differ_on_resume
-from lezo_ds.config.schema import READER
+from lezo_ds.config import config_from_dict, keys_with, may_differ_on_resume
 from lezo_ds.data.evaluation import Sample
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.journal import EvaluationRecord, Header, encode_journal
@@ -43,7 +42,7 @@ def config(*overrides):
 
 def header(*overrides):
     values = {
-        key: value for key, value in config_to_dict(config(*overrides)).items() if key != "run_dir"
+        key: value for key, value in config(*overrides).model_dump().items() if key != "run_dir"
     }
     inputs = {
         "model_config": {"rope": {"theta": 1e4}},
@@ -59,6 +58,7 @@ def header(*overrides):
     )
 
 
+MAY_DIFFER = keys_with("may_differ_on_resume")
 RECORDED = header()
 
 
@@ -92,7 +92,7 @@ def inputs(**changes):
 )
 def test_the_first_input_that_differs_is_refused_with_both_values(ours, message):
     with pytest.raises(UserError, match=f"{message}.*; fix: "):
-        assert_same_run(RECORDED, ours, READER.may_differ)
+        assert_same_run(RECORDED, ours, MAY_DIFFER)
 
 
 def test_a_run_with_a_value_that_is_gone_is_refused_with_both_versions(monkeypatch, tmp_path):
@@ -143,8 +143,10 @@ def test_a_run_of_adamw_before_the_trainer_is_not_continued():
     older = replace(ours, libraries={"lezo_ds": "0.5.0"})
     younger = replace(ours, libraries={"lezo_ds": "0.6.0"})
     with pytest.raises(UserError, match=r"Trainer .* lezo_ds 0.5.0 \(this is 0.6.0\); fix: resume"):
-        assert_same_run(older, younger, READER.may_differ)
-    assert_same_run(younger, replace(ours, libraries={"lezo_ds": "0.10.0"}), READER.may_differ)
+        assert_same_run(older, younger, MAY_DIFFER)
+    assert_same_run(
+        younger, replace(ours, libraries={"lezo_ds": "0.10.0"}), keys_with("may_differ_on_resume")
+    )
 
 
 def test_a_run_of_fzoo_with_groups_is_not_continued_by_another_law():
@@ -153,12 +155,14 @@ def test_a_run_of_fzoo_with_groups_is_not_continued_by_another_law():
     younger = replace(groups, libraries={"lezo_ds": "0.6.0"})
     message = r"zo.estimator=fzoo, .* lezo_ds 0.5.0 \(this is 0.6.0\); fix: resume .* lezo_ds 0.5.0"
     with pytest.raises(UserError, match=message):
-        assert_same_run(older, younger, READER.may_differ)
-    assert_same_run(younger, younger, READER.may_differ)
+        assert_same_run(older, younger, MAY_DIFFER)
+    assert_same_run(younger, younger, MAY_DIFFER)
     for keys in (("zo.estimator=fzoo",), ("zo.examples_per_direction=1",)):
         whole = header(*LOW_RANK, *keys)
         older = replace(whole, libraries={"lezo_ds": "0.5.0"})
-        assert_same_run(older, replace(whole, libraries={"lezo_ds": "0.6.0"}), READER.may_differ)
+        assert_same_run(
+            older, replace(whole, libraries={"lezo_ds": "0.6.0"}), keys_with("may_differ_on_resume")
+        )
 
 
 def test_a_run_with_other_probes_in_a_pass_is_told_how_it_goes_on():
@@ -166,7 +170,7 @@ def test_a_run_with_other_probes_in_a_pass_is_told_how_it_goes_on():
     older = header(*LOW_RANK, "zo.probes_per_pass=2")
     fix = r"probes_per_pass differs .*it is None, and was 2; fix: add zo.probes_per_pass=2, or"
     with pytest.raises(UserError, match=fix):
-        assert_same_run(older, header(*LOW_RANK), READER.may_differ)
+        assert_same_run(older, header(*LOW_RANK), MAY_DIFFER)
     assert header().config["zo"]["probes_per_pass"] == 2  # as in all journals of dense directions
 
 
@@ -196,20 +200,20 @@ def test_a_run_that_is_older_than_a_key_had_its_default():
         name: key for name, key in RECORDED.config["data"].items() if name != "skip_unusable"
     }
     older = replace(RECORDED, config=RECORDED.config | {"data": younger})
-    assert_same_run(older, RECORDED, READER.may_differ)
+    assert_same_run(older, RECORDED, MAY_DIFFER)
     with pytest.raises(
         UserError, match=r"data.skip_unusable differs .*: it is True, and was 'absent'"
     ):
-        assert_same_run(older, header("data.skip_unusable=true"), READER.may_differ)
+        assert_same_run(older, header("data.skip_unusable=true"), MAY_DIFFER)
 
 
 def test_some_keys_may_differ_and_libraries_and_processors_may_with_a_warning(caplog):
     changes = [f"train.{name}" for name in ("steps=300", "eval_every=7", "keep_snapshots=9")]
     ours = header(*changes, "partition_size=2", "model.path=elsewhere")
-    assert_same_run(RECORDED, ours, READER.may_differ)
+    assert_same_run(RECORDED, ours, MAY_DIFFER)
     assert caplog.messages == []
     ours = replace(ours, libraries={"lezo_ds": "1", "torch": "3"}, arithmetic={"processor": "H200"})
-    assert_same_run(RECORDED, ours, READER.may_differ)
+    assert_same_run(RECORDED, ours, MAY_DIFFER)
     assert caplog.messages == [
         "processor was 'H100' when the journal was started and is 'H200' now",
         "torch was 'absent' when the journal was started and is '3' now",
@@ -440,8 +444,8 @@ def test_a_run_that_is_older_than_data_splits_is_read_and_resumed_with_its_own_s
     with pytest.raises(
         UserError, match=r"fingerprints.test differs .* fix: add data.splits=random"
     ):
-        assert_same_run(older, ours, READER.may_differ)
-    assert_same_run(older, header("data.splits=random"), READER.may_differ)
+        assert_same_run(older, ours, MAY_DIFFER)
+    assert_same_run(older, header("data.splits=random"), MAY_DIFFER)
 
 
 @pytest.mark.parametrize("text", DAMAGED)

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from lezo_ds.config import config_to_dict, with_steps
+from lezo_ds.config import with_steps
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
@@ -73,7 +73,7 @@ def finish(run, test=0.9, dev_loss=0.5, **changes):
     )
     results = replace(results, **changes)
     run.directory.mkdir(parents=True)
-    (run.directory / "config.yaml").write_text(yaml.safe_dump(config_to_dict(run.config)))
+    (run.directory / "config.yaml").write_text(yaml.safe_dump(run.config.model_dump()))
     (run.directory / "results.json").write_text(json.dumps(asdict(results)))
     scores = {f"dev_{results.metric}": 0.9, "dev_loss": dev_loss or 0.0}
     metrics = run.directory / "metrics.jsonl"
@@ -154,11 +154,17 @@ def test_a_run_in_a_chat_or_of_epochs_is_done_though_its_start_decides_its_day_a
     (run,) = plan("seed=0", overrides=["train.steps=null", "train.epochs=2"])
     finish(run)
     counted = with_steps(run.config, num_examples=100)
-    started = replace(counted, data=replace(counted.data, date="2026-01-31"))
+    started = counted.model_copy(
+        update={"data": counted.data.model_copy(update={"date": "2026-01-31"})}
+    )
     RunDirectory(str(run.directory)).write_config(started)
     assert run.is_done()
-    other_day = replace(run.config, data=replace(run.config.data, date="2026-02-01"))
-    longer = replace(run.config, train=replace(run.config.train, epochs=3))
+    other_day = run.config.model_copy(
+        update={"data": run.config.data.model_copy(update={"date": "2026-02-01"})}
+    )
+    longer = run.config.model_copy(
+        update={"train": run.config.train.model_copy(update={"epochs": 3})}
+    )
     for config in (other_day, longer):
         assert not replace(run, config=config).is_done()
 

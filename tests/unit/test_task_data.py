@@ -416,7 +416,9 @@ def test_a_reward_without_its_mark_is_found_before_weights_are_read_also_beside_
     (tmp_path / "unmarked.py").write_text(UNDECORATED)
     monkeypatch.syspath_prepend(tmp_path)
     config = config_of(assets, "sst2")
-    config = replace(config, train=replace(config.train, objective="unmarked:judge"))
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"objective": "unmarked:judge"})}
+    )
     message = "not one loss per example; fix: .*put @lezo_ds.reward before a function that judges"
     with pytest.raises(UserError, match=message):
         load_task_data(config)

@@ -9,7 +9,6 @@ import contextlib
 import math
 import statistics
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 from lezo_ds.config import (
     ZoConfig,
-    checked_optimizer,
+    check_zo,
     make_estimator,
     make_law,
     make_layer_policy,
@@ -399,8 +398,12 @@ def test_a_component_of_ones_own_that_cannot_be_made_is_named_by_its_key(tmp_pat
         make_layer_policy(zo, num_layers=4)
     with pytest.raises(UserError, match=r"^zo.estimator=wrong_components:Wrong failed: Attrib"):
         make_estimator(zo)
-    exiting = replace(zo, estimator="wrong_components:Exiting", layer_policy="uniform")
+    exiting = zo.model_copy(
+        update={"estimator": "wrong_components:Exiting", "layer_policy": "uniform"}
+    )
     with pytest.raises(UserError, match=r"^zo.estimator=wrong_components:Exiting failed: SystemE"):
-        checked_optimizer(replace(exiting, learning_rate=1e-3), None, None, 4)
+        check_zo(
+            exiting.model_copy(update={"learning_rate": 1e-3, "sparsity": 0.0}), "none", None, 4
+        )
     with pytest.raises(UserError, match=r"^zo.law=wrong_components:Lawless failed: TypeError"):
         make_law(ZoConfig(law="wrong_components:Lawless"))
