@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lezo_ds.cli import end_process_after
-from lezo_ds.config import flatten, load_config
+from lezo_ds.config import RunConfig, flatten, load_config
 from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.files import make_directory, write_output
@@ -48,16 +48,22 @@ logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """A run of a sweep: the values of the grid's keys, its directory, and its arguments."""
+    """A run of a sweep: the values of the grid's keys, its directory, and its configuration."""
 
     settings: dict[str, Any]
     directory: Path
     arguments: list[str]
+    config: RunConfig
 
     def is_done(self) -> bool:
-        """Return whether the run is finished. One of other values has another directory."""
-        results = RunResults.read(RunDirectory(self.directory).results)
-        return results is not None and results.finished
+        """Return whether the run is finished, as it is configured now."""
+        run = RunDirectory(self.directory)
+        results = RunResults.read(run.results)
+        if results is None or not results.finished:
+            return False
+        recorded = load_config(run.config).model_dump()
+        recorded["data"]["date"] = self.config.data.date  # a run in a chat records its day
+        return recorded == self.config.model_dump()
 
 
 def read_arguments() -> argparse.Namespace:
@@ -101,8 +107,9 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
             raise UserError(f"the name of the run {name} is taken or too long", fix=fix)
         names.add(name)
         directory = arguments.out / name
-        run_words = ["--config", arguments.config, *common, *words, f"run_dir={directory}"]
-        yield Run(settings, directory, run_words)
+        words = [*common, *words, f"run_dir={directory}"]
+        config = load_config(arguments.config, words)
+        yield Run(settings, directory, ["--config", arguments.config, *words], config)
 
 
 def launch(run: Run, launcher: str) -> int:
@@ -143,7 +150,8 @@ def do(runs: list[Run], launcher: str, *, may_diverge: bool) -> None:
         logger.error("%s", cause)
         failures.append(cause)
         if number == 0 and code == UserError.exit_code:
-            raise LezoError(f"the first run is refused, so no other was started: {cause}")
+            logger.error("the first run is refused, so no other is started")
+            break
     if failures:
         raise LezoError(f"{len(failures)} of {len(runs)} runs failed: {'; '.join(failures)}")
 

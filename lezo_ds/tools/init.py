@@ -316,7 +316,8 @@ def _column_lines(columns: Columns, task: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each column, and for each label with its count."""
     for name, values in columns.items():
         num_different = len(set(map(str, values)))
-        yield f"column  {name}: {num_different} different values, such as {cut(repr(_first(values)), 60)}"
+        shown = cut(repr(_first(values)), 60)
+        yield f"column  {name}: {num_different} different values, such as {shown}"
     if "labels" not in task:
         return
     counts = label_counts(columns[task["label_field"]])
