@@ -33,8 +33,8 @@ weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a
     activations  of the block that runs, with the keys and values of all blocks while answers are
                  written; or those of the output head with its logits, if they are more
                      b x c x tokens x width of a block's activations
-    reserve      what the libraries need (on a CPU measured, on a GPU assumed), and on a CPU a
-                 snapshot's file of at most 1 GiB, if it is more than the pass needs
+    reserve      what the libraries need (on a CPU measured, on a GPU assumed), and what a snapshot
+                 needs beyond a pass: the largest parameter, and on a CPU a file of at most 1 GiB
 
 If N ranks split each weight (tensor parallelism), a rank has its part of all weights, and of the
 activations inside a block. Each term is at its own maximum, although not all of them are at the
@@ -480,13 +480,19 @@ class Plan:
             low_bits = _LOW_BITS * model.num_trained
         copies = self._copies()
         activations = max(self._activations(), self._logits() - copies)
+        gathered = self._gathered()
         reserve = GPU_RESERVE if on_gpu else CPU_RESERVE
-        if not on_gpu and config.peft.kind == "none":
-            snapshot = min(model.stored_bytes, MAX_FILE_BYTES)
-            snapshot += 2 * model.itemsize * max(model.stored) / self._num_shards
-            reserve += max(0, snapshot - copies - activations)
+        of_rank = self._part / self._num_shards
+        if config.peft.kind == "none":
+            snapshot = (1 + of_rank) * max(model.stored) * model.itemsize
+            if not on_gpu:
+                snapshot += min(model.stored_bytes, MAX_FILE_BYTES)
+            reserve += max(0, snapshot - gathered - copies - activations)
+        weights = gathered
+        if not self._is_offloaded:
+            weights += (model.stored_bytes + low_bits) * of_rank
         self.memory = {
-            "weights": self._weights(model.stored_bytes + low_bits),
+            "weights": weights,
             "copies": copies,
             "activations": activations,
             "reserve": reserve,
@@ -508,16 +514,15 @@ class Plan:
         of_host = f" and {self.in_host / GIB:.2f} GiB of the host's memory" if self.in_host else ""
         return f"{self.peak / GIB:.2f} GiB{of_host}"
 
-    def _weights(self, stored: float) -> float:
-        model = self.model
-        if self._is_offloaded:
-            stored = 0
-        elif self._num_shards == 1:
-            return stored * self._part
+    def _gathered(self) -> float:
+        """Return the bytes of weights of other ranks, or of the host, that a pass gathers."""
+        if self._num_shards == 1 and not self._is_offloaded:
+            return 0
+        parts = self.model.parts
+        num_ahead = 3 if self.on_gpu else 2
         # While the tied weights are gathered, there is also the message that brings them.
-        ahead = (3 if self.on_gpu else 2) * model.parts.largest
-        gathered = model.parts.tied + max(ahead, model.parts.tied)
-        return stored / self._num_shards + gathered * model.itemsize
+        gathered = parts.tied + max(num_ahead * parts.largest, parts.tied)
+        return gathered * self.model.itemsize
 
     def _copies(self) -> float:
         """Return the bytes of perturbed weights, or of all vectors of a step, and dequantized."""
