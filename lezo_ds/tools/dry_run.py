@@ -86,6 +86,7 @@ from lezo_ds.forward.blocks import (
     quantized_matrices,
 )
 from lezo_ds.forward.directions import PROBES_AT_ONCE
+from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.runs.records import with_start_date
 from lezo_ds.runs.screen import duration
 from lezo_ds.runs.trainer import check_run, make_engine
@@ -570,12 +571,13 @@ class Plan:
         """
         model = self.model
         train = self.config.train
-        num_logits = max(train.micro_batch_size, train.eval_batch_size) * self.inputs.targets
-        num_logits *= model.vocabulary_size
-        if not num_logits:
+        num_examples = max(PROBES_AT_ONCE * train.micro_batch_size, train.eval_batch_size)
+        num_rows = num_examples * self.inputs.targets
+        if num_rows == 0:
             return 0
         heads = PROBES_AT_ONCE * model.head * self._part
-        return (PROBES_AT_ONCE * num_logits + heads) * model.itemsize + 2 * _FP32 * num_logits
+        numbers = num_rows * model.vocabulary_size + heads
+        return numbers * model.itemsize + 2 * _FP32 * TARGETS_AT_ONCE * model.vocabulary_size
 
     def received(self) -> float:
         """Return the bytes that a rank receives in a step.

@@ -161,7 +161,7 @@ def _read_run(directory: Path) -> dict[str, Any]:
         "directory": str(directory),
         "method": method_name(config),
         "model": Path(config.model.path).name,
-        "test_data": hashlib.sha256(str(examples).encode()).hexdigest()[:6] if examples else None,
+        "test_data": hashlib.sha256(str(examples).encode()).hexdigest()[:6] if examples else "",
         "curve": curve,
         "validation": shown["score"].tail(1).mean(),
         "scores": scores,
@@ -194,22 +194,27 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
     Runs of one name are averaged. A run that has other test examples than the first one of its name
     and data.seed, which draws them, or that repeats its seeds, has a name of its own.
     """
-    ignored = (keys_with("may_differ_on_resume") - _DECISIVE) | {*SEEDS, "data.task"}
+    ignored = (keys_with("may_differ_on_resume") - _DECISIVE) | set(SEEDS)
     keys = ["base", "adapter", *(key for key in KEYS if key in runs and key not in ignored)]
-    names = runs["method"].copy()
-    for _, group in runs.groupby([*SECTION, "method"], sort=False):
-        varying = [key for key in keys if group[key].nunique(dropna=False) > 1]
-        for index, run in group.iterrows():
+    rows = runs.to_dict("records")
+    of_section: dict[Any, list[Any]] = {}
+    for run in rows:
+        of_section.setdefault((*map(run.get, SECTION), run["method"]), []).append(run)
+    seen: dict[Any, Any] = {}
+    for section, group in of_section.items():
+        varying = [key for key in keys if len({str(run[key]) for run in group}) > 1]
+        for run in group:
             settings = [f"{key.rpartition('.')[2]}={run[key]}" for key in varying]
-            names[index] = ", ".join(filter(None, [run["method"], *settings, run["state"]]))
-    runs = runs.assign(name=names)
-    same = [*SECTION, "name"]
-    first = runs.groupby([*same, "data.seed"], sort=False)["test_data"].transform("first")
-    is_other = runs["test_data"].notna() & (runs["test_data"] != first)
-    runs.loc[is_other, "name"] += ", other test data (" + runs["test_data"] + ")"
-    is_repeated = runs.duplicated([*same, *SEEDS])
-    runs.loc[is_repeated, "name"] += ", the same seeds again in " + runs["directory"]
-    return runs
+            name = ", ".join(filter(None, [run["method"], *settings, run["state"]]))
+            first = seen.setdefault((section, name, run["data.seed"]), run["test_data"])
+            if run["test_data"] != first:
+                name += f", other test data ({run['test_data']})"
+            place = (section, name, run["data.seed"], run["seed"])
+            if place in seen:
+                name += f", the same seeds again in {run['directory']}"
+            seen[place] = None
+            run["name"] = name
+    return pd.DataFrame(rows)
 
 
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
