@@ -161,7 +161,9 @@ def load_ds_config(
         "bf16.enabled": ((dtype == "bf16",), f"it contradicts model.dtype={dtype}"),
         "fp16.enabled": ((dtype == "fp16",), f"it contradicts model.dtype={dtype}"),
     }
-    refusals = [*_refusals_of_sections(config, source), *_refusals(config, limits, source)]
+    limits["zero_optimization.stage"] = _stage_limit(size)
+    config["zero_optimization"] = {"stage": 0, **config.get("zero_optimization", {})}
+    refusals = list(_refusals(config, limits, source))
     if refusals:
         problems, fixes = zip(*refusals, strict=True)
         raise UserError("; ".join(problems), fix="; ".join(fixes))
@@ -179,33 +181,30 @@ def load_ds_config(
     return config
 
 
-def _refusals_of_sections(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, str]]:
-    """Yield the problem and the fix of each section that cannot be used as a whole."""
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if tensor_parallel_size(config) > 1 and stage != 0:
-        yield (
-            f"{source} has ZeRO stage {stage}, and tensor parallelism shards the weights by itself",
-            "set zero_optimization.stage to 0, or remove tensor_parallel",
-        )
-    if tensor_parallel_size(config) == 1 and stage != 3:
-        yield f"{source} does not use ZeRO stage 3", "set zero_optimization.stage to 3"
-    if "weight_quantization" in config:
-        yield (
-            f"weight_quantization in {source} cannot be used: DeepSpeed would load the whole "
-            "16-bit model first",
-            "remove it, and set model.bits=4 or 8, which quantizes each weight when it is read",
-        )
+def _stage_limit(tensor_parallel: int) -> tuple[tuple[object, ...], str]:
+    """Return the stage of ZeRO that shards the weights, and the problem with all others."""
+    if tensor_parallel == 1:
+        return (3,), "ZeRO stage 3 shards the weights"
+    return (0,), "tensor parallelism shards the weights by itself"
 
 
 def _refusals(
     config: Mapping[str, Any], limits: Mapping[str, tuple[tuple[object, ...], str]], source: str
 ) -> Iterator[tuple[str, str]]:
     """Yield the problem and the fix of each value that its key may not have."""
+    if "weight_quantization" in config:
+        yield (
+            f"weight_quantization in {source} cannot be used: DeepSpeed would load the whole "
+            "16-bit model first",
+            "remove it, and set model.bits=4 or 8, which quantizes each weight when it is read",
+        )
     for key, value in flatten(config).items():
         allowed, problem = limits.get(key.replace(".stage3_", "."), ((value,), ""))
         if value in allowed:
             continue
         fix = f"remove {key}"
+        if key == "zero_optimization.stage":
+            fix = f"set {key} to {allowed[0]}"
         if key in ("bf16.enabled", "fp16.enabled") and value is True:
             fix = f"set deepspeed=null, or model.dtype={key.removesuffix('.enabled')}"
         yield f"{key}={json.dumps(value)} in {source} cannot be used: {problem}", fix

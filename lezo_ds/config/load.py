@@ -300,6 +300,8 @@ def _fix(key: str, problem: ErrorDetails) -> str:
         return fix_of_unknown(key)
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
         return f"write {value:.0f}"
+    if kind == "literal_error" and str(value).lower() == "none":
+        return "write null"
     if kind == "literal_error":
         words = re.findall(r"\w+", problem["ctx"]["expected"])
         choices = [word for word in words if word != "or"]

@@ -47,7 +47,10 @@ def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"zero_optimization": {"stage": 2}}, "does not use ZeRO stage 3"),
+        (
+            {"zero_optimization": {"stage": 2}},
+            "stage=2 in .* ZeRO stage 3 shards the weights; fix: set zero_optimization.stage to 3",
+        ),
         ({"zero_optimization": True}, "zero_optimization in .* is not an object"),
         ({"tensor_parallel": 2}, "tensor_parallel in .* is not an object; fix: write it like"),
         ({"tensor_parallel": {"autotp_size": "2"}}, 'autotp_size="2" in .* is not an integer'),
@@ -122,7 +125,7 @@ def test_all_settings_that_cannot_be_used_are_named_at_once(tmp_path):
     problem, fix = str(refusal.value).split("; fix: ")
     for key in ("ZeRO stage 3", "weight_quantization", *zero, "gradient_accumulation_steps=4"):
         assert key in problem
-    assert "stage to 3; remove it, and set model.bits" in fix
+    assert "set zero_optimization.stage to 3" in fix and "set model.bits=4 or 8" in fix
     assert fix.endswith("memory_efficient_linear; remove gradient_accumulation_steps")
 
 
