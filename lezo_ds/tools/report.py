@@ -38,7 +38,7 @@ SEEDS = ["seed", "data.seed"]
 SECTION = ["task", "model", "metric"]
 """Runs that are alike in these share a table and charts."""
 # Keys that may change when a run resumes, and decide its score all the same.
-_DECISIVE = {"train.steps", "train.epochs", "train.patience", "train.eval_every"}
+_DECISIVE = {"peft.path", "train.steps", "train.epochs", "train.patience", "train.eval_every"}
 _MEASURED = ["test", "error", "zero_shot", "majority_class", "macro_f1", "validation"]
 _MEASURED += ["best_dev_loss", "steps", "seconds", "peak_memory_bytes"]
 _JUDGES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
