@@ -20,6 +20,7 @@ import shlex
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, config_from_dict, load_yaml
 from lezo_ds.data.encoding import load_tokenizer
-from lezo_ds.data.tables import TABLES, read_source
+from lezo_ds.data.tables import TABLES, UTF_8, read_source
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError, cut, did_you_mean, printable
 from lezo_ds.files import filled_template, write_output
@@ -105,34 +106,37 @@ def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
         return layout
     with path.open("rb") as file:
         sample = b"".join(file.readlines(_SAMPLE))
-    encoding = arguments.encoding or "utf-8-sig"
-    try:
-        sample.decode(encoding)
-    except UnicodeDecodeError as error:
-        best = charset_normalizer.from_bytes(sample).best()
-        if best is None or arguments.encoding:
-            fix = "give --encoding with the name of another one"
-            raise UserError(f"{path} is not text in {encoding}: {error}", fix=fix) from error
+    best = charset_normalizer.from_bytes(sample).best()
+    if arguments.encoding is not None:
+        layout["encoding"] = arguments.encoding
+    elif not _is_utf_8(sample) and best is not None:
         # Of the encodings in which the text is the same, Windows' Western one is most frequent.
-        encoding = "cp1252" if "cp1252" in best.could_be_from_charset else best.encoding
-    if encoding != "utf-8-sig":
-        layout["encoding"] = encoding
+        is_western = "cp1252" in best.could_be_from_charset
+        layout["encoding"] = "cp1252" if is_western else best.encoding
+    encoding = layout.get("encoding", "utf-8-sig")
     lines = sample.decode(encoding, errors="replace").splitlines()[:_SNIFFED_LINES]
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
     separator = arguments.separator or usual
     if arguments.separator is None and usual not in lines[0]:
-        try:
+        with suppress(csv.Error):  # a table of one column
             separator = csv.Sniffer().sniff("\n".join(lines), ",;\t|").delimiter
-        except csv.Error:  # a table of one column
-            separator = usual
     if separator != usual:
         layout["separator"] = separator
     return layout
 
 
+def _is_utf_8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def read_columns(source: str, layout: Mapping[str, str]) -> Columns:
     """Return the columns of a table. UserError: its first row is probably a record, not names."""
-    records = [record for _, record in read_source("DATA", source, **layout)]
+    rows = read_source("DATA", source, layout.get("encoding", UTF_8))
+    records = [record for _, record in rows if isinstance(record, Mapping)]
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
     for name, values in columns.items():
@@ -209,15 +213,15 @@ def _task(
         # As in ARC, an object may hold the texts beside their names.
         field = f"{name}.text" if isinstance(_first(columns[name]), Mapping) else name
         return task | {"choices": [f"{{{field}}}"]}
-    labels = set(label_counts(columns[arguments.label])) - set(arguments.drop_label)
-    for label in (*arguments.drop_label, *(label for label, _ in arguments.label_map)):
-        if label not in label_counts(columns[arguments.label]):
-            fix = did_you_mean(label, labels, "write one that the table has")
-            raise UserError(f"the column {arguments.label} has no label {label}", fix=fix)
-    if len(labels) < 2 or 2 * len(labels) > len(columns[arguments.label]):
+    counts = label_counts(columns[arguments.label])
+    for label in (*arguments.drop_label, *dict(arguments.label_map)):
+        if label not in counts:
+            fix = did_you_mean(label, counts, "write one that the table has")
+            raise UserError(f"column {arguments.label} has no label {label}", fix=fix)
+    labels = counts.keys() - set(arguments.drop_label)
+    if 2 * len(labels) > counts.total():
         raise UserError(
-            f"the column {arguments.label} has {len(labels)} labels in "
-            f"{len(columns[arguments.label])} records",
+            f"column {arguments.label} has {len(labels)} labels in {counts.total()} records",
             fix=f"add records, or give --answer {arguments.label} if the model shall write them",
         )
     task["labels"] = sorted(labels)
@@ -450,10 +454,13 @@ def _fit_on_gpus(facts: dict[str, Any], data: TaskData) -> None:
         model = ModelSizes(config, facts["directory"])
         plan = Plan(config, model, measured_inputs(config, data), facts["num_ranks"])
         keys, best = plan.ways(most)[0]
-        if best.peak <= most:
+        if best.peak <= most and not best.in_host:
             break
     else:
-        logger.warning("it does not fit: a rank needs %s; take more GPUs, or LoRA", best.needs())
+        logger.warning(
+            "the weights do not fit the GPUs: a rank needs %s; take more GPUs, or model.bits=4 peft.kind=lora",
+            best.needs(),
+        )
     facts["others"] |= dict(word.split("=") for word in keys.split())
 
 
