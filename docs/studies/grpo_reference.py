@@ -3,7 +3,7 @@
 It needs TRL, which lezo_ds does not install, next to it:
 
     pip install -c constraints.txt trl==1.16.0
-    OMP_NUM_THREADS=1 python launch/grpo_reference.py --steps 10
+    OMP_NUM_THREADS=1 python docs/studies/grpo_reference.py --steps 10
 
 It prints the mean reward and the share of answers in the form on the test prompts, greedy, before
 and after, with the processor's seconds of training and the peak memory.

@@ -112,7 +112,7 @@ OPT_SHAPES = {
 }
 """Numbers of blocks, width and number of heads (Zhang et al. 2022, table 1)."""
 # What CUDA finds, in GiB, in a card by the gigabytes that it is sold with.
-_CARDS = {16: 14.7, 24: 22.5, 32: 31.3, 40: 39.4, 48: 44.4, 80: 79.1, 96: 94.9, 141: 139.7}
+_CARDS: dict[float, float] = {16: 14.7, 24: 22.5, 32: 31.3, 40: 39.4, 48: 44.4, 80: 79.1, 96: 94.9, 141: 139.7}
 # Tokens of the longest example, where the data cannot be read. An example has a quarter on average.
 _TYPICAL_LENGTHS = {"sst2": 72, "copa": 32, "wic": 96, "wsc": 128, "rte": 288, "cb": 288}
 _TYPICAL_LENGTHS |= {"record": 640, "boolq": 784, "multirc": 800, "squad": 896, "drop": 1024}
@@ -523,7 +523,7 @@ class Plan:
         num_ahead = 3 if self.on_gpu else 2
         # While the tied weights are gathered, there is also the message that brings them.
         gathered = parts.tied + max(num_ahead * parts.largest, parts.tied)
-        return gathered * self.model.itemsize
+        return float(gathered * self.model.itemsize)
 
     def _copies(self) -> float:
         """Return the bytes of perturbed weights, or of all vectors of a step, and dequantized."""

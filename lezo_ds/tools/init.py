@@ -416,13 +416,16 @@ def _fit(facts: dict[str, Any], data: TaskData) -> float | None:
     Raises:
         UserError: The model takes none, or not the one that was asked for.
     """
-    ways = [{}, {"others": {"zo.probes_per_pass": 1}}]
+    ways: list[dict[str, Any]] = [{}, {"others": {"zo.probes_per_pass": 1}}]
     if not facts["is_asked_for"]:
         ways.insert(1, {"method": "fzoo"})
     for way in ways:
         facts |= way
         try:
-            return _fit_on_gpus(facts, data) if facts["on_gpu"] else _fit_on_cpu(facts, data)
+            if not facts["on_gpu"]:
+                return _fit_on_cpu(facts, data)
+            _fit_on_gpus(facts, data)
+            break
         except UserError as error:
             if way is ways[-1]:
                 raise

@@ -18,7 +18,7 @@ from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.runs.results import RunResults
 from lezo_ds.tasks.metrics import label_scores
 from lezo_ds.tools import report
-from lezo_ds.tools.report import comparison, find_runs, name_runs, page, read_runs, score_table
+from lezo_ds.tools.report import comparison, find_runs, name_runs, read_runs, score_table
 
 RECIPE = REPOSITORY / "launch" / "recipes" / "demo-lezo.yaml"
 
