@@ -47,6 +47,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -112,7 +113,16 @@ OPT_SHAPES = {
 }
 """Numbers of blocks, width and number of heads (Zhang et al. 2022, table 1)."""
 # What CUDA finds, in GiB, in a card by the gigabytes that it is sold with.
-_CARDS: dict[float, float] = {16: 14.7, 24: 22.5, 32: 31.3, 40: 39.4, 48: 44.4, 80: 79.1, 96: 94.9, 141: 139.7}
+_CARDS: dict[float, float] = {
+    16: 14.7,
+    24: 22.5,
+    32: 31.3,
+    40: 39.4,
+    48: 44.4,
+    80: 79.1,
+    96: 94.9,
+    141: 139.7,
+}
 # Tokens of the longest example, where the data cannot be read. An example has a quarter on average.
 _TYPICAL_LENGTHS = {"sst2": 72, "copa": 32, "wic": 96, "wsc": 128, "rte": 288, "cb": 288}
 _TYPICAL_LENGTHS |= {"record": 640, "boolq": 784, "multirc": 800, "squad": 896, "drop": 1024}
@@ -407,8 +417,11 @@ class ModelSizes:
         # outputs of both copies, joined, and a sum with a float32 bias.
         sides = [max(weight.shape[-2:]) for weight in matrices]
         self.inner_width: int = (sides.count(max(sides)) + 1) * max(sides)
-        self.num_heads, head_width = key_value_shape(decoder)
-        self.cached_width = 2 * self.num_heads * head_width
+        self.num_heads = 1
+        self.cached_width = 2 * self.hidden_width
+        with suppress(RuntimeError):  # heads of Gemma 4 differ by layer
+            self.num_heads, head_width = key_value_shape(decoder)
+            self.cached_width = 2 * self.num_heads * head_width
         quantized = quantized_matrices(model, layout)
         adapter = make_adapter(config.peft)
         if adapter is not None:
@@ -577,7 +590,8 @@ class Plan:
             return 0
         heads = PROBES_AT_ONCE * model.head * self._part
         numbers = num_rows * model.vocabulary_size + heads
-        return numbers * model.itemsize + 2 * _FP32 * TARGETS_AT_ONCE * model.vocabulary_size
+        reduced = 2 * _FP32 * TARGETS_AT_ONCE * model.vocabulary_size
+        return float(numbers * model.itemsize + reduced)
 
     def received(self) -> float:
         """Return the bytes that a rank receives in a step.

@@ -33,7 +33,7 @@ from lezo_ds.config import RunConfig, config_from_dict, load_yaml
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import TABLES, UTF_8, read_source
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.errors import UserError, cut, did_you_mean, printable
+from lezo_ds.errors import UserError, cut, did_you_mean, one_line, printable
 from lezo_ds.files import filled_template, write_output
 from lezo_ds.tools.dry_run import (
     LONG_STEP,
@@ -426,10 +426,11 @@ def _fit(facts: dict[str, Any], data: TaskData) -> float | None:
                 return _fit_on_cpu(facts, data)
             _fit_on_gpus(facts, data)
             break
-        except UserError as error:
+        except (UserError, RuntimeError) as error:
+            # A model that computes with the shape of its batch takes one copy in a pass.
             if way is ways[-1]:
                 raise
-            logger.warning("%s", error)
+            logger.warning("the recipe tries other settings: %s", one_line(error))
     return None
 
 

@@ -88,7 +88,7 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         # A name may have characters that a pattern gives a meaning.
         names = [pattern] if Path(pattern).is_dir() else sorted(glob(pattern))  # noqa: PTH207
-        directories = [path for path in map(Path, names) if path.is_dir()]
+        directories = list(filter(Path.is_dir, map(Path, names)))
         if not directories:
             raise UserError(f"there is no run {pattern}", fix="give the run_dir of runs")
         for directory in directories:

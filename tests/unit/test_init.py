@@ -43,7 +43,9 @@ def write_recipe(tmp_path, monkeypatch, capsys):
 
     def write(columns, *words, name="own.jsonl"):
         if columns is not None:
-            rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values())]
+            rows = [
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+            ]
             (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "recipe.yaml").unlink(missing_ok=True)
         monkeypatch.setattr(sys, "argv", ["init", "model", name, *words])
@@ -130,7 +132,10 @@ def test_what_is_not_clear_or_cannot_be_learned_is_refused(columns, words, messa
 
 
 def test_the_layout_of_a_table_is_found_and_written_down(write_recipe):
-    rows = ["text;label", *(f"Größe {text}, ja;{name}" for text, name in zip(TEXTS, CLASSES))]
+    rows = [
+        "text;label",
+        *(f"Größe {text}, ja;{name}" for text, name in zip(TEXTS, CLASSES, strict=True)),
+    ]
     Path("own.csv").write_text("\n".join(rows), encoding="cp1252")
     config, out = write_recipe(None, name="own.csv")
     assert (config.data.separator, config.data.encoding) == (";", "cp1252")

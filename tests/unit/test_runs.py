@@ -26,7 +26,7 @@ from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import run_summary
 from lezo_ds.runs.signals import launchers
 from lezo_ds.tasks import TASKS
-from lezo_ds.tools.tables import read_runs
+from lezo_ds.tools.report import read_runs
 
 VALUES = {
     "run_dir": "runs/x",
