@@ -166,7 +166,8 @@ def table(runs: list[Run], directory: Path) -> str:
     if not begun:
         return "no run has begun"
     frame = name_runs(read_runs(begun))
-    columns = ["directory", "name", *runs[0].settings, "finished", "test", "best_dev_loss"]
+    frame["run"] = [Path(run).name for run in frame["directory"]]
+    columns = ["run", "name", *runs[0].settings, "finished", "test", "best_dev_loss"]
     write_output(directory / "results.csv", frame[columns].to_csv(index=False))
     scores = score_table(frame)
     best = scores["loss"].idxmin() if "loss" in scores else "none"

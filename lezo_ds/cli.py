@@ -188,7 +188,8 @@ def run_train(arguments: argparse.Namespace) -> None:
         distributed.init_distributed()  # the plan depends on the number of ranks
         lines = dry_run.dry_run(config, arguments.gpus, arguments.gpu_memory)
         if arguments.examples:
-            lines = dry_run.examples_of(config, arguments.examples)
+            data = dry_run.load_task_data(config)  # of a recipe that may lack keys of training
+            lines = dry_run.example_lines(data, arguments.examples)
         for line in lines:
             if distributed.rank() == 0:
                 print(line, flush=True)

@@ -203,11 +203,6 @@ def dry_run(
         raise refusal
 
 
-def examples_of(config: RunConfig, number: int) -> Iterator[str]:
-    """Yield the `example_lines` of a recipe, which needs no keys of training."""
-    yield from example_lines(load_task_data(config), number)
-
-
 def example_lines(data: TaskData, number: int) -> Iterator[str]:
     """Yield what the model reads and learns of the first training examples.
 

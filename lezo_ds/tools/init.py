@@ -462,7 +462,8 @@ def _fit_on_gpus(facts: dict[str, Any], data: TaskData) -> None:
             break
     else:
         logger.warning(
-            "the weights do not fit the GPUs: a rank needs %s; take more GPUs, or model.bits=4 peft.kind=lora",
+            "the weights do not fit the GPUs, and are in the host's memory (%s); take more GPUs, or "
+            "set model.bits=4 peft.kind=lora",
             best.needs(),
         )
     facts["others"] |= dict(word.split("=") for word in keys.split())

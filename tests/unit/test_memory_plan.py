@@ -35,7 +35,7 @@ from lezo_ds.tools.dry_run import (
     ModelSizes,
     Plan,
     dry_run,
-    examples_of,
+    example_lines,
     measured_inputs,
     measured_step,
     memory_of_card,
@@ -268,7 +268,8 @@ def test_a_dry_run_checks_the_run_and_prints_the_facts(config):
 
 def test_examples_are_shown_of_a_recipe_without_keys_of_training(config):
     zo = type(config.zo)()
-    reads, learns, *others = examples_of(config.model_copy(update={"zo": zo}), 2)
+    data = load_task_data(config.model_copy(update={"zo": zo}))
+    reads, learns, *others = example_lines(data, 2)
     assert re.fullmatch(r"reads  '<s>the .* was (great|terrible)'", reads.replace("<s> ", "<s>"))
     assert re.fullmatch(r"learns  \['\s?(great|terrible)'\] label [01]", learns)
     assert len(others) == 2
