@@ -462,7 +462,7 @@ def _fit_on_gpus(facts: dict[str, Any], data: TaskData) -> None:
             break
     else:
         logger.warning(
-            "the weights do not fit the GPUs, and are in the host's memory (%s); take more GPUs, or "
+            "weights do not fit the GPUs, and are in the host's memory (%s); take more GPUs, or "
             "set model.bits=4 peft.kind=lora",
             best.needs(),
         )
