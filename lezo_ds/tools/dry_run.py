@@ -548,7 +548,8 @@ class Plan:
                 perturbed = min(perturbed, model.largest_matrix)
             num_copies = min(num_copies, PROBES_AT_ONCE)
         dequantized = model.largest_matrix if config.model.bits else 0
-        return (num_copies * perturbed + dequantized) * model.itemsize * self._part
+        numbers = num_copies * perturbed + dequantized
+        return float(numbers * model.itemsize * self._part)
 
     def _num_rows(self) -> tuple[int, float]:
         """Return the rows that an evaluation scores in a pass, and that training runs."""
