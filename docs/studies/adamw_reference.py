@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig, eval_every, load_config, with_steps
-from lezo_ds.data.evaluation import EvaluationResult, evaluate, prediction_rows
 from lezo_ds.data.generation import generate
+from lezo_ds.data.score import EvaluationResult, evaluate, prediction_rows
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch, to_device

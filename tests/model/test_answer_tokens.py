@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lezo_ds.tasks.base import EncodedExample
 from reference import Reference
 from tiny_models import FAMILIES, random_model
 from tiny_runs import start_engine, write_model
@@ -15,7 +16,6 @@ from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.probes import Perturbation
-from lezo_ds.tasks.base import EncodedExample
 from lezo_ds.zo.keys import direction_key
 from lezo_ds.zo.passes import KeyedProbe
 

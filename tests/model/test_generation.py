@@ -11,6 +11,7 @@ import torch
 from assets import tokenizer_of
 from hypothesis import example, given
 from hypothesis import strategies as st
+from lezo_ds.data.encoding import PromptTokenizer
 from ranks import run_ranks
 from test_perturbed_forward import (
     CPU,
@@ -31,7 +32,6 @@ from transformers.cache_utils import DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data import packing
-from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.generation import (
     generate,
     generation_settings,

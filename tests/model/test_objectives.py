@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import EncodedExample, Example
 
 from lezo_ds.data.objectives import (
     LOSSES,
@@ -17,8 +19,6 @@ from lezo_ds.data.objectives import (
 from lezo_ds.data.rewards import reward
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.base import EncodedExample, Example
 
 PAD = 1
 VOCABULARY = 64

@@ -13,10 +13,10 @@ from dataclasses import asdict, replace
 
 import psutil
 import pytest
+from lezo_ds.data.evaluation import Sample
 
 from lezo_ds import __version__, registry
 from lezo_ds.config import config_from_dict, keys_with, may_differ_on_resume
-from lezo_ds.data.evaluation import Sample
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, encode_journal
 from lezo_ds.runs import records
@@ -26,7 +26,7 @@ from lezo_ds.runs.records import assert_same_run, best_evaluation, stopping_step
 from lezo_ds.runs.results import RunResults, method_name
 from lezo_ds.runs.screen import run_summary
 from lezo_ds.runs.signals import launchers
-from lezo_ds.tools.tables import read_runs
+from lezo_ds.tools.report import read_runs
 
 VALUES = {
     "run_dir": "runs/x",
