@@ -34,8 +34,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from lezo_ds.forward.answer_tokens import ContextLayer
-
 ASSETS = Path("runs/demo/assets")
 MODEL = ASSETS / "SmolLM2-135M-Instruct"
 PROMPT = "{} It was"
@@ -220,7 +218,9 @@ class Reader:
         cache = DynamicCache()
         cache.layers = [DynamicLayer() for _ in self.frozen]
         for keys, values in contexts:
-            cache.layers.append(ContextLayer(keys[rows], values[rows]))
+            layer = DynamicLayer()
+            layer.update(keys[rows], values[rows])
+            cache.layers.append(layer)
         for block in self.trained:
             states = block(
                 states, seen, position_embeddings=rotations, past_key_values=cache, use_cache=True

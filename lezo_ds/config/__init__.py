@@ -35,7 +35,6 @@ from lezo_ds.config.components import (
     num_directions,
     num_passes,
     probes_per_pass,
-    reads_contexts,
     trained_part,
 )
 from lezo_ds.config.reading import flatten

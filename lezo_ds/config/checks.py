@@ -275,11 +275,6 @@ def _check_optimizer(zo: ZoConfig, peft_kind: str, bits: int | None, num_steps: 
         "set zo.noise_rank=1, or zo.examples_per_direction=null",
     )
     _refuse_if(
-        zo.perturbed_tokens == "answers" and peft_kind == "prefix",
-        "zo.perturbed_tokens=answers reads contexts without the prefix that is trained",
-        "set zo.perturbed_tokens=all, or peft.kind=lora",
-    )
-    _refuse_if(
         num_steps is not None and zo.warmup_steps >= num_steps,
         f"zo.warmup_steps={zo.warmup_steps} is not below train.steps={num_steps}",
         "set zo.warmup_steps=0",

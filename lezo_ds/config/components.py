@@ -175,11 +175,6 @@ def num_directions(config: RunConfig) -> int:
     return config.zo.directions * num_groups(config)
 
 
-def reads_contexts(config: RunConfig) -> bool:
-    """Return whether training reads what comes before answers at theta, in a pass of its own."""
-    return config.method in ZEROTH_ORDER and config.zo.perturbed_tokens == "answers"
-
-
 def copies_per_pass(config: RunConfig) -> int:
     """Return how many copies of the batch a training pass runs: one a probe, or only the batch."""
     if config.method not in ZEROTH_ORDER:

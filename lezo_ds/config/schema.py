@@ -237,12 +237,6 @@ class ZoConfig:
     examples_per_direction: Size | None = None
     """Group size: examples in a group share directions. It must divide train.batch_size and needs
     zo.noise_rank. Null makes the whole batch one group, as in the papers."""
-    perturbed_tokens: Literal["all", "answers"] = "all"
-    """all, as in the papers: each token meets the perturbed weights. answers: only the tokens whose
-    logits the loss reads do. What comes before them is read once at theta, for all probes, so a
-    probe of a one-token label runs one token. Its gradient estimate leaves out what reaches the
-    weights through the tokens before. Needs a loss that reads logits, and a model with attention
-    alone."""
     directions: Annotated[int, Field(ge=1, le=2**12)] = 1
     """Each step tries this number of random directions on the whole batch and averages their
     gradient estimates. N directions on N ranks take as long as one direction on one rank."""

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.config import ReadingConfig, RunConfig, find_task, reads_contexts
+from lezo_ds.config import ReadingConfig, RunConfig, find_task
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.metrics import try_metric
@@ -242,22 +242,13 @@ def load_task_data(config: RunConfig) -> TaskData:
     # Generation pads on the left, and the mask of packed rows has no columns for keys of a prefix.
     takes_packed = not objective.reads_answers and config.peft.kind != "prefix"
     packed = takes_packed and can_pack(reader.model_config, config.data.max_length)
-    if packed and reads_contexts(config):
-        # The candidates of an example have one context, which takes less than rows for each.
-        packed = len(reader.objective_batch(train, [0]).inputs["input_ids"]) == 1
     warn_of_unreachable(reader, test)
-    if objective.reads_answers and reads_contexts(config):
-        raise UserError(
-            "zo.perturbed_tokens=answers needs a loss that reads logits, and "
-            f"train.objective={config.train.objective} reads answers",
-            fix="set zo.perturbed_tokens=all",
-        )
     if objective != training_objective(reader.task) and not objective.reads_answers:
         batch = reader.objective_batch(train, [0])
         try_loss(objective, batch, reader.model_config.get_text_config().vocab_size)
-    # What examples share is read at theta, or in the direction that they share.
+    # What examples share is read in the direction that they share.
     examples_a_direction = config.zo.examples_per_direction or config.train.batch_size
-    reads_once = reads_contexts(config) or examples_a_direction >= config.train.micro_batch_size
+    reads_once = examples_a_direction >= config.train.micro_batch_size
     num_start = train.num_start if packed and reads_once else 0
     return TaskData(reader, train, dev, test, packed, num_start)
 

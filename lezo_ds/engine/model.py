@@ -302,6 +302,5 @@ def load_parts(config: RunConfig, ds_config: Mapping[str, Any], peft: PeftConfig
         blocks,
         directions=directions,
         shares_start=trained_part(zo) != "all",
-        reads_contexts=zo.perturbed_tokens == "answers",
     )
     return engine, perturbed, sharded

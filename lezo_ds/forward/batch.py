@@ -124,7 +124,6 @@ class MicroBatch:
         token_examples: int64 [rows, tokens] on the CPU, the index of the example that each token
             belongs to; [rows, 1] if all tokens of a row belong to one. None: each example has the
             same number of rows, one after the other.
-        num_start: number of columns of each row with which all sequences of the row begin.
     """
 
     inputs: Tensors
@@ -134,7 +133,6 @@ class MicroBatch:
     prompts: Prompts | None = None
     examples: tuple[Example, ...] = ()
     token_examples: Tensor | None = None
-    num_start: int = 0
 
     def __post_init__(self) -> None:
         for name, tensors in (("inputs", self.inputs), ("labels", self.labels)):

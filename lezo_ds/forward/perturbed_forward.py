@@ -9,10 +9,9 @@ One pass of k probes gathers each weight once, and runs all probes (probes.py dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.answer_cache import cache_name, takes_padding
-from lezo_ds.forward.answer_tokens import check_contexts, read_contexts
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.copies import Args, Kwargs
 from lezo_ds.forward.directions import Directions, PassState
@@ -48,11 +46,6 @@ class PerturbedForward:
         directions: perturb them. None if no pass is perturbed.
         shares_start: whether the blocks before the first perturbed one run on one copy of the
             batch. Then nothing outside the blocks may be trainable.
-        reads_contexts: whether a pass that is perturbed reads what comes before answers at theta
-            (answer_tokens.py).
-
-    Raises:
-        UserError: the model cannot do so.
     """
 
     def __init__(
@@ -63,17 +56,13 @@ class PerturbedForward:
         *,
         directions: Directions | None = None,
         shares_start: bool = False,
-        reads_contexts: bool = False,
     ) -> None:
-        if reads_contexts:
-            check_contexts(model)
         num_blocks = len(blocks)
         assert not shares_start or all(entry.block < num_blocks for entry in trainable)
         entries = {entry.parameter: entry for entry in trainable}
         self._model: Any = model
         self._num_blocks = num_blocks
         self._shares_start = shares_start
-        self._reads_contexts = reads_contexts
         self.directions = directions
         self._num_unperturbed = 0  # blocks before the first perturbed one
         self._state = PassState()
@@ -134,29 +123,13 @@ class PerturbedForward:
             selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
             it selects, [targets]; or new tokens, int64 [rows, tokens].
         """
-        if perturbation is None or not self._reads_contexts or batch.selection is None:
-            return self._run(batch, perturbation, call)
-
-        def run_at_theta(contexts: MicroBatch, arguments: Mapping[str, Any]) -> None:
-            self._run(contexts, None, partial(call, **arguments))
-
-        answers, arguments = read_contexts(self._model, batch, run_at_theta)
-        return self._run(answers, perturbation, partial(call, **arguments))
-
-    def _run(
-        self,
-        batch: MicroBatch,
-        perturbation: Perturbation | None,
-        call: Callable[..., Any],
-    ) -> tuple[Tensor, ...]:
-        """Run all tokens of a batch at the probes; see `__call__`."""
         writes_answers = batch.prompts is not None
         if perturbation is not None and writes_answers:
             self._assert_rows_keep_their_directions(perturbation)
             # A module that runs once for each probe would change the cache of all probes each time.
             if len(perturbation.probes) > 1 and self._trains_what_changes_caches:
                 singles = perturbation.one_by_one()
-                return tuple(self._run(batch, single, call)[0] for single in singles)
+                return tuple(self(batch, single, call)[0] for single in singles)
         state = self._state
         num_copies = 1
         if perturbation is not None:
@@ -191,7 +164,7 @@ class PerturbedForward:
         if found.shape == of_head.shape and found.data_ptr() == of_head.data_ptr():
             return copies
         self._ends_with_head = False
-        return self._run(batch, perturbation, call)
+        return self(batch, perturbation, call)
 
     def _assert_rows_keep_their_directions(self, perturbation: Perturbation) -> None:
         """Refuse groups of rows with directions of their own if rows are continued by length."""

@@ -13,7 +13,6 @@ import shlex
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples 
 _MAX_STEPS = 1000
 _MAX_STEPS_BY_EXAMPLE = 600
 # Of each example, by the method. Others have one more than a size has directions.
-_NUM_PROBES = {"evolution-strategies": 6, "answers": 24, "lezo": 2, "mezo": 2}
+_NUM_PROBES = {"evolution-strategies": 6, "lezo": 2, "mezo": 2}
 _DEFAULT_POSITIONS = 2048
 
 # Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
@@ -112,7 +111,7 @@ class _Draft:
 
     Attributes:
         arguments: Those of the command.
-        method: That of the run; "answers" is evolution-strategies that perturb answers only.
+        method: That of the run.
         machine: What the run will compute with.
         directory: The model's folder.
         task: Keys of the section `data` that describe the task.
@@ -172,33 +171,19 @@ class _Draft:
         return None, problem
 
     def shorten_steps(self, data: TaskData) -> float | None:
-        """Make a step cheaper that would take long. Return its seconds; None: not measured.
-
-        Of directions by example, first only answers meet the perturbed weights, if a step is then
-        faster. In the same time, this teaches more than a smaller batch (docs/results.md, Twelve
-        labels).
-        """
+        """Make a step cheaper that would take long. Return its seconds; None: not measured."""
         times = self._step_times(data)
         if not times:
             return None
         full_step = times[_STEP_SIZES[0]]
         if full_step <= LONG_STEP:
             return full_step
-        all_of_it = "directions"
-        of_answers: Mapping[_StepSize, float] = {}
-        if self.method == "evolution-strategies":
-            with suppress(UserError):  # of a model that cannot read contexts apart
-                of_answers = replace(self, method="answers")._step_times(data)
-        if of_answers and of_answers[_STEP_SIZES[0]] < full_step:
-            self.method = "answers"
-            times = of_answers
-            all_of_it = "tokens perturbed"
         short = [size for size in _STEP_SIZES if times[size] <= LONG_STEP]
         self.size = (*short, _STEP_SIZES[-1])[0]
         step = times[self.size]
         self.heading += (
             f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
-            f"{all_of_it}, it would take {full_step:.0f} s.\n"
+            f"directions, it would take {full_step:.0f} s.\n"
         )
         return step
 
@@ -409,7 +394,7 @@ def _recipe(draft: _Draft) -> str:
     max_length = min(_DEFAULT_POSITIONS, max_positions)
     has_lines = answers_have_lines(draft.records, task)
     steps = num_steps(len(draft.records), size.examples)
-    if draft.method in ("evolution-strategies", "answers"):
+    if draft.method == "evolution-strategies":
         steps = min(_MAX_STEPS_BY_EXAMPLE, steps)
     elif draft.method in ("lezo", "mezo"):
         steps = _MAX_STEPS

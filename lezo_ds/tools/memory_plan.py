@@ -24,13 +24,8 @@ weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a
                  Directions of low rank copy no weights, and have their vectors instead
     activations  of the block that runs:
                      b x c x tokens x activation width
-                 With zo.perturbed_tokens=answers, the larger of those of all tokens once, and of
-                 answers with the keys and values of their contexts:
-                     b x c x sequences x (tokens of an answer x activation width
-                                          + tokens x cached width)
     answers      while they are written, keys and values of all blocks:
                      b x c x (tokens + new tokens) x blocks x cached width
-                 With zo.perturbed_tokens=answers, those of one copy of all tokens
     logits       of the tokens of answers, at most 2 copies at a time, and what their
                  log-probabilities take, 128 tokens at a time:
                      (b x min(c, 2) x tokens of answers + 8 x 128) x vocabulary
@@ -66,7 +61,6 @@ from lezo_ds.config import (
     flatten,
     num_directions,
     num_passes,
-    reads_contexts,
 )
 from lezo_ds.config.deepspeed import (
     ds_config_of,
@@ -242,29 +236,20 @@ class Plan:
         num_copies = copies_per_pass(self.config)
         scored_rows = self.config.train.eval_batch_size
         rows: float = scored_rows
-        rows_of_contexts = 0.0
-        perturbed_rows = 0.0  # of answers alone
         head = self._logits(scored_rows * inputs.targets, 1)
         if self.config.method in TRAINED:
             num_examples = self.config.train.micro_batch_size
             if inputs.trains_on_answers:  # that are drawn for prompts
                 num_examples *= self.config.generation.num_samples
-            if reads_contexts(self.config):
-                perturbed_rows = num_copies * num_examples * inputs.sequences
-                rows_of_contexts = num_examples * inputs.rows
-                rows = max(rows, rows_of_contexts)
-            else:
-                rows = max(rows, num_copies * num_examples * inputs.rows)
+            rows = max(rows, num_copies * num_examples * inputs.rows)
             head = max(head, self._logits(num_examples * inputs.targets, num_copies))
         inner_width = model.inner_width / self.split
         width = _HIDDEN_STATES * model.hidden_width + inner_width
         cached_width = model.cached_width / self.split
-        of_answers = inputs.answer_length * width + inputs.length * cached_width
-        numbers = max(rows * inputs.length * width, perturbed_rows * of_answers)
-        activations = numbers * model.itemsize
-        cached_rows = rows_of_contexts
+        activations = rows * inputs.length * width * model.itemsize
+        cached_rows = 0.0
         if inputs.new_tokens:
-            cached_rows = max(cached_rows, rows if inputs.trains_on_answers else scored_rows)
+            cached_rows = rows if inputs.trains_on_answers else scored_rows
         tokens = inputs.length + inputs.new_tokens
         answers = cached_rows * tokens * model.num_blocks * cached_width * model.itemsize
         weight_bytes = model.itemsize * self._part_of_split
@@ -317,9 +302,7 @@ class Plan:
 
     @property
     def _passes_of_rank(self) -> float:
-        # A rank has one at least. Contexts are read by a pass of their own.
-        num_passes_of_all = num_passes(self.config) * (2 if reads_contexts(self.config) else 1)
-        return max(1, num_passes_of_all * self.split / self.num_ranks)
+        return max(1, num_passes(self.config) * self.split / self.num_ranks)
 
     def received(self) -> float:
         """Return the bytes that a rank receives in a step.
@@ -340,8 +323,7 @@ class Plan:
             gathered = sum(model.stored) * (1 - 1 / self._num_shards)
             return self._passes_of_rank * gathered * model.itemsize
         num_rows = self.config.train.micro_batch_size * self.inputs.rows
-        num_copies = 1 if reads_contexts(self.config) else copies_per_pass(self.config)
-        num_tokens = num_copies * num_rows * self.inputs.mean_length
+        num_tokens = copies_per_pass(self.config) * num_rows * self.inputs.mean_length
         summed = (2 * model.num_blocks + 1) * num_tokens * model.hidden_width
         return self._passes_of_rank * summed * model.itemsize * 2 * (1 - 1 / self.split)
 

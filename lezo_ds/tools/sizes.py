@@ -22,13 +22,11 @@ from lezo_ds.config import (
     ZEROTH_ORDER,
     RunConfig,
     make_layer_policy,
-    reads_contexts,
     trained_part,
 )
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
-from lezo_ds.forward.answer_tokens import answers_of, check_contexts
 from lezo_ds.forward.blocks import (
     find_blocks,
     freeze_all_but,
@@ -92,8 +90,6 @@ class ModelSizes:
             model = build_on_meta(opt_config(source), dtype)
         else:
             model = build_model(source, dtype)
-        if reads_contexts(config):
-            check_contexts(model)
         layout = find_blocks(model)
         blocks: Any = model.get_submodule(layout.path)
         self.class_name = type(model).__name__
@@ -144,8 +140,6 @@ class InputSizes:
         mean_length: Tokens of a training example on average.
         rows: Rows of this length for a training example: about one for each candidate, and fewer
             if examples share rows.
-        sequences: Number of sequences of a training example, one for each candidate.
-        answer_length: Tokens of the longest answer whose logits training reads.
         targets: Rows of logits for an example: one for each token of its answers. 0 if training
             compares a few entries of the vocabulary, which take next to nothing.
         reads_logits: Whether a function reads logits, and not log-probabilities of tokens.
@@ -156,8 +150,6 @@ class InputSizes:
     length: int
     mean_length: float
     rows: float = 1
-    sequences: float = 1
-    answer_length: int = 1
     targets: float = 0
     reads_logits: bool = False
     new_tokens: int = 0
@@ -191,11 +183,7 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     selection = batch.selection
     targets = 1.0
     reads_logits = True
-    sequences = 1.0
-    answer_length = 1
     if selection is not None:
-        answer_length, num_sequences = answers_of(batch)
-        sequences = num_sequences / len(longest)
         targets = len(selection.rows) / len(longest) if selection.vocabulary is None else 0.0
         # An evaluation of a chat counts the tokens that are the model's first choice.
         reads_logits = selection.targets is None or data.task.reads_first_choices
@@ -203,8 +191,6 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
         length=length,
         mean_length=mean(example.num_tokens for example in training),
         rows=batch.inputs["input_ids"].numel() / len(longest) / length,
-        sequences=sequences,
-        answer_length=answer_length,
         targets=targets,
         reads_logits=reads_logits,
         new_tokens=0 if data.generation is None else data.generation.max_new_tokens,

@@ -45,10 +45,6 @@ ONE_TOKEN = {
     "data__labels": {"0": "x", "1": "y"},
 }
 RUNS = {
-    "answers alone": ("sst2", {**LOW_RANK, "zo__perturbed_tokens": "answers"}),
-    "answers alone, choices": ("copa", {**LOW_RANK, "zo__perturbed_tokens": "answers"}),
-    "answers alone, texts": ("squad", {"zo__perturbed_tokens": "answers"}),
-    "answers alone, three": ("cb", {"zo__perturbed_tokens": "answers"}),
     "labels": ("sst2", {}),
     "labels of one token": ("sst2", ONE_TOKEN),
     "labels of several tokens, three": ("cb", {}),
@@ -176,9 +172,3 @@ def test_the_modules_are_wrapped_again_after_the_comparison(assets):
     first, second = (engine.train_batch(data.step_batch(config, 0), data.loss) for _ in range(2))
     assert first.projected_grads != second.projected_grads
     assert torch.isfinite(torch.tensor(first.projected_grads)).all()
-
-
-def test_directions_of_answers_need_a_loss_that_reads_logits(assets):
-    changes = {"train__objective": "f1", "zo__perturbed_tokens": "answers"}
-    with pytest.raises(UserError, match="objective=f1 reads answers; fix: set zo"):
-        load_task_data(task_config(assets / "writer", assets / "data", "squad", **changes))

@@ -87,11 +87,6 @@ MORE = {
     "blocks": BLOCKS,
     "falling": ("zo.lr_schedule=linear", "zo.warmup_steps=2"),
     "single": ("zo.noise_rank=1", "zo.examples_per_direction=1"),
-    "answers": (
-        "zo.noise_rank=1",
-        "zo.examples_per_direction=1",
-        "zo.perturbed_tokens=answers",
-    ),
     "pairs": ("zo.noise_rank=2", "zo.examples_per_direction=2"),
     "whole": ("zo.noise_rank=3", "zo.examples_per_direction=null"),
 }
@@ -273,7 +268,6 @@ def trained_by_reference(case, config, model, records):
         case.distribution,
         own_name,
         zo.noise_rank,
-        answers_only=zo.perturbed_tokens == "answers",
     )
     task = load_task_data(config)
     for step, record in enumerate(records):

@@ -191,20 +191,6 @@ def test_answers_need_logits_a_head_for_each_sign_and_their_keys_and_values():
     assert memory["answers"] == 8 * (64 + 50) * 48 * 2 * 7168 * 2
 
 
-def test_probes_of_answers_need_the_keys_and_values_of_one_copy_of_contexts():
-    keys = {"zo__directions": 8, "zo__probes_per_pass": 16, "zo__perturbed_tokens": "answers"}
-    config = recipe(train__micro_batch_size=4, **keys)
-    inputs = replace(INPUTS, sequences=2, answer_length=3)
-    memory = plan_of(config, inputs=inputs).memory
-    width = 5 * 7168 + 3 * 4 * 7168
-    assert memory["activations"] == 2 * 16 * 4 * 2 * (3 * width + 64 * 2 * 7168)
-    assert memory["answers"] == 2 * 4 * 64 * 48 * 2 * 7168
-    all_tokens = plan_of(
-        recipe(train__micro_batch_size=4, **keys | {"zo__perturbed_tokens": "all"})
-    )
-    assert all_tokens.memory["activations"] == 2 * 16 * 4 * 64 * width
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_base_in_few_bits_takes_its_codes_and_one_matrix(bits):
     matrices = 48 * 12 * 7168**2  # of the blocks

@@ -28,7 +28,6 @@ from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.tools import init
 from lezo_ds.tools.columns import answers_have_lines, describe_task, read_records
-from lezo_ds.tools.dry_run import measured_step
 from lezo_ds.tools.init import num_steps
 
 REWARD = """
@@ -539,34 +538,6 @@ def test_init_keeps_whole_labels_if_a_token_is_one_after_a_space_only(tmp_path, 
     assert config.data.labels == ["Abt. defekt", "Abt. lob"] and "by a token" not in text
 
 
-@pytest.mark.parametrize(
-    ("of_all", "of_answers", "examples", "tokens", "shown"),
-    [
-        (2, 1, 16, "all", None),
-        (4, 2, 16, "answers", "takes about 8 s here; with 16 examples and all tokens perturbed"),
-        (4, 3, 8, "answers", "takes about 6 s here; with 16 examples and all tokens perturbed"),
-        (4, 5, 8, "all", "takes about 8 s here; with 16 examples and all directions, it"),
-    ],
-)
-def test_init_perturbs_answers_only_where_that_makes_a_long_step_short(
-    of_all, of_answers, examples, tokens, shown, tmp_path, monkeypatch
-):
-    """The times are those of four examples."""
-
-    def measure(plan, data):
-        assert measured_step(plan, data) > 0
-        return of_answers if plan.config.zo.perturbed_tokens == "answers" else of_all
-
-    monkeypatch.setattr(init, "measured_step", measure)
-    text = init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
-    config = load_config(tmp_path / "recipe.yaml")
-    zo = config.zo
-    assert (config.train.batch_size, zo.perturbed_tokens) == (examples, tokens)
-    assert zo.learning_rate == 4e-2 * examples / 16
-    assert zo.directions == zo.probes_per_pass == (24 if tokens == "answers" else 6)
-    assert "A step takes" not in text if shown is None else shown in text
-
-
 def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_faster(
     tmp_path, monkeypatch, capsys
 ):
@@ -584,7 +555,6 @@ def test_init_makes_a_step_smaller_that_would_take_long_and_names_what_would_be_
     )
     config = load_config(tmp_path / "fzoo.yaml")
     assert (config.train.batch_size, config.zo.directions) == (4, 7)
-    assert config.zo.perturbed_tokens == "all"
 
 
 @pytest.mark.parametrize(
@@ -625,7 +595,6 @@ def test_init_perturbs_all_tokens_of_a_model_whose_contexts_cannot_be_read_apart
     text = init_tickets(monkeypatch, tmp_path, ("bug", "billing"))
     config = load_config(tmp_path / "recipe.yaml")
     assert (config.train.batch_size, config.zo.directions) == (4, 6)
-    assert config.zo.perturbed_tokens == "all"
     assert "with 16 examples and all directions" in text
 
 
