@@ -26,7 +26,6 @@ from lezo_ds.engine.model import Parts, load_parts
 from lezo_ds.engine.replay import ReplayEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
-from lezo_ds.forward.directions import PROBES_AT_ONCE
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.keys import direction_key, step_key
@@ -37,6 +36,8 @@ from lezo_ds.zo.step import PlanFormat, Step
 
 T = TypeVar("T")
 
+FAR_FROM_THETA = 0.1
+"""A scale at which a model's output is another one, and yet finite in 16 bits."""
 MAX_SKIPPED_STEPS = 10
 """Number of steps in a row that may be skipped before the run ends."""
 
@@ -76,15 +77,17 @@ class LezoEngine(ReplayEngine):
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
         """Return the output at a probe of scale 0, with the layers and groups of the next step.
 
-        It is that of the last of two copies of the batch, if a pass of a step has several.
+        If a pass of a step has several probes, it is that of the last of two. The first is far from
+        theta, so that a row that meets the wrong probe shows.
         """
         num_examples = micro_batch.num_examples
         size = min(self.config.examples_per_direction or num_examples, num_examples)
         key = step_key(self.seed, self.global_steps)
         keys = tuple(direction_key(key, group) for group in range(num_examples // size))
-        probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
-        dropped = self._sample().dropped
-        return self.run(micro_batch, Perturbation(probes, frozenset(dropped)))[-1]
+        scales = (FAR_FROM_THETA, 0.0)[-self._probes_per_pass :]
+        probes = tuple(KeyedProbe(keys, scale) for scale in scales)
+        dropped = frozenset(self._sample().dropped)
+        return self.run(micro_batch, Perturbation(probes, dropped))[-1]
 
     @torch.no_grad()
     def train_batch(

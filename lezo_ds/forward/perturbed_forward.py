@@ -3,13 +3,13 @@
 One pass of k probes gathers each weight once, and runs all probes (probes.py draws the rows):
 
     batch ──repeat k times──► wrapped model ──► logits [k * rows, ...] ──cut──► k outputs
-                              │ wrappers.py: when a module, a block or the head runs at the probes └
-                              a Perturber: how its rows meet the weights of their probes
+                              │ wrappers.py: what runs at the probes: blocks, modules, the head
+                              └ a Perturber: how its rows meet the weights of their probes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,14 +22,13 @@ from lezo_ds.forward.answer_cache import cache_name, takes_padding
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.copies import Args, Kwargs
 from lezo_ds.forward.directions import Directions, PassState
-from lezo_ds.forward.module_calls import children_read_by
-from lezo_ds.forward.probes import Perturbation, ProbePass, TrainedParameter
+from lezo_ds.forward.probes import Perturbation, ProbePass, TrainedParameter, places_in
 from lezo_ds.forward.rope import own_positions, rope_limit
+from lezo_ds.forward.swap import is_norm, widen_norm
 from lezo_ds.forward.wrappers import (
     SelectingHead,
-    parameters_read_by,
+    share_block,
     target_log_probabilities,
-    wrap_block,
     wrap_module,
 )
 
@@ -40,9 +39,8 @@ class PerturbedForward:
     Args:
         model: with its parameters sharded or not. Its modules get new forward methods.
         trainable: what may be perturbed. A tied parameter appears once.
-        blocks: the transformer blocks, in order. Where the perturber `takes_blocks` (on a GPU), one
-            kernel perturbs all weights of a block when the block begins; they must be gathered by
-            then.
+        blocks: the transformer blocks, in order. All weights of a block must be gathered when it
+            begins.
         directions: perturb them. None if no pass is perturbed.
         shares_start: whether the blocks before the first perturbed one run on one copy of the
             batch. Then nothing outside the blocks may be trainable.
@@ -65,29 +63,41 @@ class PerturbedForward:
         self._shares_start = shares_start
         self.directions = directions
         self._num_unperturbed = 0  # blocks before the first perturbed one
-        self._state = PassState()
+        self._state = PassState(blocks)
         config: Any = getattr(model, "config", None)
         self._has_rope_limit = config is not None and rope_limit(config) is not None
-        self._trains_what_changes_caches = False
         get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = get_head()
         self._own_forwards = {
             module: module.forward for module in model.modules() if module not in (model, head)
         }
-        for module in model.modules():
-            owns_any = any(parameter is not None for parameter in module._parameters.values())
-            if owns_any or children_read_by(module):
-                if cache_name(module) and parameters_read_by(module, entries):
-                    self._trains_what_changes_caches = True
-                wrap_module(module, self._state, entries)
-        for index, block in enumerate(blocks):
-            wrap_block(block, index, self._state, entries)
+        units: Iterable[nn.Module] = model.modules()
+        if directions is not None and not directions.runs_linear_modules:
+            for norm in filter(is_norm, model.modules()):
+                widen_norm(norm)
+            units = self._blocks_and_others()
+        for module in units:
+            inside = module.modules() if module in self._state.blocks else [module]
+            places = places_in(inside, entries)
+            if places and module is not head:
+                wrap_module(module, self._state, places)
+        for index, block in enumerate(blocks if shares_start else ()):
+            share_block(block, index, self._state)
         model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
         # Whether the model returns what its head returns. Some scale or cap the logits first; the
         # first pass shows it.
         self._ends_with_head = True
         if head is not None:  # a causal language model has one
-            head.forward = SelectingHead(head, self._state, entries).forward
+            places = places_in([head], entries)
+            head.forward = SelectingHead(head, self._state, places).forward
+
+    def _blocks_and_others(self) -> list[nn.Module]:
+        """Return the blocks, and the modules that are not in them."""
+        blocks = self._state.blocks
+        inside = {module for block in blocks for module in block.modules()}
+        return [
+            module for module in self._model.modules() if module in blocks or module not in inside
+        ]
 
     @contextmanager
     def own_forwards(self) -> Iterator[None]:
@@ -126,8 +136,8 @@ class PerturbedForward:
         writes_answers = batch.prompts is not None
         if perturbation is not None and writes_answers:
             self._assert_rows_keep_their_directions(perturbation)
-            # A module that runs once for each probe would change the cache of all probes each time.
-            if len(perturbation.probes) > 1 and self._trains_what_changes_caches:
+            assert self.directions is not None
+            if len(perturbation.probes) > 1 and not self.directions.runs_linear_modules:
                 singles = perturbation.one_by_one()
                 return tuple(self(batch, single, call)[0] for single in singles)
         state = self._state
@@ -160,7 +170,9 @@ class PerturbedForward:
         if targets is None:
             return copies
         if of_head is None:
-            return tuple(target_log_probabilities(logits, targets) for logits in copies)
+            return tuple(
+                target_log_probabilities(logits, targets, lambda part: part) for logits in copies
+            )
         if found.shape == of_head.shape and found.data_ptr() == of_head.data_ptr():
             return copies
         self._ends_with_head = False

@@ -68,7 +68,7 @@ from lezo_ds.config.deepspeed import (
     offloads_weights,
     tensor_parallel_size,
 )
-from lezo_ds.forward.directions import PROBES_AT_ONCE
+from lezo_ds.forward.dense import COPIES_AT_ONCE
 from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.tools.sizes import InputSizes, ModelSizes
 
@@ -255,7 +255,7 @@ class Plan:
         weight_bytes = model.itemsize * self._part_of_split
         copies = self._copies() * weight_bytes
         if self.config.method in ZEROTH_ORDER and inputs.targets:
-            head += min(num_copies, PROBES_AT_ONCE) * model.head * weight_bytes
+            head += min(num_copies, COPIES_AT_ONCE) * model.head * weight_bytes
         gathered = 0
         if self._num_shards > 1 or self._is_offloaded:
             num_ahead = 3 if self.on_gpu else 2
@@ -284,16 +284,16 @@ class Plan:
             kept = 1.0 - model.num_dropped / model.num_blocks
             return num_copies * (model.blocks_perturbed * kept + model.head)
         perturbed = model.blocks_perturbed / model.num_blocks
-        if not self.on_gpu or self._is_offloaded or num_copies > PROBES_AT_ONCE:
+        if not self.on_gpu or self._is_offloaded or num_copies > COPIES_AT_ONCE:
             perturbed = min(perturbed, model.largest_matrix)
-        return min(num_copies, PROBES_AT_ONCE) * perturbed
+        return min(num_copies, COPIES_AT_ONCE) * perturbed
 
     def _logits(self, num_targets: float, num_copies: int) -> float:
         """Return the bytes of a pass's logits, and of the float32 tensors that the loss makes."""
         num_logits = num_targets * num_copies
         num_reduced = num_targets
         if not self.inputs.reads_logits:
-            num_logits = num_targets * min(num_copies, PROBES_AT_ONCE)
+            num_logits = num_targets * min(num_copies, COPIES_AT_ONCE)
             num_reduced = min(num_targets, TARGETS_AT_ONCE)
         bytes_of_entry = num_logits * self.model.itemsize + num_reduced * 2 * _FP32
         return bytes_of_entry * self.model.vocabulary_size
