@@ -9,9 +9,10 @@ One pass of k probes gathers each weight once, and runs all probes (probes.py dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -71,16 +72,10 @@ class PerturbedForward:
         self._own_forwards = {
             module: module.forward for module in model.modules() if module not in (model, head)
         }
-        units: Iterable[nn.Module] = model.modules()
-        if directions is not None and not directions.runs_linear_modules:
-            for norm in filter(is_norm, model.modules()):
-                widen_norm(norm)
-            units = self._blocks_and_others()
-        for module in units:
-            inside = module.modules() if module in self._state.blocks else [module]
-            places = places_in(inside, entries)
-            if places and module is not head:
-                wrap_module(module, self._state, places)
+        for unit, modules in self._units().items():
+            places = places_in(modules, entries)
+            if places and unit is not head:
+                wrap_module(unit, self._state, places)
         for index, block in enumerate(blocks if shares_start else ()):
             share_block(block, index, self._state)
         model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
@@ -91,13 +86,19 @@ class PerturbedForward:
             places = places_in([head], entries)
             head.forward = SelectingHead(head, self._state, places).forward
 
-    def _blocks_and_others(self) -> list[nn.Module]:
-        """Return the blocks, and the modules that are not in them."""
-        blocks = self._state.blocks
-        inside = {module for block in blocks for module in block.modules()}
-        return [
-            module for module in self._model.modules() if module in blocks or module not in inside
-        ]
+    def _units(self) -> dict[nn.Module, list[nn.Module]]:
+        """Return what runs at the probes as a whole, and the modules of each that own parameters.
+
+        These are linear modules, or the blocks and each module outside them.
+        """
+        modules = list(self._model.modules())
+        if self.directions is None or self.directions.runs_linear_modules:
+            return {module: [module] for module in modules}
+        for norm in filter(is_norm, modules):
+            widen_norm(norm)
+        units = {block: list(block.modules()) for block in self._state.blocks}
+        inside = set(chain.from_iterable(units.values()))
+        return units | {module: [module] for module in modules if module not in inside}
 
     @contextmanager
     def own_forwards(self) -> Iterator[None]:
