@@ -170,28 +170,31 @@ class LezoEngine(ReplayEngine):
         return Perturbation(step.probes_of(forward_pass), dropped)
 
     def _measure(self, step: Step, batch: StepBatch, loss_function: LossFunction) -> Tensor:
-        """Run this rank's passes.
+        """Run this rank's passes; return their losses, and 0 for those of other ranks' passes.
 
-        Returns:
-            float64 [num_losses], with 0 for the losses of other ranks' passes, so that the sum over
-            all ranks has every loss.
+        So the sum over all ranks, float64 [num_losses], has every loss.
         """
         losses = torch.zeros(step.num_losses, dtype=torch.float64, device=self.device)
-        passes = self.passes_of_rank(self.global_rank, step.passes)
-        # All inputs are copied before the first pass, because a copy from the host waits for queued
-        # GPU work.
-        indices = {forward_pass.micro_batch for forward_pass in passes}
-        inputs = {index: to_device(batch[index], self.device) for index in indices}
-        for forward_pass in passes:
-            index = forward_pass.micro_batch
-            outputs = self.run(inputs[index], self.perturbation(step, forward_pass))
-            for probe, output in zip(forward_pass.probes, outputs, strict=True):
-                of_examples = loss_function(output, inputs[index])
-                check_losses(of_examples, inputs[index])
-                of_groups = of_examples.double().chunk(step.groups.per_micro_batch)
-                for group, of_group in enumerate(of_groups):
-                    if forward_pass.counts:
-                        losses[step.place(index, group, probe)] = of_group.sum()
+        for forward_pass in self.passes_of_rank(self.global_rank, step.passes):
+            perturbation = self.perturbation(step, forward_pass)
+            micro_batch = batch[forward_pass.micro_batch]
+            step.add(losses, forward_pass, self.losses_at(micro_batch, perturbation, loss_function))
+        return losses
+
+    def losses_at(
+        self, batch: MicroBatch, perturbation: Perturbation, loss_function: LossFunction
+    ) -> list[Tensor]:
+        """Return the summed loss of each example of a micro-batch at each probe. A collective.
+
+        Args:
+            batch: on any device.
+            perturbation: the probes.
+            loss_function: (logits or generated tokens, micro-batch) -> losses, [examples].
+        """
+        batch = to_device(batch, self.device)
+        losses = [loss_function(output, batch) for output in self.run(batch, perturbation)]
+        for of_probe in losses:
+            check_losses(of_probe, batch)
         return losses
 
     def _sum(self, losses: Tensor, step: Step, batch: StepBatch) -> list[float]:

@@ -173,10 +173,13 @@ LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return the micro-batch with all its tensors on `device`."""
+    """Return the micro-batch with all its tensors on `device`.
+
+    A copy to a GPU does not wait for work that is queued there.
+    """
 
     def move(tensors: Tensors) -> dict[str, Tensor]:
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
     selection = batch.selection
     if selection is not None:

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from transformers import JetMoeConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.dense import DenseDirections
@@ -419,11 +418,6 @@ def run_table(positions, sign):
         token_batch(),
         perturbation(sign),
     )
-
-
-def test_a_tensor_without_the_rows_of_the_batch_is_refused_for_two_probes_with_the_way_out():
-    with pytest.raises(UserError, match=r"without a dimension of all rows.*zo\.probes_per_pass=1"):
-        run_table(lambda ids: torch.arange(ids.shape[1]), BOTH)
 
 
 def test_a_tensor_shared_by_all_rows_is_repeated_for_each_copy():
