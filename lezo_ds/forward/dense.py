@@ -22,7 +22,7 @@ from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.directions import Directions, PassState, Perturber
 from lezo_ds.forward.probes import Perturbation, Place
-from lezo_ds.forward.swap import dtype_of_copies, swapped
+from lezo_ds.forward.swap import swapped
 from lezo_ds.noise import Copies, UpdateTarget, Weight, bytes_of_copies
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
 from lezo_ds.zo.passes import KeyedProbe
@@ -159,7 +159,7 @@ class DensePerturber(Perturber):
             return
         writes_answers = self.state.current.writes_answers
         weights = [
-            Weight(place.trained.parameter.data, place.trained.elements, dtype_of_copies(place))
+            Weight(place.trained.parameter.data, place.trained.elements, place.dtype_of_copies)
             for place in active
         ]
         memory = None

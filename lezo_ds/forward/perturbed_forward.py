@@ -23,9 +23,15 @@ from lezo_ds.forward.answer_cache import cache_name, takes_padding
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.copies import Args, Kwargs
 from lezo_ds.forward.directions import Directions, PassState
-from lezo_ds.forward.probes import Perturbation, ProbePass, TrainedParameter, places_in
+from lezo_ds.forward.probes import (
+    Perturbation,
+    ProbePass,
+    TrainedParameter,
+    is_norm,
+    places_in,
+)
 from lezo_ds.forward.rope import own_positions, rope_limit
-from lezo_ds.forward.swap import is_norm, widen_norm
+from lezo_ds.forward.swap import widen_norm
 from lezo_ds.forward.wrappers import (
     SelectingHead,
     share_block,

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from lezo_ds.forward.copies import CopiedBatch
@@ -70,21 +71,34 @@ class Place(NamedTuple):
     """Where a trained parameter is read: it is `owner._parameters[key]`.
 
     A tied parameter is read in several places.
+
+    Attributes:
+        dtype_of_copies: of its perturbed copies: float32 in norms, else its own. Around 1.0, a
+            16-bit weight of a norm is too coarse to hold theta + mu z.
     """
 
     owner: nn.Module
     key: str
     trained: TrainedParameter
+    dtype_of_copies: torch.dtype
 
 
 def places_in(modules: Iterable[nn.Module], trainable: Trainable) -> list[Place]:
     """Return where some modules read trained parameters of their own."""
-    return [
-        Place(module, key, trainable[parameter])
-        for module in modules
-        for key, parameter in module._parameters.items()
-        if parameter is not None and parameter in trainable
-    ]
+    places = []
+    for module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter in trainable:
+                dtype = torch.float32 if is_norm(module) else parameter.dtype
+                places.append(Place(module, key, trainable[parameter], dtype))
+    return places
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module holds nothing but vectors, at least one."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    has_children = next(module.children(), None) is not None
+    return bool(own) and not has_children and all(parameter.dim() == 1 for parameter in own)
 
 
 class ProbePass(NamedTuple):

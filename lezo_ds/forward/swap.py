@@ -33,18 +33,6 @@ def swapped(places: Sequence[Place], copies: Sequence[Tensor]) -> Iterator[None]
             table[place.key] = place.trained.parameter
 
 
-def dtype_of_copies(place: Place) -> torch.dtype:
-    """Return the dtype of a parameter's perturbed copies."""
-    return torch.float32 if is_norm(place.owner) else place.trained.parameter.dtype
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module holds nothing but vectors, at least one."""
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    has_children = next(module.children(), None) is not None
-    return bool(own) and not has_children and all(parameter.dim() == 1 for parameter in own)
-
-
 def widen_norm(norm: nn.Module) -> None:
     """Let a norm of 16 bits compute in float32 while it has copies in float32."""
     own_forward = norm.forward

@@ -27,8 +27,7 @@ from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.forward.perturbed_forward import PerturbedForward
-from lezo_ds.forward.probes import Perturbation, TrainedParameter
-from lezo_ds.forward.swap import is_norm
+from lezo_ds.forward.probes import Perturbation, TrainedParameter, is_norm
 from lezo_ds.noise import Elements
 from lezo_ds.noise.cpu import CpuKernels
 from lezo_ds.zo.laws import DenseLaw
