@@ -98,7 +98,9 @@ def is_norm(module: nn.Module) -> bool:
     """Return whether a module holds nothing but vectors, at least one."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     has_children = next(module.children(), None) is not None
-    return bool(own) and not has_children and all(parameter.dim() == 1 for parameter in own)
+    # A parameter that ZeRO-3 has sharded is empty. DeepSpeed keeps its full shape in ds_shape.
+    shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in own]
+    return bool(own) and not has_children and all(len(shape) == 1 for shape in shapes)
 
 
 class ProbePass(NamedTuple):

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lezo_ds.forward.probes import Place
 
@@ -41,13 +40,13 @@ def widen_norm(norm: nn.Module) -> None:
     @wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         own = {name: value for name, value in table.items() if value is not None}
-        narrow = [value.dtype for value in own.values() if value.dtype != torch.float32]
-        if len(narrow) == len(own):
+        if all(value.dtype == dtype for value in own.values()):
             return own_forward(*args, **kwargs)
         table.update({name: value.float() for name, value in own.items()})
         try:
-            wide_args, wide_kwargs = _cast_floats((list(args), kwargs), torch.float32)
-            return _cast_floats(own_forward(*wide_args, **wide_kwargs), dtype)
+            wide_args = map(_wide, args)
+            wide_kwargs = {name: _wide(value) for name, value in kwargs.items()}
+            return own_forward(*wide_args, **wide_kwargs).to(dtype)
         finally:
             table.update(own)
 
@@ -56,11 +55,6 @@ def widen_norm(norm: nn.Module) -> None:
         norm.forward = forward
 
 
-def _cast_floats(values: Any, dtype: torch.dtype) -> Any:
-    """Return a value with all floating-point tensors in it cast."""
-
-    def cast(value: Any) -> Any:
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
-
-    return tree_map(cast, values)
+def _wide(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.float() if is_float else value
