@@ -16,23 +16,23 @@ weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a
     dequantized  with model.bits, the matrix of the module that runs, in model.dtype. In all other
                  terms, such matrices count as they are stored:
                      b x largest matrix of the blocks
-    copies       the perturbed weights of the module that runs, at most 2 copies at a time:
-                     b x min(c, 2) x largest perturbed module
-                 On a GPU, if c is at most 2 and no weights are offloaded, those of a whole block.
-                 A run that trains on answers keeps all copies while it writes them:
-                     b x c x perturbed weights
+    copies       the perturbed weights of the block that runs, at most 2 copies at a time:
+                     b x min(c, 2) x perturbed weights of a block
+                 A run that trains on answers writes those of one probe after the other, and keeps
+                 all copies of the probe:
+                     b x perturbed weights
                  Directions of low rank copy no weights, and have their vectors instead
     activations  of the block that runs:
                      b x c x tokens x activation width
     answers      while they are written, keys and values of all blocks:
                      b x c x (tokens + new tokens) x blocks x cached width
-    logits       of the tokens of answers, at most 2 copies at a time, and what their
-                 log-probabilities take, 128 tokens at a time:
-                     (b x min(c, 2) x tokens of answers + 8 x 128) x vocabulary
+    logits       of the tokens of answers, and what their log-probabilities take, 128 tokens at a
+                 time:
+                     (b + 8) x 128 x vocabulary
                  A function of logits reads those of all copies, and makes two float32 tensors:
                      (b c + 8) x tokens of answers x vocabulary
                  With them, there are copies of the head. The blocks have run before, so only what
-                 exceeds their copies + activations counts
+                 exceeds their activations counts
     snapshot     on rank 0, which writes one file after the other: a file of 1 GiB (on a GPU, in
                  the host's memory), and the largest parameter with rank 0's part of it. A forward
                  pass and a snapshot do not happen at the same time, so only what exceeds the terms
@@ -234,6 +234,8 @@ class Plan:
         model = self.model
         inputs = self.inputs
         num_copies = copies_per_pass(self.config)
+        if inputs.trains_on_answers and not self.config.zo.noise_rank:
+            num_copies = 1
         scored_rows = self.config.train.eval_batch_size
         rows: float = scored_rows
         head = self._logits(scored_rows * inputs.targets, 1)
@@ -267,7 +269,7 @@ class Plan:
             "copies": copies,
             "activations": activations,
             "answers": answers,
-            "logits": max(0, head - copies - activations),
+            "logits": max(0, head - activations),
         }
 
     def _copies(self) -> float:
@@ -282,19 +284,17 @@ class Plan:
         num_copies = num_directions(self.config) if has_vectors else copies_per_pass(self.config)
         if has_vectors or self.inputs.trains_on_answers:
             kept = 1.0 - model.num_dropped / model.num_blocks
-            return num_copies * (model.blocks_perturbed * kept + model.head)
-        perturbed = model.blocks_perturbed / model.num_blocks
-        if not self.on_gpu or self._is_offloaded or num_copies > COPIES_AT_ONCE:
-            perturbed = min(perturbed, model.largest_matrix)
-        return min(num_copies, COPIES_AT_ONCE) * perturbed
+            num_kept = num_copies if has_vectors else 1
+            return num_kept * (model.blocks_perturbed * kept + model.head)
+        return min(num_copies, COPIES_AT_ONCE) * model.blocks_perturbed / model.num_blocks
 
     def _logits(self, num_targets: float, num_copies: int) -> float:
         """Return the bytes of a pass's logits, and of the float32 tensors that the loss makes."""
         num_logits = num_targets * num_copies
         num_reduced = num_targets
         if not self.inputs.reads_logits:
-            num_logits = num_targets * min(num_copies, COPIES_AT_ONCE)
-            num_reduced = min(num_targets, TARGETS_AT_ONCE)
+            num_logits = min(num_targets * num_copies, TARGETS_AT_ONCE)
+            num_reduced = num_logits
         bytes_of_entry = num_logits * self.model.itemsize + num_reduced * 2 * _FP32
         return bytes_of_entry * self.model.vocabulary_size
 
