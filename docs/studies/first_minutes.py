@@ -244,7 +244,9 @@ class Reader:
         cache = DynamicCache()
         cache.layers = [DynamicLayer() for _ in self.frozen]
         for keys, values in contexts:
-            cache.layers.append(ContextLayer(keys[rows], values[rows]))
+            layer = DynamicLayer()
+            layer.update(keys[rows], values[rows])
+            cache.layers.append(layer)
         for block in self.trained:
             states = block(
                 states, seen, position_embeddings=rotations, past_key_values=cache, use_cache=True

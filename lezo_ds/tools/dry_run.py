@@ -26,9 +26,9 @@ weight, R ranks that share the weights by ZeRO-3, and c copies of the batch in a
                  is fp32_master and b is 2. If R > 1, also what is gathered: the block that runs,
                  the next one (on a GPU one more, because the host runs ahead), and tied weights
                      (b x parameters + 2 x trained) / R + b x (2 or 3 x largest part + tied)
-    copies       the perturbed weights of the module that runs, at most 2 at a time; on a GPU with
-                 c at most 2, those of the block that runs. A run that trains on answers keeps all
-                 while it writes them. Directions of low rank have their vectors instead. With
+    copies       the perturbed weights of the block that runs, at most 2 copies at a time. A run
+                 that trains on answers writes those of one probe after the other, and keeps all
+                 copies of the probe. Directions of low rank have their vectors instead. With
                  model.bits, also the dequantized matrix of the module that runs
     activations  of the block that runs, with the keys and values of all blocks while answers are
                  written; or those of the output head with its logits, if they are more
@@ -86,7 +86,7 @@ from lezo_ds.forward.blocks import (
     key_value_shape,
     quantized_matrices,
 )
-from lezo_ds.forward.directions import PROBES_AT_ONCE
+from lezo_ds.forward.dense import COPIES_AT_ONCE
 from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.runs.records import with_start_date
 from lezo_ds.runs.screen import duration
@@ -537,16 +537,14 @@ class Plan:
         """Return the bytes of perturbed weights, or of all vectors of a step, and dequantized."""
         model = self.model
         config = self.config
-        num_copies = probes_per_pass(config.zo)
         kept = 1 - model.num_dropped / model.num_blocks
         perturbed = model.perturbed * kept + model.head
+        num_copies = 1
         if config.zo.noise_rank:
             num_copies = num_directions(config)
         elif not self.inputs.trains_on_answers:
             perturbed = model.perturbed / model.num_blocks
-            if not self.on_gpu or self._is_offloaded or num_copies > PROBES_AT_ONCE:
-                perturbed = min(perturbed, model.largest_matrix)
-            num_copies = min(num_copies, PROBES_AT_ONCE)
+            num_copies = min(probes_per_pass(config.zo), COPIES_AT_ONCE)
         dequantized = model.largest_matrix if config.model.bits else 0
         numbers = num_copies * perturbed + dequantized
         return float(numbers * model.itemsize * self._part)
@@ -554,9 +552,11 @@ class Plan:
     def _num_rows(self) -> tuple[int, float]:
         """Return the rows that an evaluation scores in a pass, and that training runs."""
         train = self.config.train
-        rows = train.micro_batch_size * self.inputs.rows * probes_per_pass(self.config.zo)
+        num_copies = probes_per_pass(self.config.zo)
         if self.inputs.trains_on_answers:  # that are drawn for prompts
-            rows *= self.config.generation.num_samples
+            num_copies = num_copies if self.config.zo.noise_rank else 1
+            num_copies *= self.config.generation.num_samples
+        rows = train.micro_batch_size * self.inputs.rows * num_copies
         return train.eval_batch_size, rows
 
     def _activations(self) -> float:
@@ -580,11 +580,11 @@ class Plan:
         """
         model = self.model
         train = self.config.train
-        num_examples = max(PROBES_AT_ONCE * train.micro_batch_size, train.eval_batch_size)
+        num_examples = max(COPIES_AT_ONCE * train.micro_batch_size, train.eval_batch_size)
         num_rows = num_examples * self.inputs.targets
         if num_rows == 0:
             return 0
-        heads = PROBES_AT_ONCE * model.head * self._part
+        heads = COPIES_AT_ONCE * model.head * self._part
         numbers = num_rows * model.vocabulary_size + heads
         reduced = 2 * _FP32 * TARGETS_AT_ONCE * model.vocabulary_size
         return float(numbers * model.itemsize + reduced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -34,14 +35,18 @@ import lezo_ds
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, open_weights, parameter_names
 from lezo_ds.config import PeftConfig, ZoConfig
+from lezo_ds.data.generation import prompt_batch
 from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.dense import DenseDirections
+from lezo_ds.forward.probes import Perturbation
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import Bundle, GatherAhead
 from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.sharding.shards import FlatShard
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.laws import DenseLaw
+from lezo_ds.zo.passes import KeyedProbe
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import step_updates
 
@@ -171,6 +176,30 @@ def _gather_between_steps(directory):
     exact = full_weights(engine)
     assert all(torch.equal(seen[name], exact[name]) for name in seen)
     return records + train(engine, 1)
+
+
+def _whole_weights_of_answers(directory):
+    """Return how many blocks are whole when the last block writes a token, for each call of it."""
+    engine = start_engine(directory, num_ranks=2, sparsity=0.0)
+    blocks = engine.module.get_submodule(engine.layout.path)
+    shape = blocks[0].fc1.weight.ds_shape
+    counts = []
+
+    def count(*_):
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        counts.append(len({each.data_ptr() for each in tensors if each.shape == shape}))
+
+    blocks[-1].fc2.register_forward_hook(count)
+    prompts = prompt_batch([(0, 5, 6)], GenerationSettings(3, (), pad_id=1))
+    at_theta = Perturbation((KeyedProbe((7,), 0.0),))
+    with torch.no_grad():
+        engine.run(prompts, at_theta)
+    return counts
+
+
+def test_a_block_at_theta_is_released_while_answers_are_written(opt_directory):
+    for counts in run_ranks(_whole_weights_of_answers, 2, opt_directory):
+        assert len(counts) == 3 and max(counts) <= 2, counts
 
 
 def test_weights_may_be_gathered_between_steps_where_one_rank_has_them(opt_directory):

@@ -164,6 +164,23 @@ def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
     check(engine, data, config)
 
 
+def test_a_row_that_meets_the_weights_of_another_probe_is_refused(assets):
+    engine, data, config = inputs_of(assets, "labels")
+
+    def exchange(_, __, hidden):
+        """Exchange the first rows of the two copies of a pass."""
+        first, second = 0, len(hidden) // 2
+        exchanged = hidden.clone()
+        exchanged[first] = hidden[second]
+        exchanged[second] = hidden[first]
+        return exchanged
+
+    cross_check(engine, data, config)
+    engine.module.model.layers[1].register_forward_hook(exchange)
+    with pytest.raises(UserError, match=r"training record \d+ .* it differs, too"):
+        cross_check(engine, data, config)
+
+
 def test_the_modules_are_wrapped_again_after_the_comparison(assets):
     engine, data, config = inputs_of(assets, "labels")
     before = {name: module.forward for name, module in engine.module.named_modules()}

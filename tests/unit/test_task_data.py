@@ -75,7 +75,6 @@ def load(assets, task, data="data", **changes):
         ({}, True),
         ({"zo__examples_per_direction": 2}, True),
         ({"zo__examples_per_direction": 1}, False),
-        ({"zo__examples_per_direction": 1, "zo__perturbed_tokens": "answers"}, True),
         ({"method": "adamw"}, True),
     ],
 )
