@@ -294,8 +294,9 @@ class Scorer:
         With `Reader.loss_batch`, it is the mean over batches, each of which counts by its number of
         examples, as transformers' Trainer averages.
         """
-        count = self.reader.objective.num_terms
-        num_terms = torch.tensor([count(example) for example in self.encoded])
+        num_terms = torch.ones(len(losses))
+        if self.reader.objective.counts_tokens:
+            num_terms = torch.from_numpy(self.split.num_gold)
         size = self.reader.loss_batch
         if size is None:
             return float(losses.sum() / num_terms.sum())

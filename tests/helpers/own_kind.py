@@ -9,7 +9,7 @@ import torch
 
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.objectives import Objective, candidate_scores
-from lezo_ds.tasks.base import Example, Predicted, Task
+from lezo_ds.data.tasks import Example, Predicted, Task
 
 STARS = (1, 2, 3, 4, 5)
 
