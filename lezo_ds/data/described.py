@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,8 @@ _ROLES = {"human": "user", "gpt": ASSISTANT, "observation": "tool"}
 """Roles of ShareGPT's files. Any other role is for the chat template to know."""
 _LEARNED = ("weight", "train")
 """Keys of a turn of the assistant that say by 0 or false that it is context, and not learned."""
+_STORED_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+"""Matches a list of turns that a table has as text, as JSON or as Python writes it."""
 
 
 def find_task(data: DataConfig) -> Task:
@@ -453,8 +456,14 @@ def _with_system(turns: tuple[Turn, ...], system_prompt: str | None) -> tuple[Tu
 
 
 def _turns_of(template: Template, record: Record) -> tuple[Turn, ...]:
-    """Return the turns in the only field of a template, or nothing if it gives text."""
+    """Return the turns in the only field of a template, or nothing if it gives text.
+
+    Raises:
+        UserError: turns are stored as text, or one cannot be read.
+    """
     value = template.only_value(record)
+    if isinstance(value, str) and _STORED_TURNS.match(value):
+        read_turns(template.fields[0], value)  # refuses a text
     if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
         return ()
     turns, _ = read_turns(template.fields[0], value)
