@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -350,7 +350,11 @@ def _without_repeats(
 
 
 def with_demonstrations(
-    data: DataConfig, questions: Examples, pool: Sequence[Example], train: Examples
+    data: DataConfig,
+    questions: Examples,
+    pool: Sequence[Example],
+    train: Examples,
+    as_read: Callable[[Example], Example],
 ) -> list[Example]:
     """Put data.num_demonstrations solved examples before every question, each with a blank line.
 
@@ -358,6 +362,13 @@ def with_demonstrations(
     drawn for each question, as MeZO's icl.sh does: question i has a seed, the i-th of
     `np.random.randint(0, 10000, size=number of questions)` under data.seed, and is shown the first
     examples of a permutation of the pool under that seed, without itself.
+
+    Args:
+        data: the section data of the recipe.
+        questions: examples of a split.
+        pool: all training records.
+        train: those that the run trains on.
+        as_read: (example) -> the example as the model reads it.
 
     Raises:
         UserError: there are fewer examples.
@@ -371,14 +382,14 @@ def with_demonstrations(
             fix=f"set data.num_demonstrations={available}, or add training examples",
         )
     if not per_question:
-        shown = _solved(train[:count])
+        shown = _solved(map(as_read, train[:count]))
         return [replace(question, demonstrations=shown) for question in questions]
     seeds = np.random.RandomState(data.seed).randint(0, 10_000, len(questions)).tolist()
     asked = []
     for question, seed in zip(questions, seeds, strict=True):
         rows = np.random.RandomState(seed).permutation(len(pool))[: count + 1]
         others = [pool[row] for row in rows if pool[row] is not question]
-        asked.append(replace(question, demonstrations=_solved(others[:count])))
+        asked.append(replace(question, demonstrations=_solved(map(as_read, others[:count]))))
     return asked
 
 
