@@ -31,7 +31,8 @@ from transformers.cache_utils import DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data import packing
-from lezo_ds.data.encoding import PromptTokenizer
+from lezo_ds.data.chat import TurnEnd
+from lezo_ds.data.encode import PromptTokenizer
 from lezo_ds.data.generation import (
     generate,
     generation_settings,
@@ -256,7 +257,7 @@ def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
 
 def settings_of(tokenizer, max_new_tokens, *stops):
     config = GenerationConfig(max_new_tokens=max_new_tokens, stop=list(stops))
-    return generation_settings(tokenizer, config)
+    return generation_settings(tokenizer, config, TurnEnd(), in_chat=False)
 
 
 class CountingTokenizer(PromptTokenizer):
