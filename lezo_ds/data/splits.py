@@ -30,7 +30,7 @@ import numpy as np
 from lezo_ds.config import DataConfig
 from lezo_ds.data.batches import num_earlier
 from lezo_ds.data.records import SUFFIXES, read_hub, read_records
-from lezo_ds.data.tasks import Example, Task
+from lezo_ds.data.tasks import Example, SplitSizes, Task
 from lezo_ds.errors import UserError, cut
 
 logger = logging.getLogger(__name__)
@@ -244,6 +244,8 @@ def draw_splits(
         UserError: there are too few examples.
     """
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
+    if data.train is not None:  # the sizes are those of the task's data set on the Hub
+        sizes = SplitSizes(num_train=None, num_dev=None, num_test=None)
     order = {split: _in_order(task, data.seed, of_split) for split, of_split in labels.items()}
     if "train" not in order:
         nothing = np.zeros(0, dtype=np.int64)

@@ -194,6 +194,13 @@ def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
         draw(data.model_copy(update={"num_train": 90}))
 
 
+def test_all_records_of_ones_own_file_are_used_for_a_task_of_the_papers(tmp_path):
+    rows = [{"sentence": f"review {n}", "label": n % 2} for n in range(20)]
+    write_records(tmp_path / "t.jsonl", rows)
+    data = DataConfig(task="sst2", train=str(tmp_path / "t.jsonl"))
+    assert sizes_of(draw(data)) == (12, 4, 4)
+
+
 def test_splits_have_the_labels_in_their_shares_whatever_the_seed(tmp_path):
     labels = 70 * ["bug"] + 20 * ["billing"] + 10 * ["shipping"]
     rows = [{"text": f"{label} {n}", "topic": label} for n, label in enumerate(labels)]
