@@ -127,8 +127,9 @@ def _with_own_tokens(tokenizer: PromptTokenizer, turn: Turn) -> Turn:
     """Return a turn in which the assistant itself writes tokens such as <think>."""
     if turn["role"] != ASSISTANT or not has_marks(turn["content"]):
         return turn
-    special = {token.content for token in tokenizer.backend.added_tokens_decoder.values()
-               if token.special}
+    special = {
+        token.content for token in tokenizer.backend.added_tokens_decoder.values() if token.special
+    }
     content = without_marks(turn["content"])
     found = tokenizer.control_tokens.sub(
         lambda match: tokenizer.marked(match[0]) if match[0] in special else match[0], content
@@ -150,18 +151,18 @@ def encode_turns(
     template = _source(tokenizer, find_tools(example.record))
     texts = "".join(turn["content"] for turn in turns)
     # Transformers has no mask for a text with marked control tokens.
-    if _GENERATION.search(template) and list(example.learned) == of_assistant:
-        if not has_marks(texts):
-            write(tokenizer, turns, example.record)  # refuses what it leaves out
-            written = _apply(
-                tokenizer,
-                turns,
-                example.record,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
-            mask = tuple(map(bool, written["assistant_masks"]))
-            return [_checked(config, tuple(written["input_ids"]), mask)]
+    is_marked = _GENERATION.search(template) and not has_marks(texts)
+    if is_marked and list(example.learned) == of_assistant:
+        write(tokenizer, turns, example.record)  # refuses what it leaves out
+        written = _apply(
+            tokenizer,
+            turns,
+            example.record,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        mask = tuple(map(bool, written["assistant_masks"]))
+        return [_checked(config, tuple(written["input_ids"]), mask)]
     sequences = []
     for number in example.learned:
         if number == 0:
@@ -217,9 +218,7 @@ def _checked(config: RunConfig, ids: TokenIds, mask: tuple[bool, ...]) -> Encode
     return EncodedExample((ids,), (mask,), 0)
 
 
-def encode_question(
-    tokenizer: PromptTokenizer, config: RunConfig, example: Example
-) -> TokenIds:
+def encode_question(tokenizer: PromptTokenizer, config: RunConfig, example: Example) -> TokenIds:
     """Return the token ids of a conversation for the model to continue by its last learned turn.
 
     Raises:

@@ -43,6 +43,7 @@ from lezo_ds.config import GenerationConfig
 from lezo_ds.data.chat import END_OF_THOUGHT, TurnEnd, without_thought
 from lezo_ds.data.encode import NEWLINE, PromptTokenizer
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
+from lezo_ds.data.tasks import TokenIds
 from lezo_ds.forward.answer_cache import (
     answer_cache,
     cache_name,
@@ -51,7 +52,6 @@ from lezo_ds.forward.answer_cache import (
 )
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Prompts, Tensors
 from lezo_ds.forward.rope import may_outgrow
-from lezo_ds.data.tasks import TokenIds
 
 _HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _BLANK_LINES = re.compile(r"^(?:[^\S\n]*\n)+")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lezo_ds.registry import Registry
 from lezo_ds.data.tasks import (
     Classification,
     Example,
@@ -21,6 +20,7 @@ from lezo_ds.data.tasks import (
     Task,
 )
 from lezo_ds.data.template import Record, Template, field_value, parse_template
+from lezo_ds.registry import Registry
 
 TASKS: Registry[Task] = Registry("task", "data.task", kind=Task)
 

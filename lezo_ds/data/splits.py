@@ -250,7 +250,9 @@ def draw_splits(
     if "train" not in order:
         nothing = np.zeros(0, dtype=np.int64)
         dev = order.get("dev", nothing)[: data.num_dev or sizes.num_dev]
-        return SplitRows(nothing, dev, order.get("test", nothing)[: data.num_test or sizes.num_test])
+        return SplitRows(
+            nothing, dev, order.get("test", nothing)[: data.num_test or sizes.num_test]
+        )
     _refuse_no_first_choice(task, labels["train"])
     left = order["train"]
     num_records = len(left)

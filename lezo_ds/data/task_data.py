@@ -35,7 +35,6 @@ from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 
 import lezo_ds
-from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
 from lezo_ds.data.batches import batch_indices, num_earlier
@@ -336,18 +335,14 @@ class Examples:
         recipe = config.model_dump(include={"data", "generation"})
         versions = [importlib.metadata.version(name) for name in _LIBRARIES]
         objective = str(config.train.objective)
-        return key_of(
-            [path, *found], recipe, lezo_ds.__version__, versions, objective, *others
-        )
+        return key_of([path, *found], recipe, lezo_ds.__version__, versions, objective, *others)
 
 
 def _numbers(rows: Dataset, column: str) -> np.ndarray:
     return rows.data.column(column).to_numpy()
 
 
-def _write_rows(
-    folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features
-) -> None:
+def _write_rows(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features) -> None:
     """Write rows to an Arrow file, some at a time."""
     with ArrowWriter(features=features, path=str(folder / "data.arrow")) as writer:
         for row in rows:

@@ -69,7 +69,7 @@ def own_values(model, **data):
 
 
 def own_config(model, path, *overrides, **data):
-    """Return the configuration of a run on a file of records; `overrides` are words of a command."""
+    """Return the configuration of a run on a file of records, with words of a command."""
     values = own_values(model, train=str(path), **data)
     return config_from_dict({**values, "run_dir": "none"}, "the test", overrides)
 

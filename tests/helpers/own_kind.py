@@ -52,7 +52,7 @@ class Rating(Task):
 
     def score(self, scorer):
         predicted = self._expected(scorer)
-        right = [STARS[encoded.gold] for encoded in scorer.split.encoded]
+        right = [STARS[encoded.gold] for encoded in scorer.encoded]
         errors = [(a - b) ** 2 for a, b in zip(predicted, right, strict=True)]
         return fmean(errors), predicted
 

@@ -62,4 +62,6 @@ def test_opt_mini_gets_47_of_64_right_without_training(tokenizer):
     batch = candidate_batch(list(test.encoded), tokenizer.pad_id)
     chosen = batch.selection
     logits = model(**batch.inputs).logits[chosen.rows, chosen.positions][:, chosen.vocabulary]
-    assert accuracy(candidate_scores(logits, batch).argmax(dim=1).tolist(), test.examples) == 47 / 64
+    assert (
+        accuracy(candidate_scores(logits, batch).argmax(dim=1).tolist(), test.examples) == 47 / 64
+    )

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from sklearn.metrics import f1_score, precision_recall_fscore_support
 
-from lezo_ds.data.mezo import TASKS
 from lezo_ds.data.metrics import (
     METRICS,
     accuracy,
@@ -26,6 +25,7 @@ from lezo_ds.data.metrics import (
     token_accuracy,
     try_metric,
 )
+from lezo_ds.data.mezo import TASKS
 from lezo_ds.data.tasks import Example, TokenCounts
 from lezo_ds.errors import UserError
 
@@ -60,7 +60,16 @@ def squad_f1(prediction, ground_truth):
 
 
 TEXTS = ["the Denver Broncos.", "Denver", "U.S.", "US", "to be or not to be", "to to be", ""]
-TEXTS += ["1990-1995", "1990\u20131995", "19901995", "-5", "5", ".5", "a\tdog\n barks", "theatre an"]
+TEXTS += [
+    "1990-1995",
+    "1990\u20131995",
+    "19901995",
+    "-5",
+    "5",
+    ".5",
+    "a\tdog\n barks",
+    "theatre an",
+]
 TEXTS += ["\u5317\u4eac\u5e02\u3002", "\u5317\u4eac", "\u201ctower\u201d", "L'\u00c9cole", "(a)"]
 
 
