@@ -240,11 +240,12 @@ class EncodedSplit:
 
     def column(self, name: str) -> np.ndarray:
         """Return the numbers of a column of FEATURES, int64 [rows]."""
-        return self.rows.data.column(name).to_numpy().astype(np.int64)
+        numbers: np.ndarray = self.rows.data.column(name).to_numpy().astype(np.int64)
+        return numbers
 
     def _example(self, row: int) -> Example:
         values = self.rows[row]
-        example = self._of_places[values["place"]]
+        example: Example = self._of_places[values["place"]]
         turn = values["turn"]
         if turn < 0:
             return example
@@ -304,8 +305,9 @@ def common_start(sequences: Sequence[Sequence[int]]) -> list[int]:
     if not sequences:
         return []
     # All lie between the first and the last in lexical order, and begin as these two do.
-    first = min(sequences)
-    return list(first[: num_alike(first, max(sequences))])
+    comparable = [tuple(sequence) for sequence in sequences]
+    first = min(comparable)
+    return list(first[: num_alike(first, max(comparable))])
 
 
 @dataclass(frozen=True)

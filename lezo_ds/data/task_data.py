@@ -339,7 +339,8 @@ class Examples:
 
 
 def _numbers(rows: Dataset, column: str) -> np.ndarray:
-    return rows.data.column(column).to_numpy()
+    numbers: np.ndarray = rows.data.column(column).to_numpy()
+    return numbers
 
 
 def _write_rows(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features) -> None:

@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from lezo_ds import distributed
 from lezo_ds.data import store, task_data
-from lezo_ds.data.store import key_of
+from lezo_ds.data.store import key_of, shared_dataset
 from lezo_ds.errors import UserError
 
 LABELS = {"prompt": "{text}", "label_field": "y", "labels": ["x", "y"]}
@@ -109,8 +109,9 @@ def test_several_processes_write_the_rows_of_one(tmp_path, monkeypatch):
     assert data.train.num_start == len("<s>ticket ") - 2
 
 
-def load_on_rank(model, path, labels):
-    distributed.init_distributed()
+def load_on_rank(model, path, labels, joined=True):
+    if joined:
+        distributed.init_distributed()
     try:
         data = load_own(model, path, **labels)
     except UserError as error:
@@ -122,8 +123,10 @@ def load_on_rank(model, path, labels):
 @pytest.mark.distributed
 def test_ranks_map_the_same_file_and_raise_the_same_error(tmp_path):
     model, path = write_run(tmp_path)
+    alone = run_ranks(load_on_rank, 2, model, path, LABELS, False)
     first, second = run_ranks(load_on_rank, 2, model, path, LABELS)
     assert first == second
+    assert [content for content, *_ in alone] == [first[0]] * 2
     assert first[0] == content_of(load_own(model, path, **LABELS))
     assert first[2] == [False]  # gone once all ranks have mapped it
     with path.open("a") as file:
@@ -151,3 +154,18 @@ def test_examples_that_cannot_be_encoded_are_refused_together_or_left_out(tmp_pa
     assert (len(data.train), len(data.dev)) == (28, 4)
     assert "left out: 2 of 30 records cannot be used" in caplog.text
     assert {example.prompt for example in data.train.examples} == {"a"}
+
+
+def test_two_runs_that_write_the_same_rows_at_once_do_not_meet(cache, tmp_path):
+    def write_other(folder):
+        shared_dataset("key", write)
+        write(folder)
+
+    def write(folder):
+        rows = datasets.Dataset.from_dict({"a": [1, 2]})
+        rows.map(lambda row: row, cache_file_name=str(folder / "rows.arrow"))
+
+    assert shared_dataset("key", write_other)["a"][:] == [1, 2]
+    assert shared_dataset("key", None)["a"][:] == [1, 2]
+    assert [path.name for path in cache.iterdir()] == ["key"]
+    assert left_over(tmp_path) == []
