@@ -116,7 +116,7 @@ class Encoder:
         Raises:
             UserError: the example cannot be encoded.
         """
-        read = self._as_read(example)
+        read = self.as_read(example)
         prompt: TokenIds = ()
         if self.has_prompts:
             prompt = self._prompt(read)
@@ -173,7 +173,7 @@ class Encoder:
             usable[0]["common_prompt"] = common_start([row["prompt"][:-1] for row in usable])
         return {column: [row[column] for row in rows] for column in FEATURES}
 
-    def _as_read(self, example: Example) -> Example:
+    def as_read(self, example: Example) -> Example:
         """Return an example as the model reads it, with marks at the text of control tokens."""
         record = json.dumps(example.record, ensure_ascii=False, default=str)
         if self.tokenizer.control_tokens.search(record):
@@ -312,8 +312,9 @@ def common_start(sequences: Sequence[Any]) -> list[int]:
     if not sequences:
         return []
     # All lie between the first and the last in lexical order, and begin as these two do.
-    first = min(sequences)
-    return list(first[: num_alike(first, max(sequences))])
+    comparable = [tuple(sequence) for sequence in sequences]
+    first = min(comparable)
+    return list(first[: num_alike(first, max(comparable))])
 
 
 @dataclass(frozen=True)

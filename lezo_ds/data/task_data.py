@@ -312,7 +312,8 @@ class Examples:
         if source == "train":
             questions = [pool[row] for row in rows]
         train = [pool[row] for row in self.rows.train]
-        return with_demonstrations(self.reader.config.data, questions, pool, train)
+        as_read = self.reader.encoder().as_read
+        return with_demonstrations(self.reader.config.data, questions, pool, train, as_read)
 
     def _read(self, config: RunConfig, split: str) -> Dataset:
         """Return the stored examples of a source. A collective."""

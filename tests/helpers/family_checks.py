@@ -18,7 +18,6 @@ import peft
 import torch
 import transformers
 from family_models import TOKENS, opened_by, published_class, small_config
-from lezo_ds.tasks.base import EncodedExample
 from safetensors.torch import load_file
 from tiny_models import random_values
 from tiny_runs import full_weights, start_engine
@@ -29,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from lezo_ds.checkpoints.checkpoint import load_model_config, persistent_buffers
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack
