@@ -13,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
-from lezo_ds.data.tables import read_hub
+from lezo_ds.data.records import read_hub
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, MIXTURES, tiny_model
