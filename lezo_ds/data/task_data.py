@@ -144,7 +144,13 @@ class TaskData:
             return self._answer_batch(config, of_micro_batch, keys)
 
         weights = self._weights(config, rows)
-        return StepBatch(weights, build, rows.tobytes(), num_examples=len(rows))
+        return StepBatch(
+            weights,
+            build,
+            rows.tobytes(),
+            num_examples=len(rows),
+            may_lack_losses=self.objective.is_reward,
+        )
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the rows of `train` of a step's examples, in the order of the stream."""

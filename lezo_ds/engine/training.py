@@ -137,7 +137,15 @@ class LezoEngine(ReplayEngine):
             message = self.plan_format.pack(self._decide(), probes)
         message = distributed.broadcast_bytes(message, self.plan_format.num_bytes)
         plan, probes = self.plan_format.unpack(message)
-        return Step(plan, probes, self.estimator, groups, self._probes_per_pass, batch.total_weight)
+        return Step(
+            plan,
+            probes,
+            self.estimator,
+            groups,
+            self._probes_per_pass,
+            batch.total_weight,
+            batch.may_lack_losses,
+        )
 
     def _probes(self) -> tuple[Probe, ...]:
         probes = self.estimator.probes(self.records)
