@@ -120,7 +120,6 @@ LOW_RANK = cases("""
 none    bf16  fp32_master  spsa       uniform   normal      replicas  -       2  llama  whole
 lora    fp32  fp32_master  fzoo       fixed     rademacher  shared    -       5  opt    pairs
 none    bf16  stochastic   es         weighted  normal      shared    decays  4  llama  single
-none    fp32  stochastic   es         weighted  normal      shared    decays  4  llama  answers
 """)
 COLUMNS = [field.name for field in fields(Case)[:8]]
 
