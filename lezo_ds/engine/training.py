@@ -82,8 +82,9 @@ class LezoEngine(ReplayEngine):
         """
         num_examples = micro_batch.num_examples
         size = min(self.config.examples_per_direction or num_examples, num_examples)
+        groups = Groups.of(1, num_examples, size)
         key = step_key(self.seed, self.global_steps)
-        keys = tuple(direction_key(key, group) for group in range(num_examples // size))
+        keys = tuple(direction_key(key, group) for group in groups.of_micro_batch(0))
         scales = (FAR_FROM_THETA, 0.0)[-self._probes_per_pass :]
         probes = tuple(KeyedProbe(keys, scale) for scale in scales)
         dropped = frozenset(self._sample().dropped)

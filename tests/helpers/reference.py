@@ -12,7 +12,6 @@ import statistics
 
 import torch
 from eager_noise import draw, round_stochastic
-from torch import nn
 from torch.nn import functional as F
 
 from lezo_ds.noise.philox import DITHER_STREAM, words_at
