@@ -24,8 +24,8 @@ from lezo_ds.config import (
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.engine.model import Parts, load_parts
 from lezo_ds.engine.replay import ReplayEngine
-from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
+from lezo_ds.errors import DivergenceError
+from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.keys import direction_key, step_key
@@ -182,22 +182,6 @@ class LezoEngine(ReplayEngine):
             step.add(losses, forward_pass, self.losses_at(micro_batch, perturbation, loss_function))
         return losses
 
-    def losses_at(
-        self, batch: MicroBatch, perturbation: Perturbation, loss_function: LossFunction
-    ) -> list[Tensor]:
-        """Return the summed loss of each example of a micro-batch at each probe. A collective.
-
-        Args:
-            batch: on any device.
-            perturbation: the probes.
-            loss_function: (logits or generated tokens, micro-batch) -> losses, [examples].
-        """
-        batch = to_device(batch, self.device)
-        losses = [loss_function(output, batch) for output in self.run(batch, perturbation)]
-        for of_probe in losses:
-            check_losses(of_probe, batch)
-        return losses
-
     def _sum(self, losses: Tensor, step: Step, batch: StepBatch) -> list[float]:
         """Return the losses of all ranks, and check that all do the same step. A collective."""
         claims = {
@@ -241,20 +225,6 @@ class LezoEngine(ReplayEngine):
         claims |= self._last_result()
         self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), claims)
         self._settings_agreed = True
-
-
-def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
-    """Refuse what is no tensor of a loss for each example, such as their mean.
-
-    Its sum would be another number than that which the weight of the micro-batch divides.
-    """
-    number = micro_batch.num_examples
-    shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-    if not isinstance(losses, Tensor) or losses.shape[:1] != (number,):
-        raise UserError(
-            f"the loss function returned {shape}, not one loss for each of {number} examples",
-            fix="return a tensor with their losses, or name the examples in MicroBatch.examples",
-        )
 
 
 def initialize(
