@@ -136,7 +136,7 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[StoredExam
 
 
 def _records(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, Any]]:
-    if data.train is None and data.path is None:
+    if not any((data.train, data.validation, data.test, data.path)):
         assert task.hub_id is not None
         return read_hub(task.hub_id, task.hub_config, source.rpartition(":")[2])
     return read_records(source, data.separator, data.encoding)

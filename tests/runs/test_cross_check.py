@@ -139,13 +139,7 @@ def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
     engine, data, config = inputs_of(assets, run)
     layer = engine.module.model.layers[1].mlp.down_proj
     wrapped = layer.forward
-
-    def spoil_second_copy(hidden):
-        output = wrapped(hidden)
-        output[len(output) // 2 :] *= -1
-        return output
-
-    layer.forward = spoil_second_copy
+    layer.forward = lambda hidden: -wrapped(hidden)
     with pytest.raises(UserError, match=r"record \d+ has a mean log-probability of"):
         check(engine, data, config)
     layer.forward = lambda hidden: wrapped(hidden) * float("nan")
