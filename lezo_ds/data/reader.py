@@ -32,6 +32,7 @@ from lezo_ds.data.encode import (
     load_tokenizer,
     num_alike,
     prompt_room,
+    refuse_unknown,
 )
 from lezo_ds.data.examples import EncodedExample, Example, TokenIds
 from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
@@ -376,21 +377,15 @@ class Reader:
         longest = int(split.lengths.max(initial=0))
         if self.generation is not None:
             longest = max(longest, split.longest_prompt + self.generation.max_new_tokens)
-        text_config = self.model_config.get_text_config()
         most = num_positions(self.model_config)
         if most is not None and longest > most:
             raise UserError(
                 f"an input has {longest} tokens, and the model has {most} positions",
                 fix=f"set data.max_length={most}",
             )
-        largest = int(split.column("largest").max(initial=0))
-        if largest >= text_config.vocab_size:
-            token = self.tokenizer.backend.convert_ids_to_tokens(largest)
-            raise UserError(
-                f"the tokenizer writes {token!r}, id {largest}, and the model has "
-                f"{text_config.vocab_size}",
-                fix="use the tokenizer of the model, or resize its embedding",
-            )
+        refuse_unknown(
+            self.tokenizer, int(split.column("largest").max(initial=0)), self.model_config
+        )
         return split
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
