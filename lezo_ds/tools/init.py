@@ -138,7 +138,12 @@ def read_columns(source: str, layout: Mapping[str, str]) -> Columns:
     records = list(read_records(source, **layout))
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
-    for name, values in columns.items():
+    for number, (name, values) in enumerate(columns.items(), start=1):
+        if name.startswith("Unnamed: ") and any(values):  # as pandas calls such a column
+            raise UserError(
+                f"column {number} of {source} has values and no name",
+                fix="let the first line name each column, and nothing come before it",
+            )
         if name in values:
             raise UserError(
                 f"the first row of {source} names the columns, but {name} is also a value in its "
