@@ -25,6 +25,7 @@ from lezo_ds.forward.copies import Args, Kwargs, has_batch, run_once
 from lezo_ds.forward.directions import PROBES_AT_ONCE, PassState
 from lezo_ds.forward.module_calls import children_read_by, modules_that_run
 from lezo_ds.forward.probes import AT_THETA, TrainedParameter, trained_parameters
+from lezo_ds.sharding.quantization import quantization_of
 from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, look_up, whole_logits
 
 Trainable = Mapping[nn.Parameter, TrainedParameter]
@@ -65,7 +66,11 @@ def wrap_module(module: nn.Module, state: PassState, trainable: Trainable) -> No
 def wrap_block(block: nn.Module, index: int, state: PassState, trainable: Trainable) -> None:
     """Let a transformer block run once on equal copies of the batch, or perturb it as a whole."""
     own_forward = block.forward
-    owned = trained_parameters(modules_that_run(block), trainable)
+    owned = [
+        entry
+        for entry in trained_parameters(modules_that_run(block), trainable)
+        if quantization_of(entry.parameter) is None  # its values are here only while a module runs
+    ]
 
     @wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -322,7 +322,7 @@ def _moved(code, step, minimum, factor, delta, dither):
     change = tl.where(step == 0.0, 0.0, tl.div_rn(change, tl.where(step == 0.0, 1.0, step)))
     size = tl.abs(change)
     size = tl.where(size < 256.0, size, 256.0)
-    whole = tl.floor(size)
+    whole = size.to(tl.int32).to(tl.float32)  # tl.floor flushes denormals
     uniform = _from_bits(((dither >> 9) & 0x7FFFFF) | 0x3F800000) - 0.999999940395355224609375
     moves = whole + tl.where(uniform < size - whole, 1.0, 0.0)
     moved = tl.where(change < 0.0, code - moves, code + moves)
