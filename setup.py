@@ -96,11 +96,13 @@ setup(
             "pytest-xdist",
             "pyyaml",  # reads what the package writes, as another library
             "ruff",
+            "scikit-learn",
             "tensorboard",
             "torchft-nightly; platform_system == 'Linux' and platform_machine == 'x86_64'",
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",
             "types-tqdm",
         ],
+        "baseline": ["scikit-learn>=1.7.0"],  # what a bag of words reaches, in init
         "demo": ["gguf>=0.17.1"],
         "elastic": ["torchft-nightly>=2026.10.26"],
         "lm-eval": ["lm-eval>=0.4.13"],

@@ -39,6 +39,7 @@ from transformers.utils import (
 )
 from transformers.utils.chat_template_utils import mark_control_tokens
 
+from lezo_ds.checkpoints.tokenizer_check import warn_of_other_tokens
 from lezo_ds.data.examples import EncodedExample, Example, TokenIds
 from lezo_ds.errors import UserError, first_line
 
@@ -214,6 +215,7 @@ def load_tokenizer(
         raise UserError(
             f"cannot load the tokenizer of {path}: {first_line(error)}", fix=fix
         ) from error
+    warn_of_other_tokens(directory, backend)
     options = template_options or {}
     for name in options:
         if not re.search(rf"\b{re.escape(name)}\b", str(backend.chat_template), re.ASCII):

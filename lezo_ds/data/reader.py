@@ -22,7 +22,8 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from torch import Tensor
 
-from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
+from lezo_ds.checkpoints.checkpoint import load_model_config, num_positions, resolve_model
+from lezo_ds.checkpoints.tokenizer_check import refuse_second_begin
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import TurnEnd, encode_question, end_of_turn
 from lezo_ds.data.encode import (
@@ -272,6 +273,12 @@ class EncodedSplit:
     def _prompt(self, row: int) -> TokenIds:
         return tuple(self.rows[row]["prompt"])
 
+    def first(self, size: int) -> EncodedSplit:
+        """Return the first rows. If a row has no right candidate, its first one counts as right."""
+        columns = self.rows[:size]
+        columns["label"] = [max(label, 0) for label in columns["label"]]
+        return EncodedSplit(Dataset.from_dict(columns, self.rows.features), self._of_places)
+
     @cached_property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt; 0 without prompts."""
@@ -369,11 +376,11 @@ class Reader:
         if self.generation is not None:
             longest = max(longest, split.longest_prompt + self.generation.max_new_tokens)
         text_config = self.model_config.get_text_config()
-        num_positions = getattr(text_config, "max_position_embeddings", None)
-        if num_positions is not None and longest > num_positions:
+        most = num_positions(self.model_config)
+        if most is not None and longest > most:
             raise UserError(
-                f"an input has {longest} tokens, and the model has {num_positions} positions",
-                fix=f"set data.max_length={num_positions}",
+                f"an input has {longest} tokens, and the model has {most} positions",
+                fix=f"set data.max_length={most}",
             )
         largest = int(split.column("largest").max(initial=0))
         if largest >= text_config.vocab_size:
@@ -436,12 +443,8 @@ def load_reader(task: Task, config: RunConfig, objective: Objective | None = Non
     objective = objective or training_objective(task)
     directory = resolve_model(config.model.path)
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
-    begin = tokenizer.backend.decode(list(tokenizer.begin_ids)).strip()
-    if begin and (data.prompt or "").lstrip().startswith(begin):
-        raise UserError(
-            f"data.prompt begins with {begin}, which the tokenizer writes before each text",
-            fix=f"remove {begin} from it",
-        )
+    if data.prompt is not None and not data.in_chat:
+        refuse_second_begin(tokenizer.backend, data.prompt, tokenizer.begin_ids)
     settings = None
     if task.writes_answers or objective.reads_answers:
         end = end_of_turn(tokenizer) if data.in_chat else TurnEnd()

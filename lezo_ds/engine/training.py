@@ -25,7 +25,6 @@ from lezo_ds.engine.model import Parts, load_parts
 from lezo_ds.engine.replay import ReplayEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
-from lezo_ds.forward.directions import PROBES_AT_ONCE
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.estimators import Probe
@@ -37,6 +36,8 @@ from lezo_ds.zo.step import PlanFormat, Step
 
 T = TypeVar("T")
 
+FAR_FROM_THETA = 0.1
+"""A scale at which a model's output is another one, and yet finite in 16 bits."""
 MAX_SKIPPED_STEPS = 10
 """Number of steps in a row that may be skipped before the run ends."""
 
@@ -76,15 +77,17 @@ class LezoEngine(ReplayEngine):
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
         """Return the output at a probe of scale 0, with the layers and groups of the next step.
 
-        It is that of the last of two copies of the batch, if a pass of a step has several.
+        If a pass of a step has several probes, it is that of the last of two. The first is far from
+        theta, so that a row that meets the wrong probe shows.
         """
         num_examples = micro_batch.num_examples
         size = min(self.config.examples_per_direction or num_examples, num_examples)
         key = step_key(self.seed, self.global_steps)
         keys = direction_keys(key, num_examples // size)
-        probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
-        dropped = self._sample().dropped
-        return self.run(micro_batch, Perturbation(probes, frozenset(dropped)))[-1]
+        scales = (FAR_FROM_THETA, 0.0)[-self._probes_per_pass :]
+        probes = tuple(KeyedProbe(keys, scale) for scale in scales)
+        dropped = frozenset(self._sample().dropped)
+        return self.run(micro_batch, Perturbation(probes, dropped))[-1]
 
     @torch.no_grad()
     def train_batch(
@@ -177,28 +180,31 @@ class LezoEngine(ReplayEngine):
         return Perturbation(step.probes_of(forward_pass), dropped)
 
     def _measure(self, step: Step, batch: StepBatch, loss_function: LossFunction) -> Tensor:
-        """Run this rank's passes.
+        """Run this rank's passes; return their losses, and 0 for those of other ranks' passes.
 
-        Returns:
-            float64 [num_losses], with 0 for the losses of other ranks' passes, so that the sum over
-            all ranks has every loss.
+        So the sum over all ranks, float64 [num_losses], has every loss.
         """
         losses = torch.zeros(step.num_losses, dtype=torch.float64, device=self.device)
-        passes = self.passes_of_rank(self.global_rank, step.passes)
-        # All inputs are copied before the first pass, because a copy from the host waits for queued
-        # GPU work.
-        indices = {forward_pass.micro_batch for forward_pass in passes}
-        inputs = {index: to_device(batch[index], self.device) for index in indices}
-        for forward_pass in passes:
-            index = forward_pass.micro_batch
-            outputs = self.run(inputs[index], self.perturbation(step, forward_pass))
-            for probe, output in zip(forward_pass.probes, outputs, strict=True):
-                of_examples = loss_function(output, inputs[index])
-                check_losses(of_examples, inputs[index])
-                of_groups = of_examples.double().chunk(step.groups.per_micro_batch)
-                for group, of_group in enumerate(of_groups):
-                    if forward_pass.counts:
-                        losses[step.place(index, group, probe)] = of_group.sum()
+        for forward_pass in self.passes_of_rank(self.global_rank, step.passes):
+            perturbation = self.perturbation(step, forward_pass)
+            micro_batch = batch[forward_pass.micro_batch]
+            step.add(losses, forward_pass, self.losses_at(micro_batch, perturbation, loss_function))
+        return losses
+
+    def losses_at(
+        self, batch: MicroBatch, perturbation: Perturbation, loss_function: LossFunction
+    ) -> list[Tensor]:
+        """Return the summed loss of each example of a micro-batch at each probe. A collective.
+
+        Args:
+            batch: on any device.
+            perturbation: the probes.
+            loss_function: (logits or generated tokens, micro-batch) -> losses, [examples].
+        """
+        batch = to_device(batch, self.device)
+        losses = [loss_function(output, batch) for output in self.run(batch, perturbation)]
+        for of_probe in losses:
+            check_losses(of_probe, batch)
         return losses
 
     def _sum(self, losses: Tensor, step: Step, batch: StepBatch) -> list[float]:

@@ -106,7 +106,6 @@ class MicroBatch:
         token_examples: int64 [rows, tokens] on the CPU, the index of the example that each token
             belongs to; [rows, 1] if all tokens of a row belong to one. None: each example has the
             same number of rows, one after the other.
-        num_start: number of columns of each row with which all sequences of the row begin.
     """
 
     inputs: Tensors
@@ -116,7 +115,6 @@ class MicroBatch:
     prompts: Prompts | None = None
     examples: tuple[Any, ...] = ()
     token_examples: Tensor | None = None
-    num_start: int = 0
 
     def __post_init__(self) -> None:
         for name, tensors in (("inputs", self.inputs), ("labels", self.labels)):
@@ -157,10 +155,13 @@ LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return the micro-batch with all its tensors on `device`."""
+    """Return the micro-batch with all its tensors on `device`.
+
+    A copy to a GPU does not wait for work that is queued there.
+    """
 
     def move(tensors: Tensors) -> dict[str, Tensor]:
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
     selection = batch.selection
     if selection is not None:

@@ -140,6 +140,20 @@ Copies = list[list[Tensor]]
 """For each weight, its perturbed copies, each of theta's shape or of the rows."""
 
 
+_ALIGNMENT = 512
+"""Of copies, in bytes, like that of torch's allocator: matrix products may depend on it."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Round a number of bytes up to a multiple of the alignment of copies."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def bytes_of_copies(weights: Sequence[Weight]) -> int:
+    """Return what one copy of each weight takes in memory. The copies lie one after the other."""
+    return sum(aligned(weight.theta.numel() * weight.out_dtype.itemsize) for weight in weights)
+
+
 class UpdateTarget(NamedTuple):
     """What an update changes in place: elements that a rank stores.
 
@@ -162,13 +176,7 @@ class Kernels(ABC):
     """What one kind of device computes with z. All kinds compute the same bits.
 
     Element indices are 0 to 2**40. Tensors are on the device.
-
-    Attributes:
-        takes_blocks: whether one call for all weights of a transformer block is worth the memory
-            for all their copies.
     """
-
-    takes_blocks = False
 
     @abstractmethod
     def perturb(
@@ -178,10 +186,24 @@ class Kernels(ABC):
         key: int,
         scale: float,
         num_signs: int,
+        memory: Tensor | None = None,
     ) -> Copies:
         """Return theta + scale * z of each weight and, with two signs, theta - scale * z.
 
         Product and sum are rounded to fp32, each on its own, and then to the copy's dtype.
+
+        Args:
+            entries: the distribution of the numbers.
+            weights: whole ones, or some rows of each.
+            key: of the direction.
+            scale: not 0.
+            num_signs: 1 or 2.
+            memory: uint8 [at least num_signs * bytes_of_copies(weights)], where the copies of whole
+                weights are written; None allocates it. plus is theta + scale * z, and minus the
+                other:
+
+                    plus of weight 0 | plus of weight 1 | ... | minus of weight 0 | ...
+                    <-------- bytes_of_copies(weights) ------>
         """
 
     @abstractmethod

@@ -33,6 +33,8 @@ from lezo_ds.noise import (
     Region,
     UpdateTarget,
     Weight,
+    aligned,
+    bytes_of_copies,
     pack_updates,
 )
 from lezo_ds.zo.laws import Distribution
@@ -95,11 +97,20 @@ class CpuKernels(Kernels):
         key: int,
         scale: float,
         num_signs: int,
+        memory: Tensor | None = None,
     ) -> Copies:
         copies = []
+        num_bytes = bytes_of_copies(weights)
+        offset = 0
         for theta, elements, out_dtype, rows in weights:
             theta = theta.contiguous()
             shape = theta.shape
+            of_weight = []
+            if rows is None and memory is not None:
+                size = theta.numel() * out_dtype.itemsize
+                for first in range(offset, num_signs * num_bytes, num_bytes):
+                    of_weight.append(memory[first : first + size].view(out_dtype).view(shape))
+                offset += aligned(size)
             if rows is not None:
                 rows = rows.contiguous()
                 if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
@@ -107,7 +118,8 @@ class CpuKernels(Kernels):
                 shape = torch.Size((len(rows), theta.shape[1]))
                 region = Region(elements.region.start, len(rows), shape[1], shape[1])
                 elements = elements._replace(region=region)
-            of_weight = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
+            if not of_weight:
+                of_weight = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
             call = PerturbCall(
                 *_fields_of(elements, theta.dtype, entries),
                 theta=theta.data_ptr(),

@@ -17,6 +17,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import Estimate, Estimator, Probe, mean_losses
@@ -72,6 +73,21 @@ class Step:
         """Return the place of a loss: of a probe, for one of the groups in a micro-batch."""
         row = micro_batch * self.groups.per_micro_batch + group
         return row * len(self.probes) + probe
+
+    def add(self, losses: Any, forward_pass: Pass, of_probes: Sequence[Any]) -> None:
+        """Put the losses of a pass in their places.
+
+        Args:
+            losses: tensor float64 [num_losses].
+            forward_pass: of this rank.
+            of_probes: for each of its probes, a tensor of the losses of all examples.
+        """
+        if not forward_pass.counts:
+            return
+        for probe, of_examples in zip(forward_pass.probes, of_probes, strict=True):
+            of_groups = of_examples.double().chunk(self.groups.per_micro_batch)
+            for group, of_group in enumerate(of_groups):
+                losses[self.place(forward_pass.micro_batch, group, probe)] = of_group.sum()
 
     def probes_of(self, forward_pass: Pass) -> tuple[KeyedProbe, ...]:
         """Return the probes of a pass, with the keys of the directions of its groups."""

@@ -18,6 +18,7 @@ import peft
 import torch
 import transformers
 from family_models import TOKENS, opened_by, published_class, small_config
+from lezo_ds.tasks.base import EncodedExample
 from safetensors.torch import load_file
 from tiny_models import random_values
 from tiny_runs import full_weights, start_engine
@@ -35,7 +36,6 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.probes import Perturbation
-from lezo_ds.tasks.base import EncodedExample
 from lezo_ds.zo.passes import KeyedProbe
 
 PAD = 1

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import torch
+from lezo_ds.tasks.base import Example, Predicted, Task
 
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.objectives import Objective, candidate_scores
-from lezo_ds.tasks.base import Example, Predicted, Task
 
 STARS = (1, 2, 3, 4, 5)
 

@@ -6,7 +6,6 @@ Algorithm 1) and LeZO (Wang et al. 2024, Algorithm 1) are written out again, on 
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import statistics
@@ -24,8 +23,7 @@ from lezo_ds.zo.keys import direction_key
 class Reference:
     """A model of transformers in float32 and its zeroth-order optimizer. `own_name` names noise.
 
-    With a `rank`, directions are of low rank, and only the matrices of the blocks are trained. With
-    `answers_only`, what comes before an answer is read at theta.
+    With a `rank`, directions are of low rank, and only the matrices of the blocks are trained.
     """
 
     def __init__(
@@ -36,10 +34,8 @@ class Reference:
         distribution="normal",
         own_name=str,
         rank=0,
-        answers_only=False,
     ):
         self.rank = rank
-        self.answers_only = answers_only
         if rank:
             for name, parameter in model.named_parameters():
                 if parameter.dim() != 2 or "layers." not in name:
@@ -78,7 +74,6 @@ class Reference:
         """Return the mean loss over a step's batch, or some of its examples, at theta + scale z of
         each (direction, scale)."""
         losses = []
-        contexts = [self._contexts(micro_batch) for micro_batch in batch]
         for direction, scale in probes:
             for name, parameter in self.parameters.items():
                 parameter.data = self._stored(name)
@@ -88,7 +83,7 @@ class Reference:
                     )
                     # Vectors (biases and norms) stay in float32: a 16-bit 1.0 has no room for mu z.
                     parameter.data = wide if wide.dim() == 1 else wide.to(self.dtype)
-            of_micro_batches = list(map(self._losses, batch, contexts))
+            of_micro_batches = list(map(self._losses, batch))
             if examples == slice(None):
                 total = sum(float(each.sum()) for each in of_micro_batches)
                 losses.append(total / sum(micro_batch.weight for micro_batch in batch))
@@ -162,45 +157,14 @@ class Reference:
             ).float()
         return value.to(self.dtype).float()
 
-    def _contexts(self, batch):
-        """Return the keys and values, at theta, of what comes before each token that is asked."""
-        if not self.answers_only:
-            return None
-        for name, parameter in self.parameters.items():
-            parameter.data = self._stored(name)
-        contexts = []
-        for row, last in zip(batch.selection.rows, batch.selection.positions, strict=True):
-            first = 0
-            if "position_ids" in batch.inputs:  # of shared rows
-                first = last - batch.inputs["position_ids"][row, last]
-            ids = batch.inputs["input_ids"][row, first:last][None]
-            contexts.append(self.model.base_model(ids, use_cache=True).past_key_values)
-        return contexts
-
-    def _hidden_after(self, contexts, batch):
-        """Return the hidden state of each token that is asked, after its context."""
-        hidden = []
-        rows_and_columns = zip(batch.selection.rows, batch.selection.positions, strict=True)
-        for context, (row, column) in zip(contexts, rows_and_columns, strict=True):
-            output = self.model.base_model(
-                batch.inputs["input_ids"][row, column].view(1, 1),
-                past_key_values=copy.deepcopy(context),
-                use_cache=True,
-            )
-            hidden.append(output.last_hidden_state[0, 0])
-        return torch.stack(hidden)
-
-    def _losses(self, batch, contexts):
+    def _losses(self, batch):
         """Return the cross-entropy over the candidates of each example, in float64.
 
         Only the logits asked for are computed: the last bits of a matrix product depend on its
         shape.
         """
-        if contexts is not None:
-            asked = self._hidden_after(contexts, batch)
-        else:
-            hidden = self.model.base_model(**batch.inputs).last_hidden_state
-            asked = hidden[batch.selection.rows, batch.selection.positions]
+        hidden = self.model.base_model(**batch.inputs).last_hidden_state
+        asked = hidden[batch.selection.rows, batch.selection.positions]
         logits = F.linear(
             asked, self.model.get_output_embeddings().weight[batch.selection.vocabulary]
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from lezo_ds.tasks.base import EncodedExample
 from tiny_models import random_model
 from transformers import OPTConfig
 
@@ -14,7 +15,6 @@ from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine import initialize
 from lezo_ds.journal import Header, Journal
-from lezo_ds.tasks.base import EncodedExample
 
 NUM_BLOCKS = 4
 VOCABULARY = 101

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lezo_ds.data.evaluation import evaluate
+from lezo_ds.tasks.metrics import TokenCounts, best_f1
 from own_data import PLAIN, write_conversations
 from ranks import run_ranks
 from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.rewards import reward
 from lezo_ds.data.task_data import load_task_data
-from lezo_ds.tasks.metrics import TokenCounts, best_f1
 
 pytestmark = pytest.mark.distributed
 SIZES = (2, 64)

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import EncodedExample, Example
 
 from lezo_ds.data.objectives import (
     LOSSES,
@@ -17,8 +19,6 @@ from lezo_ds.data.objectives import (
 from lezo_ds.data.rewards import reward
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.base import EncodedExample, Example
 
 PAD = 1
 VOCABULARY = 64
@@ -126,6 +126,13 @@ def test_a_function_that_fails_is_named(name, message, monkeypatch):
     monkeypatch.setitem(globals(), "own", OWN[name])
     objective = load_objective("test_objectives:own", TASKS["sst2"])
     with pytest.raises(UserError, match=f"train.objective=test_objectives:own {message}"):
+        objective.loss(["a", "b"], answered({}, {}))
+
+
+def test_an_interrupt_in_a_function_is_one(monkeypatch):
+    monkeypatch.setitem(globals(), "own", OWN["interrupt"])
+    objective = load_objective("test_objectives:own", TASKS["sst2"])
+    with pytest.raises(KeyboardInterrupt):
         objective.loss(["a", "b"], answered({}, {}))
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lezo_ds.tasks.base import EncodedExample
 from tiny_models import FAMILIES, tiny_model
 from transformers import (
     BloomConfig,
@@ -24,7 +25,6 @@ from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.reader import EncodedSplit
-from lezo_ds.tasks.base import EncodedExample
 
 PAD = 1
 LENGTHS = (5, 21, 3, 9, 11, 2, 7, 14)

@@ -6,16 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 from assets import shared_asset
+from lezo_ds.data.encoding import encode_example, load_tokenizer
+from lezo_ds.data.tables import read_file
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.metrics import accuracy
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.config import DataConfig
 from lezo_ds.data.batches import candidate_batch
-from lezo_ds.data.encoding import encode_example, load_tokenizer
 from lezo_ds.data.objectives import candidate_scores
 from lezo_ds.data.splits import load_splits
-from lezo_ds.data.tables import read_file
-from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.metrics import accuracy
 
 # task -> (row of validation, prompt, candidates, tokens of the prompt without BOS, tokens of each
 # candidate); the prompts and candidates were worked out by hand, the tokens by the tokenizers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lezo_ds.tasks.base import EncodedExample
 from tiny_models import VOCABULARY, random_model
 from transformers import LlamaConfig, Phi3Config, PhimoeConfig
 
@@ -14,7 +15,6 @@ from lezo_ds.data.packing import can_pack
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.rope import rope_limit, rotate_each_row
-from lezo_ds.tasks.base import EncodedExample
 
 LIMIT = 16
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 from commands import run_forked_well
+from lezo_ds.data.tables import read_file
 from own_data import own_values, write_byte_model
 from own_kind import STARS
 from run_ends import records_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lezo_ds.data.tables import read_file
 from lezo_ds.journal import EvaluationRecord
 
 pytestmark = pytest.mark.distributed

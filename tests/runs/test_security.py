@@ -22,13 +22,12 @@ from safetensors.torch import load_file
 
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
 from lezo_ds.config import config_from_dict
-from lezo_ds.config.schema import KEYS
 from lezo_ds.errors import UserError
 from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.runs.export import read_file
 from lezo_ds.runs.fit_head import fit_head
 from lezo_ds.runs.opening import Opened, restore, score
-from lezo_ds.runs.records import read_run
+from lezo_ds.runs.records import CODE_KEYS, read_run
 
 
 class Payload:
@@ -302,7 +301,7 @@ def test_pipes_and_a_manifest_without_a_digest_in_a_run_are_passed_over(inputs):
 def test_scoring_refuses_each_module_that_only_the_run_names(key, source, tmp_path):
     values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
     config = config_from_dict(values, "run", [f"{key}=evil:X"])
-    opened = Opened({}, config.reading, lambda: None, ["train.eval_batch_size=1"])
+    opened = Opened({}, config, lambda: None, ["train.eval_batch_size=1"])
     for act in (partial(score, split="test"), partial(fit_head, target=tmp_path / "fitted")):
         with pytest.raises(UserError, match="imported only if the command names it"):
             act(opened)
@@ -313,5 +312,4 @@ def test_scoring_refuses_each_module_that_only_the_run_names(key, source, tmp_pa
 def test_the_page_names_every_key_that_imports_a_module():
     page = (REPOSITORY / "SECURITY.md").read_text()
     named = page.partition("of these keys imports the module")[2].partition(". `train` follows")[0]
-    imports = {key for key, field in KEYS.items() if "package.module:" in str(field.description)}
-    assert set(re.findall(r"`(\w+\.\w+)`", named)) == imports
+    assert set(re.findall(r"`(\w+\.\w+)`", named)) == set(map(".".join, CODE_KEYS))

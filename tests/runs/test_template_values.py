@@ -10,8 +10,6 @@ from commands import run_forked_well
 from own_data import SWITCHED, conversation, own_values, write_chat_model
 from transformers import AutoTokenizer, pipeline
 
-from lezo_ds.data.tables import read_file
-
 pytestmark = pytest.mark.distributed
 THOUGHT = "<think>\n\n</think>\n\n"
 
@@ -52,8 +50,5 @@ def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_expo
     (tmp_path / "new.jsonl").write_text(json.dumps({"turns": turns}) + "\n")
     words = ["--model", tmp_path / "out", tmp_path / "new.jsonl", "--out", tmp_path / "p.jsonl"]
     run_forked_well(words, program="predict")
-    ((_, predicted),) = read_file(tmp_path / "p.jsonl")
+    predicted = json.loads((tmp_path / "p.jsonl").read_text())
     assert predicted["predicted"] == answer[0]["generated_text"].split("</s>")[0].strip()
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "turns, enable_thinking=False, " in card
-    assert f"ends = {settings['eos_token_id']}" in card

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lezo_ds.tasks.base import EncodedExample
 
 from lezo_ds.data.batches import (
     all_candidates,
@@ -20,7 +21,6 @@ from lezo_ds.data.batches import (
 )
 from lezo_ds.data.packing import deal, pack
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.tasks.base import EncodedExample
 
 PAD = 1
 

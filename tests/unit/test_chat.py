@@ -10,6 +10,8 @@ from datetime import datetime
 
 import pytest
 import torch
+from lezo_ds.data.encoding import PromptTokenizer, cut_prompts, encode_example, load_tokenizer
+from lezo_ds.tasks.base import Example, Message
 from own_data import MARKED, PLAIN, SWITCHED, THINKING, WITHOUT_SYSTEM, write_chat_model
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
@@ -27,13 +29,11 @@ from lezo_ds.data.chat import (
     lead_of_answers,
     turns_apart,
 )
-from lezo_ds.data.encoding import PromptTokenizer, cut_prompts, encode_example, load_tokenizer
 from lezo_ds.data.generation import generation_settings, read_answers
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, Thought
-from lezo_ds.tasks.base import Example, Message
 
 OPENING = PLAIN.replace("<s>assistant\n'", "<s>assistant\n<think>\n'")
 # The system prompt is part of the last turn, and left out if that is an answer.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from lezo_ds.data.control_tokens import TOKENIZERS_READ_MARKS
 from own_data import MARKED, PLAIN, own_values, write_chat_model
 from transformers import AutoTokenizer
 
 from lezo_ds.config import config_from_dict
-from lezo_ds.data.control_tokens import TOKENIZERS_READ_MARKS
 from lezo_ds.data.task_data import load_task_data
 
 needs_marks = pytest.mark.skipif(not TOKENIZERS_READ_MARKS, reason="transformers before 5.23")

@@ -7,15 +7,15 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from lezo_ds.tasks.base import ArrowRecord
+from lezo_ds.tasks.conversations import find_tools, read_messages
+from lezo_ds.tasks.custom import Description, make_task
 from own_data import PLAIN, own_values, write_byte_model, write_chat_model
 from transformers import AutoTokenizer
 
 from lezo_ds.config import config_from_dict
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import ArrowRecord
-from lezo_ds.tasks.conversations import find_tools, read_messages
-from lezo_ds.tasks.custom import Description, make_task
 
 TEMPLATE = "{% if tools %}{{ '<s>tools ' + (tools | tojson) + '</s>' }}{% endif %}" + PLAIN.replace(
     "turn['content'] +",

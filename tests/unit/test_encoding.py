@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from lezo_ds.data.encoding import cut_prompts, encode_example, encode_prompt, load_tokenizer
+from lezo_ds.tasks.base import Example
 from own_data import SWITCHED, write_chat_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -17,9 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lezo_ds.data.encoding import cut_prompts, encode_example, encode_prompt, load_tokenizer
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import Example
 
 # A word takes the space before it, as in GPT-2; a newline stands alone.
 WORDS = [

@@ -8,10 +8,10 @@ from datetime import date, datetime
 from decimal import Decimal
 
 import pytest
-
-from lezo_ds.errors import UserError
 from lezo_ds.tasks.custom import Description, make_task
 from lezo_ds.tasks.labels import Labels, label_text
+
+from lezo_ds.errors import UserError
 
 TOPICS = Description(prompt="{text}", label_field="topic", labels=["0", "1"])
 CHOICES = Description(prompt="{text}", label_field="right", choices=["{options}"])

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from lezo_ds.data.evaluation import evaluate
+from lezo_ds.tasks.metrics import macro_f1
 from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import OPTConfig
 
 from lezo_ds import distributed
-from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.metrics import macro_f1
 
 
 def count_right(predicted, examples):

@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass, replace
 
 import pytest
+from lezo_ds.tasks.base import Example, Message
+from lezo_ds.tasks.kinds import Classification
 
 from lezo_ds.config import ZoConfig, config_from_dict, make_estimator
 from lezo_ds.data.metrics import load_score
 from lezo_ds.data.task_data import find_task
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import Example, Message
-from lezo_ds.tasks.kinds import Classification
 from lezo_ds.zo.estimators import Spsa
 
 BASE = {"run_dir": "run", "method": "zero_shot", "model": {"path": "model", "dtype": "fp32"}}

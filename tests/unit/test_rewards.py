@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import Example, Message
 from test_own_tasks import ANSWER, config_of
 
 from lezo_ds.data.objectives import load_objective
@@ -15,8 +17,6 @@ from lezo_ds.data.rewards import Reward, Rewards, judges_answers, reward
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.runs.records import refuse_code
-from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.base import Example, Message
 
 SQUAD = TASKS["squad"]
 TEXTS = MicroBatch(

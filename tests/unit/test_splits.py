@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from assets import write_records
 from golden_tasks import GOLDEN
-
-from lezo_ds.config import DataConfig
-from lezo_ds.data.splits import draw_demonstrations, load_splits, with_demonstrations
 from lezo_ds.data.tables import read_source
-from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.custom import Description, make_task
+
+from lezo_ds.config import DataConfig
+from lezo_ds.data.splits import draw_demonstrations, load_splits, with_demonstrations
+from lezo_ds.errors import UserError
 
 SST2 = TASKS["sst2"]
 TICKETS = make_task(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from lezo_ds.tasks.base import Example
 
 from lezo_ds.agreement import (
     all_agree,
@@ -23,7 +24,6 @@ from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
 from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.noise import Elements, Weight
-from lezo_ds.tasks.base import Example
 from lezo_ds.zo.estimators import Estimate, Probe, Spsa
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.passes import Groups, KeyedProbe

@@ -9,9 +9,9 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+from lezo_ds.data.tables import read_source
 from pyarrow import parquet
 
-from lezo_ds.data.tables import read_source
 from lezo_ds.errors import UserError
 
 RECORDS = [{"text": f'the "box {row}', "label": ("bad", "good")[row % 2]} for row in range(12)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from assets import write_records
+from lezo_ds.tasks.base import EncodedExample, Example
 from own_data import THINKING, WITHOUT_SYSTEM, conversation, own_values, write_chat_model
 from tiny_tasks import task_config, write_tasks, write_writer
 
@@ -19,7 +20,6 @@ from lezo_ds.data.reader import EncodedSplit, warn_of_unlike_ends
 from lezo_ds.data.rewards import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import EncodedExample, Example
 from lezo_ds.zo.keys import sample_key
 
 
@@ -75,7 +75,6 @@ def load(assets, task, data="data", **changes):
         ({}, True),
         ({"zo__examples_per_direction": 2}, True),
         ({"zo__examples_per_direction": 1}, False),
-        ({"zo__examples_per_direction": 1, "zo__perturbed_tokens": "answers"}, True),
         ({"method": "adamw"}, True),
     ],
 )

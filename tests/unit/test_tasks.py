@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 from golden_tasks import GOLDEN
-
-from lezo_ds.data.metrics import majority_score
-from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import (
@@ -21,6 +18,9 @@ from lezo_ds.tasks.metrics import (
     macro_f1,
     mean_f1,
 )
+
+from lezo_ds.data.metrics import majority_score
+from lezo_ds.errors import UserError
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.task)

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from golden_tasks import GOLDEN
+from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_prompt
+from lezo_ds.tasks import TASKS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from lezo_ds.config.schema import GenerationConfig
-from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_prompt
 from lezo_ds.data.generation import generation_settings, read_answers
 from lezo_ds.data.objectives import training_objective
-from lezo_ds.tasks import TASKS
 
 BOS, PAD, EOS = 0, 1, 2
 MAX_LENGTH = 400
