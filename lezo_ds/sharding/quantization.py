@@ -155,6 +155,12 @@ def quantization_of(parameter: nn.Parameter) -> Quantization | None:
     return getattr(parameter, "quantization", None)
 
 
+def values_of(parameter: nn.Parameter) -> Tensor:
+    """Return the values of a gathered parameter, of which no module runs: dequantized if it is."""
+    quantization = quantization_of(parameter)
+    return parameter.data if quantization is None else quantization.matrix(parameter.data)
+
+
 def quantize_parameters(
     model: nn.Module,
     names: Set[str],
@@ -201,7 +207,7 @@ def _dequantize_in_calls(module: nn.Module) -> None:
     def dequantize(*_: object) -> None:
         weight: Any = module._parameters["weight"]
         stored.append(weight.data)
-        weight.data = weight.quantization.matrix(weight.data)
+        weight.data = values_of(weight)  # a perturbed copy in its place is what it is
 
     def restore(*_: object) -> None:
         weight: Any = module._parameters["weight"]

@@ -18,7 +18,6 @@ import peft
 import torch
 import transformers
 from family_models import TOKENS, opened_by, published_class, small_config
-from lezo_ds.tasks.base import EncodedExample
 from safetensors.torch import load_file
 from tiny_models import random_values
 from tiny_runs import full_weights, start_engine
@@ -32,6 +31,7 @@ from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack
+from lezo_ds.data.tasks import EncodedExample
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks
@@ -63,7 +63,8 @@ def examples_of(option_length: int) -> list[EncodedExample]:
     for number, length in enumerate(CONTEXT_LENGTHS):
         context = tokens(length)
         sequences = tuple((*context, *candidate) for candidate in candidates)
-        examples.append(EncodedExample(sequences, (option_length,) * 2, number % 2, False))
+        mask = (False,) * length + (True,) * option_length
+        examples.append(EncodedExample(sequences, (mask, mask), number % 2))
     return examples
 
 

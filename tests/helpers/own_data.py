@@ -11,6 +11,9 @@ from tiny_runs import write_model
 from tokenizers import decoders, pre_tokenizers
 from transformers import OPTConfig
 
+from lezo_ds.config import config_from_dict
+from lezo_ds.data.task_data import load_task_data
+
 SUBJECTS = {
     "billing": (
         "I was charged twice",
@@ -65,6 +68,17 @@ def own_values(model, **data):
     return values
 
 
+def own_config(model, path, *overrides, **data):
+    """Return the configuration of a run on a file of records, with words of a command."""
+    values = own_values(model, train=str(path), **data)
+    return config_from_dict({**values, "run_dir": "none"}, "the test", overrides)
+
+
+def load_own(model, path, *overrides, **data):
+    """Return the data of such a run."""
+    return load_task_data(own_config(model, path, *overrides, **data))
+
+
 _OPENING = "{{ '<s>' + turn['role'] + '\n' }}"
 _GENERATION_PROMPT = "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 
@@ -107,6 +121,11 @@ WITHOUT_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
 )
 """A template as that of Gemma."""
+
+NEEDS_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+)
+"""A template that requires a system turn."""
 
 COLORS = ("red", "green", "blue", "white")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-from lezo_ds.tasks.base import Example, Predicted, Task
 
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.objectives import Objective, candidate_scores
+from lezo_ds.data.tasks import Example, Predicted, Task
 
 STARS = (1, 2, 3, 4, 5)
 
@@ -52,7 +52,7 @@ class Rating(Task):
 
     def score(self, scorer):
         predicted = self._expected(scorer)
-        right = [STARS[encoded.gold] for encoded in scorer.split.encoded]
+        right = [STARS[encoded.gold] for encoded in scorer.encoded]
         errors = [(a - b) ** 2 for a, b in zip(predicted, right, strict=True)]
         return fmean(errors), predicted
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from lezo_ds.tasks.base import EncodedExample
 from tiny_models import random_model
 from transformers import OPTConfig
 
@@ -13,6 +12,7 @@ from lezo_ds.config import ZoConfig
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.objectives import classification_loss
+from lezo_ds.data.tasks import EncodedExample
 from lezo_ds.engine import initialize
 from lezo_ds.journal import Header, Journal
 
@@ -52,7 +52,8 @@ def make_batch(step, num_micro_batches=4, examples=2, vocabulary=VOCABULARY):
         length = int(torch.randint(5, 16, (), generator=generator))
         context = tuple(torch.randint(3, vocabulary, (length,), generator=generator).tolist())
         label = int(torch.randint(0, 2, (), generator=generator))
-        return EncodedExample(tuple((*context, c) for c in CANDIDATES), (1, 1), label, False)
+        mask = (False,) * length + (True,)
+        return EncodedExample(tuple((*context, c) for c in CANDIDATES), (mask, mask), label)
 
     return [
         candidate_batch([example() for _ in range(examples)], PAD_ID)
