@@ -160,7 +160,9 @@ class DensePerturber(Perturber):
             return
         writes_answers = self.state.current.writes_answers
         weights = [
-            Weight(values_of(place.trained.parameter), place.trained.elements, place.dtype_of_copies)
+            Weight(
+                values_of(place.trained.parameter), place.trained.elements, place.dtype_of_copies
+            )
             for place in active
         ]
         memory = None

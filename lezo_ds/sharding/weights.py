@@ -50,8 +50,8 @@ class ShardedWeights:
     """The shards of one rank, and their low bits.
 
     With `fp32_master`, a trained weight is stored as 16 bits, which modules compute with, and 16
-    low bits, which only updates read (`noise.low_bits.split_master`). A trained matrix in 8 bits has
-    codes instead.
+    low bits, which only updates read (`noise.low_bits.split_master`). A trained matrix in 8 bits
+    has codes instead.
 
     Attributes:
         shards: of all parameters, in the order of the module tree, the same on all ranks.
@@ -170,23 +170,21 @@ class ShardedWeights:
         codes = shard.codes()
         return self.low_bits.get(shard.name) if codes is None else codes
 
-    def ends_share(self) -> float:
-        """Return the share of trained codes at an end of their grid; 0 without any. A collective.
+    def ends_share(self) -> float | None:
+        """Return the share of trained codes at an end of their grid. A collective.
 
-        Quantization puts 2 of each 64 there: the smallest and the largest element of a group.
-        Beyond `AT_ENDS_BY_QUANTIZATION`, updates that leave a grid are cut off.
+        Quantization puts 2 of each 64 there: the smallest and the largest element of a group. More
+        than `AT_ENDS_BY_QUANTIZATION` are cut off where their grid ends. None without codes.
         """
-        counts = [0, 0]
-        for shard in self.shards:
-            codes = shard.codes()
-            if codes is not None:
-                counts[0] += int(((codes == 0) | (codes == LARGEST_CODE)).sum())
-                counts[1] += codes.numel()
-        group = self.shards[0].group
-        at_ends, total = distributed.sum_vector(
-            torch.tensor(counts, device=distributed.device()), group
-        )
-        return at_ends / max(1, total)
+        stored = [codes for shard in self.shards if (codes := shard.codes()) is not None]
+        if not stored:
+            return None
+        counts = torch.zeros(2, dtype=torch.int64, device=distributed.device())
+        for codes in stored:
+            counts[0] += ((codes == 0) | (codes == LARGEST_CODE)).sum()
+            counts[1] += codes.numel()
+        at_ends, total = distributed.sum_vector(counts, self.shards[0].group)
+        return at_ends / total
 
     def apply(self, updates: Sequence[StepUpdate], updater: Updater | None) -> None:
         """Apply the updates of steps, in order, to all trained shards."""

@@ -238,7 +238,8 @@ def _store(
     if grid is not None:
         indices = elements.region.indices(0, high.numel(), high.device)
         words = words_at(key, elements.parameter_id, indices, CODE_STREAM)
-        return move_codes(target, factor, delta, words)
+        move_codes(target, factor, delta, words)
+        return
     value = join_master(high, low) * factor - delta
     if low is not None:
         value, new_low = split_master(value, high.dtype)
