@@ -371,6 +371,7 @@ class ModelSizes:
         num_blocks: Number of transformer blocks.
         num_dropped: Number of blocks that a step drops.
         num_parameters: Size of all parameters, however they are stored.
+        num_codes: Number of the trained codes of 8 bits.
         num_trained: Size of all trained parameters.
         perturbed: Numbers of a direction of all blocks: one for each trained weight, or those of
             the vectors of low rank.
@@ -433,6 +434,10 @@ class ModelSizes:
         self.perturbed: int = sum(weight.numel() for weight in trained)
         if config.zo.noise_rank:
             self.perturbed = config.zo.noise_rank * sum(sum(weight.shape) for weight in trained)
+        codes = [weight for name, weight in model.named_parameters() if name in quantized]
+        self.num_codes = 0  # that are trained
+        if config.model.bits and adapter is None:
+            self.num_codes = sum(weight.numel() for weight in codes)
         if config.model.bits:  # from here on, the sizes of these matrices are those of their codes
             quantize_parameters(model, quantized, config.model.bits, 1)
         self.stored: list[int] = [weight.numel() for weight in model.parameters()]
@@ -486,7 +491,7 @@ class Plan:
         self._part = 1 - model.share_split * (1 - 1 / self._split)
         low_bits = 0
         if config.zo.update_precision == "fp32_master" and model.itemsize < _FP32:
-            low_bits = _LOW_BITS * model.num_trained
+            low_bits = _LOW_BITS * (model.num_trained - model.num_codes)
         copies = self._copies()
         activations = max(self._activations(), self._logits() - copies)
         gathered = self._gathered()
@@ -507,7 +512,7 @@ class Plan:
             "reserve": reserve,
         }
         self.peak = sum(self.memory.values())
-        self.snapshot = model.stored_bytes + low_bits
+        self.snapshot = model.num_parameters * model.itemsize + low_bits + model.num_codes
         if config.peft.kind != "none":
             self.snapshot = model.num_trained * model.itemsize + low_bits
         self.in_host = 0.0
@@ -546,6 +551,8 @@ class Plan:
             perturbed = model.perturbed / model.num_blocks
             num_copies = min(probes_per_pass(config.zo), COPIES_AT_ONCE)
         dequantized = model.largest_matrix if config.model.bits else 0
+        if model.num_codes and not config.zo.noise_rank:  # a block's, of which the copies are made
+            dequantized = model.num_codes // model.num_blocks
         numbers = num_copies * perturbed + dequantized
         return float(numbers * model.itemsize * self._part)
 
