@@ -83,19 +83,8 @@ def _apply(
 ) -> Any:
     """Return what apply_chat_template of the tokenizer returns for turns."""
     backend = tokenizer.backend
-    if not backend.chat_template:
-        raise UserError(
-            f"the tokenizer of {backend.name_or_path} has no chat template",
-            fix="use a model that was trained for conversations, or add its template as "
-            "chat_template.jinja, or write texts instead of turns",
-        )
     tools = find_tools(record or {})
-    source = backend.get_chat_template(tools=tools)
-    if tools and "tools" not in source:
-        raise UserError(
-            f"the chat template of {backend.name_or_path} does not write tools",
-            fix="use another model, or rename the column `tools`",
-        )
+    source = _source(tokenizer, tools)
     try:
         # Transformers (5.23) has no argument for the day that a template writes.
         template = _compile_jinja_template(source)
@@ -110,6 +99,28 @@ def _apply(
             f"the chat template of {backend.name_or_path} refuses the conversation: {reason}",
             fix="correct the record, or set or remove data.system_prompt",
         ) from error
+
+
+def _source(tokenizer: PromptTokenizer, tools: list[Any] | None) -> str:
+    """Return the chat template that writes turns, with tools or without.
+
+    Raises:
+        UserError: there is no template, or it does not write tools.
+    """
+    backend = tokenizer.backend
+    if not backend.chat_template:
+        raise UserError(
+            f"the tokenizer of {backend.name_or_path} has no chat template",
+            fix="use a model that was trained for conversations, or add its template as "
+            "chat_template.jinja, or write texts instead of turns",
+        )
+    source = str(backend.get_chat_template(tools=tools))
+    if tools and "tools" not in source:
+        raise UserError(
+            f"the chat template of {backend.name_or_path} does not write tools",
+            fix="use another model, or rename the column `tools`",
+        )
+    return source
 
 
 def _with_own_tokens(tokenizer: PromptTokenizer, turn: Turn) -> Turn:
@@ -137,7 +148,7 @@ def encode_turns(
     """
     turns = example.messages
     of_assistant = [number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT]
-    template = tokenizer.backend.get_chat_template(tools=find_tools(example.record))
+    template = _source(tokenizer, find_tools(example.record))
     texts = "".join(turn["content"] for turn in turns)
     marks_turns = _GENERATION.search(template) and list(example.learned) == of_assistant
     if marks_turns and not has_marks(texts):  # transformers has no mask for marked control tokens
@@ -153,9 +164,14 @@ def encode_turns(
         return [_checked(config, tuple(written["input_ids"]), mask)]
     sequences = []
     for number in example.learned:
+        if number == 0:
+            raise UserError(
+                "the first turn is the assistant's, and nothing asks for it",
+                fix="put a turn of the user before it, or give it weight 0",
+            )
         asked = write(tokenizer, turns[:number], example.record, opened=True)
         whole = write(tokenizer, turns[: number + 1], example.record)
-        if number == 0 or not whole.startswith(asked):
+        if not whole.startswith(asked):
             raise UserError(
                 f"the chat template of {tokenizer.backend.name_or_path} writes other words before "
                 f"turn {number + 1} than those that ask for it",

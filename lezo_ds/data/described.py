@@ -21,6 +21,7 @@ A record's label is `str` of what a library has read. NaN, null and an empty tex
 from __future__ import annotations
 
 import logging
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,8 @@ from lezo_ds.user_code import call_of_user
 
 logger = logging.getLogger(__name__)
 
+_STORED_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+"""Matches a list of turns that a table has as text, as JSON or as Python writes it."""
 _SIZES = SplitSizes(num_train=None, num_dev=None, num_test=None)
 
 
@@ -440,8 +443,14 @@ def _with_system(turns: tuple[Turn, ...], system_prompt: str | None) -> tuple[Tu
 
 
 def _turns_of(template: Template, record: Record) -> tuple[Turn, ...]:
-    """Return the turns in the only field of a template, or nothing if it gives text."""
+    """Return the turns in the only field of a template, or nothing if it gives text.
+
+    Raises:
+        UserError: turns are stored as text, or one cannot be read.
+    """
     value = template.only_value(record)
+    if isinstance(value, str) and _STORED_TURNS.match(value):
+        read_turns(template.fields[0], value)  # refuses a text
     if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
         return ()
     turns, _ = read_turns(template.fields[0], value)

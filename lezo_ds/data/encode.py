@@ -241,6 +241,17 @@ def load_tokenizer(
     )
 
 
+def refuse_unknown(tokenizer: PromptTokenizer, largest: int, model_config: Any) -> None:
+    """Refuse a token that the model lacks. `largest` is the largest id in its inputs."""
+    size = model_config.get_text_config().vocab_size
+    if largest >= size:
+        token = tokenizer.backend.convert_ids_to_tokens(largest)
+        raise UserError(
+            f"the tokenizer writes {token!r}, id {largest}, and the model has {size}",
+            fix="use the tokenizer of the model, or resize its embedding",
+        )
+
+
 def generation_ends(directory: Path, config: Any) -> list[int]:
     """Return the tokens by which `generate` of a model in a directory ends answers."""
     if (directory / GENERATION_CONFIG_NAME).is_file():

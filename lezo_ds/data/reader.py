@@ -32,6 +32,7 @@ from lezo_ds.data.encode import (
     load_tokenizer,
     num_alike,
     prompt_room,
+    refuse_unknown,
 )
 from lezo_ds.data.examples import EncodedExample, Example, TokenIds
 from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
@@ -116,7 +117,7 @@ class Encoder:
         Raises:
             UserError: the example cannot be encoded.
         """
-        read = self._as_read(example)
+        read = self.as_read(example)
         prompt: TokenIds = ()
         if self.has_prompts:
             prompt = self._prompt(read)
@@ -173,7 +174,7 @@ class Encoder:
             usable[0]["common_prompt"] = common_start([row["prompt"][:-1] for row in usable])
         return {column: [row[column] for row in rows] for column in FEATURES}
 
-    def _as_read(self, example: Example) -> Example:
+    def as_read(self, example: Example) -> Example:
         """Return an example as the model reads it, with marks at the text of control tokens."""
         record = json.dumps(example.record, ensure_ascii=False, default=str)
         if self.tokenizer.control_tokens.search(record):
@@ -312,8 +313,9 @@ def common_start(sequences: Sequence[Any]) -> list[int]:
     if not sequences:
         return []
     # All lie between the first and the last in lexical order, and begin as these two do.
-    first = min(sequences)
-    return list(first[: num_alike(first, max(sequences))])
+    comparable = [tuple(sequence) for sequence in sequences]
+    first = min(comparable)
+    return list(first[: num_alike(first, max(comparable))])
 
 
 @dataclass(frozen=True)
@@ -375,21 +377,15 @@ class Reader:
         longest = int(split.lengths.max(initial=0))
         if self.generation is not None:
             longest = max(longest, split.longest_prompt + self.generation.max_new_tokens)
-        text_config = self.model_config.get_text_config()
         most = num_positions(self.model_config)
         if most is not None and longest > most:
             raise UserError(
                 f"an input has {longest} tokens, and the model has {most} positions",
                 fix=f"set data.max_length={most}",
             )
-        largest = int(split.column("largest").max(initial=0))
-        if largest >= text_config.vocab_size:
-            token = self.tokenizer.backend.convert_ids_to_tokens(largest)
-            raise UserError(
-                f"the tokenizer writes {token!r}, id {largest}, and the model has "
-                f"{text_config.vocab_size}",
-                fix="use the tokenizer of the model, or resize its embedding",
-            )
+        refuse_unknown(
+            self.tokenizer, int(split.column("largest").max(initial=0)), self.model_config
+        )
         return split
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:

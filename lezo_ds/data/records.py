@@ -141,16 +141,17 @@ def _check_rows(path: Path, table: Any, separator: str, encoding: str) -> None:
     Raises:
         ValueError: a row has too few values.
     """
-    if path.suffix.lower() in TABLES:  # a compressed table is for pandas alone
-        csv.field_size_limit(2**31 - 1)  # a text may be long
-        with path.open(encoding=encoding, newline="") as file:
-            rows = csv.reader(file, delimiter=separator)
-            for row in rows:
-                if 0 < len(row) < len(table.columns):
-                    raise ValueError(
-                        f"the row that ends in line {rows.line_num} has {len(row)} values for "
-                        f"{len(table.columns)} columns"
-                    )
+    from pandas.io.common import get_handle
+
+    csv.field_size_limit(2**31 - 1)  # a text may be long
+    with get_handle(path, "r", encoding=encoding, compression="infer") as opened:
+        rows = csv.reader(opened.handle, delimiter=separator)
+        for row in rows:
+            if 0 < len(row) < len(table.columns):
+                raise ValueError(
+                    f"the row that ends in line {rows.line_num} has {len(row)} values for "
+                    f"{len(table.columns)} columns"
+                )
     for column in table.columns:
         spans = table.index[table[column].str.contains("\n", regex=False)]
         if len(spans):

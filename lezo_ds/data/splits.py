@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from lezo_ds.config import DataConfig
 from lezo_ds.data.batches import num_earlier
 from lezo_ds.data.examples import Example
 from lezo_ds.data.records import SUFFIXES, read_hub, read_records
-from lezo_ds.data.tasks import Task
+from lezo_ds.data.tasks import SplitSizes, Task
 from lezo_ds.errors import UserError, cut
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[StoredExam
 
 
 def _records(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, Any]]:
-    if data.train is None and data.path is None:
+    if not any((data.train, data.validation, data.test, data.path)):
         assert task.hub_id is not None
         return read_hub(task.hub_id, task.hub_config, source.rpartition(":")[2])
     return read_records(source, data.separator, data.encoding)
@@ -245,6 +245,8 @@ def draw_splits(
         UserError: there are too few examples.
     """
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
+    if data.train is not None:  # the sizes are those of the task's data set on the Hub
+        sizes = SplitSizes(num_train=None, num_dev=None, num_test=None)
     order = {split: _in_order(task, data.seed, of_split) for split, of_split in labels.items()}
     if "train" not in order:
         nothing = np.zeros(0, dtype=np.int64)
@@ -353,7 +355,11 @@ def _without_repeats(
 
 
 def with_demonstrations(
-    data: DataConfig, questions: Examples, pool: Sequence[Example], train: Examples
+    data: DataConfig,
+    questions: Examples,
+    pool: Sequence[Example],
+    train: Examples,
+    as_read: Callable[[Example], Example],
 ) -> list[Example]:
     """Put data.num_demonstrations solved examples before every question, each with a blank line.
 
@@ -361,6 +367,13 @@ def with_demonstrations(
     drawn for each question, as MeZO's icl.sh does: question i has a seed, the i-th of
     `np.random.randint(0, 10000, size=number of questions)` under data.seed, and is shown the first
     examples of a permutation of the pool under that seed, without itself.
+
+    Args:
+        data: the section data of the recipe.
+        questions: examples of a split.
+        pool: all training records.
+        train: those that the run trains on.
+        as_read: (example) -> the example as the model reads it.
 
     Raises:
         UserError: there are fewer examples.
@@ -374,14 +387,14 @@ def with_demonstrations(
             fix=f"set data.num_demonstrations={available}, or add training examples",
         )
     if not per_question:
-        shown = _solved(train[:count])
+        shown = _solved(map(as_read, train[:count]))
         return [replace(question, demonstrations=shown) for question in questions]
     seeds = np.random.RandomState(data.seed).randint(0, 10_000, len(questions)).tolist()
     asked = []
     for question, seed in zip(questions, seeds, strict=True):
         rows = np.random.RandomState(seed).permutation(len(pool))[: count + 1]
         others = [pool[row] for row in rows if pool[row] is not question]
-        asked.append(replace(question, demonstrations=_solved(others[:count])))
+        asked.append(replace(question, demonstrations=_solved(map(as_read, others[:count]))))
     return asked
 
 

@@ -3,7 +3,7 @@
 The first rank of each machine writes, and the others wait:
 
     cache/lezo_ds/KEY/data-00000.arrow    kept for the next start, if all that decides it is known
-    tmp/lezo_ds-KEY/data-00000.arrow      else, and removed once all ranks have mapped it
+    tmp/lezo_ds-RANDOM/data-00000.arrow   else, and removed once all ranks have mapped it
 
 The key is a hash of all that decides the content. A start with the same key finds the files there.
 """
@@ -39,26 +39,28 @@ def shared_dataset(key: str | None, write: Callable[[Path], None]) -> Dataset:
         LezoError: what `write` raises, on all ranks.
     """
     is_shared = distributed.world_size() > 1
-    name = secrets.token_hex(8) if key is None else key
+    # Before ranks have joined, each writes for itself.
+    writes = not is_shared or distributed.local_rank() == 0
+    name = secrets.token_hex(8)  # another run may write the same rows
     if is_shared:
         name = distributed.broadcast_object(name)
     temporary = Path(tempfile.gettempdir()) / f"lezo_ds-{name}"
-    kept = _cache() / name
+    kept = None if key is None else _cache() / key
     outcome: LezoError | None = None
-    if distributed.local_rank() == 0:
+    if writes:
         try:
-            _provide(temporary, kept if key is not None else None, write)
+            _provide(temporary, kept, write)
         except LezoError as error:
             outcome = error
     for each in distributed.gather_objects(outcome) if is_shared else [outcome]:
         if each is not None:
             raise each
-    folder = temporary if temporary.is_dir() else kept
+    folder = temporary if kept is None or temporary.is_dir() else kept
     files = sorted(folder.glob("*.arrow"))
     rows = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
     if is_shared:
         distributed.barrier()
-    if distributed.local_rank() == 0:
+    if writes:
         shutil.rmtree(temporary, ignore_errors=True)  # mapped files stay until they are closed
     return rows
 
@@ -71,7 +73,6 @@ def _provide(temporary: Path, kept: Path | None, write: Callable[[Path], None]) 
     """See that the files are in the cache, or else in a temporary folder."""
     if kept is not None and kept.is_dir():
         return
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     write(temporary)
     if kept is None:

@@ -144,7 +144,13 @@ class TaskData:
             return self._answer_batch(config, of_micro_batch, keys)
 
         weights = self._weights(config, rows)
-        return StepBatch(weights, build, rows.tobytes(), num_examples=len(rows))
+        return StepBatch(
+            weights,
+            build,
+            rows.tobytes(),
+            num_examples=len(rows),
+            may_lack_losses=self.objective.is_reward,
+        )
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the rows of `train` of a step's examples, in the order of the stream."""
@@ -312,7 +318,8 @@ class Examples:
         if source == "train":
             questions = [pool[row] for row in rows]
         train = [pool[row] for row in self.rows.train]
-        return with_demonstrations(self.reader.config.data, questions, pool, train)
+        as_read = self.reader.encoder().as_read
+        return with_demonstrations(self.reader.config.data, questions, pool, train, as_read)
 
     def _read(self, config: RunConfig, split: str) -> Dataset:
         """Return the stored examples of a source. A collective."""

@@ -24,7 +24,7 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.engine.model import Parts, load_parts
 from lezo_ds.engine.replay import ReplayEngine
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
+from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.estimators import Probe
@@ -82,8 +82,9 @@ class LezoEngine(ReplayEngine):
         """
         num_examples = micro_batch.num_examples
         size = min(self.config.examples_per_direction or num_examples, num_examples)
+        groups = Groups.of(1, num_examples, size)
         key = step_key(self.seed, self.global_steps)
-        keys = direction_keys(key, num_examples // size)
+        keys = direction_keys(key, groups.number)
         scales = (FAR_FROM_THETA, 0.0)[-self._probes_per_pass :]
         probes = tuple(KeyedProbe(keys, scale) for scale in scales)
         dropped = frozenset(self._sample().dropped)
@@ -137,7 +138,15 @@ class LezoEngine(ReplayEngine):
             message = self.plan_format.pack(self._decide(), probes)
         message = distributed.broadcast_bytes(message, self.plan_format.num_bytes)
         plan, probes = self.plan_format.unpack(message)
-        return Step(plan, probes, self.estimator, groups, self._probes_per_pass, batch.total_weight)
+        return Step(
+            plan,
+            probes,
+            self.estimator,
+            groups,
+            self._probes_per_pass,
+            batch.total_weight,
+            batch.may_lack_losses,
+        )
 
     def _probes(self) -> tuple[Probe, ...]:
         probes = self.estimator.probes(self.records)
@@ -191,22 +200,6 @@ class LezoEngine(ReplayEngine):
             step.add(losses, forward_pass, self.losses_at(micro_batch, perturbation, loss_function))
         return losses
 
-    def losses_at(
-        self, batch: MicroBatch, perturbation: Perturbation, loss_function: LossFunction
-    ) -> list[Tensor]:
-        """Return the summed loss of each example of a micro-batch at each probe. A collective.
-
-        Args:
-            batch: on any device.
-            perturbation: the probes.
-            loss_function: (logits or generated tokens, micro-batch) -> losses, [examples].
-        """
-        batch = to_device(batch, self.device)
-        losses = [loss_function(output, batch) for output in self.run(batch, perturbation)]
-        for of_probe in losses:
-            check_losses(of_probe, batch)
-        return losses
-
     def _sum(self, losses: Tensor, step: Step, batch: StepBatch) -> list[float]:
         """Return the losses of all ranks, and check that all do the same step. A collective."""
         claims = {
@@ -250,20 +243,6 @@ class LezoEngine(ReplayEngine):
         claims |= self._last_result()
         self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), claims)
         self._settings_agreed = True
-
-
-def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
-    """Refuse what is no tensor of a loss for each example, such as their mean.
-
-    Its sum would be another number than that which the weight of the micro-batch divides.
-    """
-    number = micro_batch.num_examples
-    shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-    if not isinstance(losses, Tensor) or losses.shape[:1] != (number,):
-        raise UserError(
-            f"the loss function returned {shape}, not one loss for each of {number} examples",
-            fix="return a tensor with their losses, or name the examples in MicroBatch.examples",
-        )
 
 
 def initialize(

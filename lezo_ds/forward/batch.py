@@ -179,6 +179,7 @@ class StepBatch:
         content: identifies the batch, by the indices of its examples. Ranks compare it, or the
             tensors of all micro-batches if it is None.
         num_examples: in all micro-batches; None if they have unequally many.
+        may_lack_losses: whether a loss may be NaN, as that of an answer that no reward judges.
 
     Attributes:
         read: the indices of the micro-batches that have been read.
@@ -190,10 +191,13 @@ class StepBatch:
         build: Callable[[int], MicroBatch],
         content: bytes | None,
         num_examples: int | None,
+        *,
+        may_lack_losses: bool = False,
     ) -> None:
         self.weights = weights
         self.content = content
         self.num_examples = num_examples
+        self.may_lack_losses = may_lack_losses
         self.read: set[int] = set()
         self._build = build
         self._built: dict[int, MicroBatch] = {}

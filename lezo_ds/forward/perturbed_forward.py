@@ -80,7 +80,9 @@ class PerturbedForward:
         }
         for unit, modules in self._units().items():
             places = places_in(modules, entries)
-            if places and unit is not head:
+            if unit is head:
+                head.forward = SelectingHead(head, self._state, places).forward
+            elif places:
                 wrap_module(unit, self._state, places)
         for index, block in enumerate(blocks if shares_start else ()):
             share_block(block, index, self._state)
@@ -88,9 +90,6 @@ class PerturbedForward:
         # Whether the model returns what its head returns. Some scale or cap the logits first; the
         # first pass shows it.
         self._ends_with_head = True
-        if head is not None:  # a causal language model has one
-            places = places_in([head], entries)
-            head.forward = SelectingHead(head, self._state, places).forward
 
     def _units(self) -> dict[nn.Module, list[nn.Module]]:
         """Return what runs at the probes as a whole, and the modules of each that own parameters.

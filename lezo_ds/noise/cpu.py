@@ -108,7 +108,8 @@ class CpuKernels(Kernels):
             of_weight = []
             if rows is None and memory is not None:
                 size = theta.numel() * out_dtype.itemsize
-                for first in range(offset, num_signs * num_bytes, num_bytes):
+                for sign in range(num_signs):
+                    first = offset + sign * num_bytes
                     of_weight.append(memory[first : first + size].view(out_dtype).view(shape))
                 offset += aligned(size)
             if rows is not None:

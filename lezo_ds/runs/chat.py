@@ -18,7 +18,12 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import encode_question, end_of_turn
-from lezo_ds.data.encode import PromptTokenizer, load_tokenizer, prompt_room
+from lezo_ds.data.encode import (
+    PromptTokenizer,
+    load_tokenizer,
+    prompt_room,
+    refuse_unknown,
+)
 from lezo_ds.data.examples import ASSISTANT, Example, TokenIds, Turn
 from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
 from lezo_ds.errors import UserError
@@ -63,6 +68,7 @@ def chat(opened: Opened) -> None:
     for line in iter(lambda: distributed.on_rank_zero(_read_line), ""):
         turns.append(_turn(tokenizer, "user", line))
         ids = _encode_last_turns(config, tokenizer, turns)
+        refuse_unknown(tokenizer, max(ids), engine.module.config)
         if distributed.rank() == 0:
             streamer = TextStreamer(tokenizer.backend, skip_prompt=True, skip_special_tokens=True)
             settings = replace(settings, streamer=streamer)

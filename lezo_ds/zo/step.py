@@ -44,6 +44,7 @@ class Step:
         groups: of the batch's examples. Each has directions of its own.
         probes_per_pass: most probes of a forward pass.
         total_weight: what the summed losses of a probe are divided by.
+        may_lack_losses: whether a loss that is NaN is that of an answer that no reward judges.
     """
 
     plan: StepPlan
@@ -52,6 +53,7 @@ class Step:
     groups: Groups
     probes_per_pass: int
     total_weight: float
+    may_lack_losses: bool = False
 
     @property
     def passes(self) -> list[Pass]:
@@ -87,7 +89,10 @@ class Step:
         for probe, of_examples in zip(forward_pass.probes, of_probes, strict=True):
             of_groups = of_examples.double().chunk(self.groups.per_micro_batch)
             for group, of_group in enumerate(of_groups):
-                losses[self.place(forward_pass.micro_batch, group, probe)] = of_group.sum()
+                total = of_group.sum()
+                if self.may_lack_losses:  # an example without a loss counts as those that have one
+                    total = of_group.nanmean() * len(of_group)
+                losses[self.place(forward_pass.micro_batch, group, probe)] = total
 
     def probes_of(self, forward_pass: Pass) -> tuple[KeyedProbe, ...]:
         """Return the probes of a pass, with the keys of the directions of its groups."""
@@ -118,6 +123,23 @@ class Step:
             for first in range(0, len(sums), size)
         ]
 
+    def _filled(self, sums: Sequence[float]) -> Sequence[float]:
+        """Return sums in which a probe without losses has the mean of the group's other probes.
+
+        So no direction gains by answers that no reward judges. If no answer of the step is judged,
+        the sums stay NaN.
+        """
+        if all(map(math.isnan, sums)):
+            return sums
+        filled = []
+        num_probes = len(self.probes)
+        for first in range(0, len(sums), num_probes):
+            of_probes = sums[first : first + num_probes]
+            known = [each for each in of_probes if not math.isnan(each)]
+            mean = sum(known) / max(1, len(known))
+            filled += [mean if math.isnan(each) else each for each in of_probes]
+        return filled
+
     def estimate(self, sums: Sequence[float]) -> StepRecord:
         """Return the record of the step, from the summed losses of all ranks, [num_losses].
 
@@ -126,6 +148,8 @@ class Step:
         Raises:
             UserError: an estimator of a user's has not estimated each direction.
         """
+        if self.may_lack_losses:
+            sums = self._filled(sums)
         try:
             result = self.estimator.estimate_groups(self.probes, self.mean_losses(sums))
         except ArithmeticError:  # an estimate that overflows counts as not finite

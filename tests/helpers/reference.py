@@ -12,7 +12,6 @@ import statistics
 
 import torch
 from eager_noise import draw, move_codes, round_stochastic
-from torch import nn
 from torch.nn import functional as F
 
 from lezo_ds.noise import Elements, UpdateTarget
@@ -63,8 +62,12 @@ class Reference:
                 self.values[name] = self._dequantized(name)
         for parameter in self.model.parameters():  # and no buffers, such as frequencies
             parameter.data = parameter.data.to(dtype)
-        for module in self.model.modules():
-            _run_wide_vectors_in_float32(module, dtype)
+        self.wide = set()
+        for path, module in self.model.named_modules():
+            if _is_norm(module):
+                _run_in_the_dtype_of_vectors(module)
+                own = module.named_parameters(recurse=False)
+                self.wide.update(own_name(f"{path}.{name}") for name, _ in own)
 
     def losses_of_groups(self, batch, key, probes, dropped_blocks, size):
         """Return, for each group of `size` examples, the losses of its own directions."""
@@ -89,8 +92,8 @@ class Reference:
                     wide = parameter.data.float() + scale * self._noise(
                         name, direction_key(key, direction)
                     )
-                    # Vectors (biases and norms) stay in float32: a 16-bit 1.0 has no room for mu z.
-                    parameter.data = wide if wide.dim() == 1 else wide.to(self.dtype)
+                    # Vectors of norms stay in float32: a 16-bit 1.0 has no room for mu z.
+                    parameter.data = wide if name in self.wide else wide.to(self.dtype)
             of_micro_batches = list(map(self._losses, batch))
             if examples == slice(None):
                 total = sum(float(each.sum()) for each in of_micro_batches)
@@ -259,22 +262,16 @@ def _nearest(values, dtype, precision):
     return values.to(dtype)
 
 
-def _run_wide_vectors_in_float32(module, dtype):
-    """Let a module whose perturbed vectors are wider than its input compute with all their bits."""
+def _is_norm(module):
     own = list(module.parameters(recurse=False))
-    if dtype == torch.float32 or not own:
-        return
-    original = module.forward
+    return len(own) > 0 and all(parameter.dim() == 1 for parameter in own)
 
-    def norm(hidden):
-        return original(hidden.to(module.weight.dtype)).to(hidden.dtype)
 
-    def linear(hidden):
-        if module.bias is None or module.bias.dtype == module.weight.dtype:
-            return original(hidden)
-        return (F.linear(hidden, module.weight).float() + module.bias).to(hidden.dtype)
+def _run_in_the_dtype_of_vectors(norm):
+    """Let a norm whose perturbed vectors are wider than its input compute with all their bits."""
+    original = norm.forward
 
-    if all(parameter.dim() == 1 for parameter in own):
-        module.forward = norm
-    elif isinstance(module, nn.Linear):
-        module.forward = linear
+    def forward(hidden):
+        return original(hidden.to(norm.weight.dtype)).to(hidden.dtype)
+
+    norm.forward = forward

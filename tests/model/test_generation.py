@@ -11,7 +11,6 @@ import torch
 from assets import tokenizer_of
 from hypothesis import example, given
 from hypothesis import strategies as st
-from lezo_ds.data.encoding import PromptTokenizer
 from ranks import run_ranks
 from test_perturbed_forward import (
     CPU,
@@ -32,6 +31,8 @@ from transformers.cache_utils import DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data import packing
+from lezo_ds.data.chat import TurnEnd
+from lezo_ds.data.encode import PromptTokenizer
 from lezo_ds.data.generation import (
     generate,
     generation_settings,
@@ -190,12 +191,11 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     monkeypatch.setattr(kernels, "perturb", counted)
     together = perturbed(batch, perturbation((1, -1, 2), dropped, SCALE), write)
     assert {*made.values()} == {1}  # once for all tokens
-    shared = len(prompts)
-    first = [shared]
+    shared, all_rows = len(prompts), 3 * len(prompts)
+    first = [shared if shares_start else all_rows]
     if num_common and family == "llama":  # the others have windows, or positions not rotated
         first = [1, 1]  # what prompts begin with, and their own parts in one row
-    of_probe = len(num_rows) // 3  # which write one after the other
-    assert num_rows == (first + [shared] * (of_probe - len(first))) * 3
+    assert num_rows == first + [all_rows] * (len(num_rows) - len(first))
     singles = [perturbed(batch, perturbation(sign, dropped, SCALE), write)[0] for sign in signs]
     assert [ended(tokens, settings) for tokens in together] == expected
     assert [ended(tokens, settings) for tokens in singles] == expected
@@ -257,7 +257,7 @@ def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
 
 def settings_of(tokenizer, max_new_tokens, *stops):
     config = GenerationConfig(max_new_tokens=max_new_tokens, stop=list(stops))
-    return generation_settings(tokenizer, config)
+    return generation_settings(tokenizer, config, TurnEnd(), in_chat=False)
 
 
 class CountingTokenizer(PromptTokenizer):

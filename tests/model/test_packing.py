@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lezo_ds.tasks.base import EncodedExample
 from tiny_models import FAMILIES, tiny_model
 from transformers import (
     BloomConfig,
@@ -22,9 +21,9 @@ from transformers import (
 )
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack
-from lezo_ds.data.reader import EncodedSplit
 
 PAD = 1
 LENGTHS = (5, 21, 3, 9, 11, 2, 7, 14)
@@ -40,7 +39,11 @@ def examples_of(lengths, num_candidates=2, vocabulary=48, option_length=1, seed=
     shared = [tokens(option_length) for _ in range(num_candidates)]
     contexts = [tokens(length) for length in lengths]
     return [
-        EncodedExample(tuple((*c, *o) for o in shared), (option_length,) * num_candidates, 0, False)
+        EncodedExample(
+            tuple((*c, *o) for o in shared),
+            ((False,) * len(c) + (True,) * option_length,) * num_candidates,
+            0,
+        )
         for c in contexts
     ]
 
@@ -80,11 +83,10 @@ def test_what_sequences_begin_with_is_once_in_a_row_and_changes_no_logits_or_gra
     examples = []
     for own in examples_of(range(1, 9), option_length=2):
         sequences = tuple((*start, *ids) for ids in own.sequences)
-        examples.append(replace(own, sequences=sequences))
-    split = EncodedSplit((), tuple(examples))
-    assert split.num_start == len(start)
+        masks = tuple((False,) * len(start) + mask for mask in own.masks)
+        examples.append(replace(own, sequences=sequences, masks=masks))
     batch = candidate_batch(examples, PAD)  # 16 rows of 24 tokens
-    packed = pack(batch, split.num_start)
+    packed = pack(batch, len(start))
     # Contexts have 1 to 8 tokens of their own. Of each of two answers, one token is read.
     assert packed.inputs["input_ids"].shape == (1, 12 + 36 + 8 * 2)
     assert_equal_passes(model, batch, packed)

@@ -18,7 +18,7 @@ def train_and_watch(config):
     by_main = []
 
     def objective_batch(reader, split, rows):
-        if split.examples[0].place.startswith("record") and " train " in split.examples[0].place:
+        if split.longest_prompt == 0 and len(split) == 12:  # the training split
             by_main.append(threading.current_thread() is threading.main_thread())
         return own(reader, split, rows)
 

@@ -27,7 +27,9 @@ def test_conversations_train_and_score(tmp_path):
     rows = [
         json.loads(line) for file in (run_dir / "predictions").iterdir() for line in file.open()
     ]
-    # "Yes." and a color, each with the token that ends the turn; a byte is a token.
+    # An answer is a row, with the token that ends its turn and the newline after it. A byte is a
+    # token.
+    answers = ["Yes.", *COLORS]
     assert {row["predicted"].split(" of ")[1] for row in rows} <= {
-        f"{6 + len(c)} tokens" for c in COLORS
+        f"{len(answer) + 2} tokens" for answer in answers
     }

@@ -10,6 +10,8 @@ from commands import run_forked_well
 from own_data import SWITCHED, conversation, own_values, write_chat_model
 from transformers import AutoTokenizer, pipeline
 
+from lezo_ds.data.records import read_records
+
 pytestmark = pytest.mark.distributed
 THOUGHT = "<think>\n\n</think>\n\n"
 
@@ -25,11 +27,7 @@ def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_expo
     values["generation"] = {"max_new_tokens": 8}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     run = tmp_path / "run"
-    trained = run_forked_well(
-        ["--config", tmp_path / "recipe.yaml", f"run_dir={run}", "train.steps=4"]
-    )
-    # Each of two turns to learn is the end of a sequence.
-    assert "conversations are" in trained.err and "changes earlier turns" in trained.err
+    run_forked_well(["--config", tmp_path / "recipe.yaml", f"run_dir={run}", "train.steps=4"])
     run_forked_well(["--run", run, "--out", tmp_path / "out"], program="export")
 
     turns = conversation(0)[:1]
@@ -50,5 +48,5 @@ def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_expo
     (tmp_path / "new.jsonl").write_text(json.dumps({"turns": turns}) + "\n")
     words = ["--model", tmp_path / "out", tmp_path / "new.jsonl", "--out", tmp_path / "p.jsonl"]
     run_forked_well(words, program="predict")
-    predicted = json.loads((tmp_path / "p.jsonl").read_text())
+    (predicted,) = read_records(str(tmp_path / "p.jsonl"))
     assert predicted["predicted"] == answer[0]["generated_text"].split("</s>")[0].strip()

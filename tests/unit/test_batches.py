@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lezo_ds.tasks.base import EncodedExample
 
 from lezo_ds.data.batches import (
     all_candidates,
@@ -19,6 +18,7 @@ from lezo_ds.data.batches import (
     teacher_forcing_batch,
     token_batch,
 )
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.packing import deal, pack
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 
@@ -28,7 +28,8 @@ PAD = 1
 def encoded(context, *candidates, label=0):
     """One example by hand: token ids of the context and of each candidate."""
     sequences = tuple((0, *context, *candidate) for candidate in candidates)
-    return EncodedExample(sequences, tuple(map(len, candidates)), label, truncated=False)
+    masks = [(False,) * (1 + len(context)) + (True,) * len(candidate) for candidate in candidates]
+    return EncodedExample(sequences, tuple(masks), label)
 
 
 def layout(batch):
@@ -90,7 +91,7 @@ def test_longer_candidates_get_a_row_each_and_logits_for_each_of_their_tokens():
     [
         [encoded((5,), (8,), (9,)), encoded((5,), (9,), (8,))],
         [encoded((5,), (8,), (9, 10))],
-        [EncodedExample(((0, 5, 8), (0, 6, 9)), (1, 1), 0, truncated=True)],
+        [EncodedExample(((0, 5, 8), (0, 6, 9)), ((False, False, True),) * 2, 0, truncated=True)],
     ],
     ids=["another order", "two tokens", "another context"],
 )
@@ -111,8 +112,9 @@ def test_teacher_forcing_runs_the_gold_candidate_alone_and_weighs_its_tokens():
 
 
 def test_sequences_to_score_share_a_row_where_they_differ_in_the_last_token_only():
-    sequences = [(0, 5, 8), (0, 5, 9), (0, 5, 8, 7), (0, 6, 8)]
-    example = EncodedExample(tuple(sequences), (1, 2, 2, 1), None, truncated=False)
+    sequences = ((0, 5, 8), (0, 5, 9), (0, 5, 8, 7), (0, 6, 8))
+    masks = ((0, 0, 1), (0, 1, 1), (0, 0, 1, 1), (0, 0, 1))
+    example = EncodedExample(sequences, masks, None)
     batch = token_batch(all_candidates([example]), PAD, share_rows=True)
     ids = [[0, 5, 1, 1, 1, 1, 1, 1], [0, 5, 8, 1, 1, 1, 1, 1], [0, 6, 1, 1, 1, 1, 1, 1]]
     labels = {"target_ids": [8, 5, 9, 8, 7, 8], "token_slots": [[0, -1], [1, 2], [3, 4], [5, -1]]}

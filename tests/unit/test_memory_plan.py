@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from assets import write_recipe
-from lezo_ds.tasks.base import EncodedExample
 from own_data import own_values, write_byte_model, write_tickets
 from own_memory import forget_peak, needs_peak, peak_memory
 from ranks import run_ranks
@@ -23,6 +22,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints import snapshots
 from lezo_ds.config import config_from_dict, load_config
 from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError

@@ -1,23 +1,133 @@
-"""A user's metric: tried before weights are loaded, guarded later, returned as a float."""
+"""Metrics: SQuAD's own, scikit-learn's, and a user's, which is tried and guarded."""
 
 from __future__ import annotations
 
+import re
 import statistics
+import string
 import sys
+from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from lezo_ds.data.evaluation import evaluate
-from lezo_ds.tasks.metrics import macro_f1
-from tiny_tasks import task_config, write_tasks, write_writer
-from transformers import OPTConfig
+from sklearn.metrics import f1_score, precision_recall_fscore_support
 
-from lezo_ds import distributed
-from lezo_ds.data.task_data import load_task_data
+from lezo_ds.data.examples import Example, TokenCounts
+from lezo_ds.data.metrics import (
+    METRICS,
+    accuracy,
+    best_f1,
+    label_scores,
+    load_score,
+    macro_f1,
+    majority_score,
+    mean_f1,
+    token_accuracy,
+    try_metric,
+)
+from lezo_ds.data.mezo import TASKS
 from lezo_ds.errors import UserError
+
+
+def normalize_answer(s):
+    """evaluate-v1.1.py of SQuAD."""
+
+    def remove_articles(text):
+        return re.sub(r"\b(a|an|the)\b", " ", text)
+
+    def white_space_fix(text):
+        return " ".join(text.split())
+
+    def remove_punc(text):
+        exclude = set(string.punctuation)
+        return "".join(ch for ch in text if ch not in exclude)
+
+    return white_space_fix(remove_articles(remove_punc(s.lower())))
+
+
+def squad_f1(prediction, ground_truth):
+    """evaluate-v1.1.py of SQuAD."""
+    prediction_tokens = normalize_answer(prediction).split()
+    ground_truth_tokens = normalize_answer(ground_truth).split()
+    common = Counter(prediction_tokens) & Counter(ground_truth_tokens)
+    num_same = sum(common.values())
+    if num_same == 0:
+        return 0
+    precision = 1.0 * num_same / len(prediction_tokens)
+    recall = 1.0 * num_same / len(ground_truth_tokens)
+    return (2 * precision * recall) / (precision + recall)
+
+
+TEXTS = ["the Denver Broncos.", "Denver", "U.S.", "US", "to be or not to be", "to to be", ""]
+TEXTS += [
+    "1990-1995",
+    "1990\u20131995",
+    "19901995",
+    "-5",
+    "5",
+    ".5",
+    "a\tdog\n barks",
+    "theatre an",
+]
+TEXTS += ["\u5317\u4eac\u5e02\u3002", "\u5317\u4eac", "\u201ctower\u201d", "L'\u00c9cole", "(a)"]
+
+
+@pytest.mark.parametrize("answer", TEXTS)
+def test_f1_and_exact_match_are_those_of_squads_script(answer):
+    for reference in TEXTS:
+        assert best_f1(answer, [reference]) == pytest.approx(squad_f1(answer, reference), abs=1e-12)
+        example = Example("", (" x",), 0, references=(reference, "other"))
+        is_equal = normalize_answer(answer) in (normalize_answer(reference), "other")
+        assert METRICS["exact_match"]([answer], [example]) == is_equal
+
+
+def test_the_nearest_reference_counts():
+    assert best_f1("1990-1995", ["1990\u20131995"]) == 0.0
+    assert best_f1("-5", ["5"]) == 1.0
+    examples = [Example("", (" x",), 0, references=("The Tower", "Eiffel"))] * 2
+    assert mean_f1(["tower.", "Tower bridge"], examples) == pytest.approx((1 + 2 / 3) / 2)
+
+
+LABELS = [0, 0, 0, 1, 2, 2]
+PREDICTED = [0, 0, 1, 1, 3, 2]
+LABELED = [Example("", (" a", " b", " c", " d"), label) for label in LABELS]
+
+
+def test_the_scores_of_labels_are_those_of_scikit_learn():
+    assert macro_f1(PREDICTED, LABELED) == pytest.approx(
+        f1_score(LABELS, PREDICTED, average="macro")
+    )
+    scores = label_scores(LABELS, PREDICTED)
+    assert list(scores) == [0, 2, 1, 3]  # the most frequent label first
+    expected = precision_recall_fscore_support(
+        LABELS, PREDICTED, labels=list(scores), zero_division=0
+    )
+    found = [(each.precision, each.recall, each.f1, each.examples) for each in scores.values()]
+    assert np.allclose(np.array(found).T, np.array(expected))
+    assert [each.predicted for each in scores.values()] == [2, 1, 2, 1]
+
+
+def test_a_candidate_is_right_by_its_text():
+    several = [Example("", (" a", " b", " c"), 0, references=(" a", " c"))] * 2
+    assert accuracy([2, 1], several) == 0.5
+    repeated = [Example("", (" a", " a", " b"), 1)] * 2
+    assert accuracy([0, 2], repeated) == 0.5
+    assert majority_score(accuracy, LABELED) == 3 / 6
+    unlike = [Example("", (" a", " b", " c")[:size], size - 1) for size in (2, 3, 3)]
+    assert majority_score(accuracy, unlike) == 2 / 3
+    assert token_accuracy([TokenCounts(1, 2), TokenCounts(5, 6)], several) == 6 / 8
+
+
+@pytest.mark.parametrize(("metric", "name"), [("f1", "cb"), ("accuracy", "squad")])
+def test_a_metric_that_does_not_fit_the_kind_of_task_is_refused(metric, name):
+    task = TASKS[name]
+    expected = f"data.metric={metric} does not fit a task of the kind {task.kind}"
+    with pytest.raises(UserError, match=expected):
+        load_score(replace(task, metric=metric))
+
+
+# A user's metric.
 
 
 def count_right(predicted, examples):
@@ -26,12 +136,6 @@ def count_right(predicted, examples):
 
 def fails(predicted, examples):
     return predicted[0].no_such_attribute
-
-
-def fails_on_wrong_answers(predicted, examples):
-    if any(p != e.label for p, e in zip(predicted, examples, strict=True)):
-        raise KeyError("wrong")
-    return 1.0
 
 
 def not_a_number(predicted, examples):
@@ -50,11 +154,6 @@ def leaves(predicted, examples):
     sys.exit(0)
 
 
-def changes_records(predicted, examples):
-    """The number of records that it has not judged before."""
-    return float(sum(example.record.pop("sentence", None) is not None for example in examples))
-
-
 def correlation(predicted, examples):
     return statistics.correlation(predicted, [example.label for example in examples])
 
@@ -64,103 +163,41 @@ def mean_words(predicted, examples):
     return sum(len(answer) / len(answer.split()) for answer in predicted) / len(predicted)
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    root = tmp_path_factory.mktemp("assets")
-    write_writer(root / "writer")
-    write_tasks(root / "data")
-    return root
-
-
-def load(assets, metric, task="sst2"):
-    """Load a task's own data, as the recipe of a user does who has a metric of their own."""
-    changes = {"data__num_test": 20}
-    if task == "sst2":
-        changes |= {
-            "data__task": "custom",
-            "data__prompt": "{sentence}\n",
-            "data__label_field": "label",
-            "data__labels": {"0": "x", "1": "y"},
-        }
-    else:
-        changes |= {
-            "data__task": "custom",
-            "data__prompt": "{question}",
-            "data__completion": "{title}",
-            "generation__max_new_tokens": 8,
-        }
-    changes["data__metric"] = f"test_metrics:{metric}"
-    return load_task_data(task_config(assets / "writer", assets / "data", task, **changes))
-
-
-class Guesses:
-    """A model with random logits."""
-
-    tensor_parallel = 1
-    module = SimpleNamespace(config=OPTConfig())
-
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(0)
-
-    def forward(self, batch):
-        return torch.rand(len(batch.selection.rows), 200, generator=self.generator)
-
-
-@pytest.fixture
-def score(monkeypatch):
-    """The function data -> result of an evaluation by one process without a process group."""
-    monkeypatch.setattr(distributed, "sum_vector", torch.Tensor.tolist)
-    return lambda data: evaluate(Guesses(), data.reader, data.test, batch_size=4)
+def own(name, task="cb"):
+    return replace(TASKS[task], metric=f"test_metrics:{name}")
 
 
 @pytest.mark.parametrize(
     ("metric", "task", "message"),
     [
-        ("fails", "sst2", r"failed: AttributeError: .*\(.*test_metrics.py line \d+\)"),
-        ("not_a_number", "sst2", "returned nan, not a finite number"),
-        ("counts", "sst2", "returned {'right': 1}, not a finite number"),
+        ("fails", "cb", r"failed: AttributeError: .*\(.*test_metrics.py line \d+\)"),
+        ("not_a_number", "cb", "returned nan, not a finite number"),
+        ("counts", "cb", "returned {'right': 1}, not a finite number"),
         ("mean_words", "squad", "failed: ZeroDivisionError"),
-        ("too_large", "sst2", "returned 10{79}..., not a finite number"),
-        ("leaves", "sst2", r"failed: SystemExit: 0 \(.*test_metrics.py line \d+\)"),
+        ("too_large", "cb", "returned 10{79}..., not a finite number"),
+        ("leaves", "cb", r"failed: SystemExit: 0 \(.*test_metrics.py line \d+\)"),
     ],
 )
-def test_a_metric_that_fails_is_refused_before_weights_are_loaded(metric, task, message, assets):
+def test_a_metric_that_fails_on_right_answers_is_refused(metric, task, message):
+    examples = [Example("", (" a", " b"), 0, references=("x",))] * 2
     with pytest.raises(UserError, match=f"data.metric=test_metrics:{metric} {message}") as error:
-        load(assets, metric, task)
+        try_metric(own(metric, task), examples)
     assert "\n" not in str(error.value)
-    assert error.value.exit_code == 2
 
 
-def test_a_metric_that_changes_its_records_judges_the_same_ones_again(assets, score):
-    data = load(assets, "changes_records")
-    assert [score(data).score for _ in range(2)] == [20.0, 20.0]
+def test_the_score_of_a_metric_is_a_float_of_the_examples_themselves():
+    score = load_score(own("count_right"))
+    assert (score(PREDICTED, LABELED), type(score(PREDICTED, LABELED))) == (4.0, float)
+    same = load_score(own("are_same"))
+    assert same(PREDICTED, LABELED) == 1.0
 
 
-def test_a_metric_that_fails_on_predictions_later_is_one_line(assets, score):
-    data = load(assets, "fails_on_wrong_answers")
-    with pytest.raises(UserError, match=r"fails_on_wrong_answers failed: KeyError: 'wrong' \("):
-        score(data)
+def are_same(predicted, examples):
+    """Examples are given as they are, and not as copies."""
+    return float(all(one is other for one, other in zip(examples, LABELED, strict=True)))
 
 
-def test_the_score_of_a_metric_is_a_float_of_python(assets, score):
-    result = score(load(assets, "count_right"))
-    assert type(result.score) is float
-    assert type(result.majority_class) is float
-
-
-def test_a_classification_has_the_scores_of_each_label_beside_any_metric(assets, score):
-    data = load(assets, "count_right")
-    result = score(data)
-    assert set(result.by_label) <= {"0", "1"}  # as the records hold them
-    assert sum(row.examples for row in result.by_label.values()) == 20
-    assert sum(row.predicted for row in result.by_label.values()) == 20
-    assert result.macro_f1 == macro_f1(result.predicted, data.test.examples)
-
-
-def test_a_metric_without_a_score_of_constant_predictions_has_no_majority_class(assets, score):
-    data = load(assets, "correlation")
-    assert -1 <= score(data).score <= 1
-    assert score(data).majority_class is None
-    reader = replace(data.reader, task=replace(data.task, metric="accuracy"))
-    accuracy = replace(data, reader=reader)
-    assert score(accuracy).majority_class > 0
+def test_a_metric_without_a_score_of_constant_predictions_has_no_majority_class():
+    score = load_score(own("correlation"))
+    assert -1 <= score(PREDICTED, LABELED) <= 1
+    assert majority_score(score, LABELED) is None

@@ -12,9 +12,9 @@ import pytest
 import sweep
 from assets import REPOSITORY
 from commands import run as run_program
-from lezo_ds.tasks.metrics import label_scores
 
 from lezo_ds.config import dump_yaml, load_config
+from lezo_ds.data.metrics import label_scores
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.runs.results import RunResults
 from lezo_ds.tools import report

@@ -1,32 +1,31 @@
-"""Rewards of several functions, and functions that were written for TRL's GRPOTrainer."""
+"""Rewards: functions of the package's form and of TRL's, alone and as a weighted sum."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.base import Example, Message
-from test_own_tasks import ANSWER, config_of
+import torch
 
+from lezo_ds.data.examples import Example
+from lezo_ds.data.mezo import TASKS
 from lezo_ds.data.objectives import load_objective
 from lezo_ds.data.rewards import Reward, Rewards, judges_answers, reward
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.runs.records import refuse_code
 
 SQUAD = TASKS["squad"]
-TEXTS = MicroBatch(
-    {},
-    2,
-    examples=(
-        Example("2 + 2 =", (), None, record={"prompt": "2 + 2 =", "solution": "4", "level": 1}),
-        Example("3 + 4 =", (), None, record={"prompt": "3 + 4 =", "solution": "7", "level": 2}),
-    ),
+RECORDS = (
+    {"prompt": "2 + 2?", "solution": "4", "level": 1},
+    {"prompt": "3 + 5?", "solution": "9", "level": 2},
 )
+EXAMPLES = tuple(Example(record["prompt"], (), None, record=record) for record in RECORDS)
+TEXTS = MicroBatch({}, 2, examples=EXAMPLES)
+QUESTION = {"role": "user", "content": "Hello"}
 
 
 # As the documentation of TRL has them.
@@ -59,9 +58,26 @@ async def easy_ones_reward(completions, level, **kwargs):
     return tuple(None if which > 1 else 3 for which in level)
 
 
+def turns_reward(prompts, completions, **kwargs):
+    assert prompts == [[QUESTION], [QUESTION]]
+    assert completions[0] == [{"role": "assistant", "content": "4"}]
+    prompts[0].clear()  # which must not reach a later call
+    return [1, 2]
+
+
 @reward
 def brevity(answers, records):
     return [-len(answer) for answer in answers]
+
+
+@reward
+def marked(completions, others):  # called by position, whatever its parameters are called
+    return [len(text) + len(record) for text, record in zip(completions, others, strict=True)]
+
+
+@reward
+def emptying(answers, records):
+    return [len(record.pop("solution")) for record in records]
 
 
 def halves(logits, batch):
@@ -72,78 +88,51 @@ def named(name):
     return f"test_rewards:{name}"
 
 
-def test_a_reward_function_of_trl_gets_prompts_completions_and_fields_by_name():
-    objective = load_objective(named("accuracy_reward"), SQUAD)
-    assert objective.is_reward and objective.reads_answers
-    assert objective.loss(["4", "8"], TEXTS).tolist() == [-1.0, 0.0]
+def loss_of(name, answers, batch=TEXTS):
+    return load_objective(named(name), SQUAD).loss(answers, batch).tolist()
 
 
-def test_a_reward_of_trl_may_take_all_by_name_and_return_an_array_with_none():
-    objective = load_objective(named("by_name_reward"), SQUAD)
-    assert objective.is_reward
-    assert objective.loss(["4", " 8\n"], TEXTS).tolist() == [0.0, -3.0]
-
-
-def test_a_reward_may_be_async_and_return_a_tuple():
-    objective = load_objective(named("easy_ones_reward"), SQUAD)
-    assert objective.loss(["4", "8"], TEXTS).tolist() == [-3.0, 0.0]
+@pytest.mark.parametrize(
+    ("name", "answers", "losses"),
+    [
+        ("accuracy_reward", ["4", "8"], [-1.0, 0.0]),
+        ("brevity", ["4", "\n\n  10 \n"], [1.0, 4.0]),  # tidy answers
+        ("marked", ["4", "10"], [-4.0, -5.0]),
+        ("hard_ones_reward", ["4", " 8\n"], [None, -9.0]),  # answers as written
+        ("by_name_reward", ["4", " 8\n"], [None, -3.0]),
+        ("easy_ones_reward", ["4", "8"], [-3.0, None]),
+    ],
+)
+def test_a_reward_gets_what_its_form_asks_for(name, answers, losses):
+    found = [None if math.isnan(loss) else loss for loss in loss_of(name, answers)]
+    assert found == losses
+    assert load_objective(named(name), SQUAD).reads_answers
 
 
 def test_turns_of_a_chat_are_lists_as_in_trl():
-    turns = (Message("user", "Hello"), Message("assistant", "gold"))
-    chat = replace(TEXTS, examples=(replace(TEXTS.examples[0], messages=turns),) * 2)
-    objective = load_objective(named("format_reward_func"), SQUAD)
+    turns = (QUESTION, {"role": "assistant", "content": "gold"})
+    asked = replace(EXAMPLES[0], messages=turns, learned=(1,))
+    chat = replace(TEXTS, examples=(asked, replace(asked, messages=turns[:1], learned=())))
     answers = ["<think>a</think><answer>b</answer>", "b"]
-    assert objective.loss(answers, chat).tolist() == [-1.0, 0.0]
+    assert loss_of("format_reward_func", answers, chat) == [-1.0, 0.0]
+    for _ in range(2):
+        assert loss_of("turns_reward", ["4", "8"], chat) == [-1.0, -2.0]
 
 
-def turns_reward(prompts, completions, **kwargs):
-    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    result = {"role": "tool", "content": "7", "name": "f", "tool_call_id": "c1"}
-    assert prompts == [[QUESTION, call, result], [QUESTION]]
-    assert completions[0] == [{"role": "assistant", "content": "4"}]
-    assert completions[1] == [{"role": "assistant", "content": "Well: <think>8"}]
-    return [1, 2]
+def test_what_a_reward_changes_in_a_record_reaches_no_later_call():
+    assert loss_of("emptying", ["", ""]) == loss_of("emptying", ["", ""]) == [-1.0, -1.0]
 
 
-QUESTION = {"role": "user", "content": "Hello"}
-CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-
-
-def test_turns_have_all_their_keys_and_an_answer_its_start_as_in_trl():
-    question = Message("user", "Hello")
-    called = Message("assistant", "", 0, {"tool_calls": [CALL]})
-    result = Message("tool", "7", 1, {"name": "f", "tool_call_id": "c1"})
-    begun = (question, Message("assistant", "Well: <think>", 0))
-    examples = [
-        replace(TEXTS.examples[0], messages=turns) for turns in ((question, called, result), begun)
-    ]
-    objective = load_objective(named("turns_reward"), SQUAD)
-    chat = replace(TEXTS, examples=tuple(examples))
-    assert objective.loss(["4", "8"], chat).tolist() == [-1.0, -2.0]
-
-
-def test_several_rewards_are_a_weighted_sum_of_those_that_apply():
-    weights = {named("accuracy_reward"): 2.0, named("hard_ones_reward"): 0.5, named("brevity"): 1}
-    objective = load_objective(weights, SQUAD)
-    assert objective.rewards.names == ("accuracy_reward", "hard_ones_reward", "brevity")
-    # 2 * 1 - 1, without the second one; and 2 * 0 + 0.5 * (7 + 2) - 2
-    assert objective.loss(["4", "10"], TEXTS).tolist() == [-1.0, -2.5]
-
-
-@reward
-def marked(completions, others):  # called by position, whatever its parameters are called
-    return [len(text) + len(record) for text, record in zip(completions, others, strict=True)]
-
-
-def test_rewards_of_trl_get_answers_as_written_and_others_tidy_ones():
-    chosen = load_objective(named("brevity"), SQUAD)
-    assert chosen.loss(["4", "\n\n  10 \n"], TEXTS).tolist() == [1.0, 4.0]
-
-
-def test_the_decorator_decides_how_a_reward_is_called():
-    objective = load_objective(named("marked"), SQUAD)
-    assert objective.loss(["4", "10"], TEXTS).tolist() == [-4.0, -5.0]
+def test_several_rewards_are_trls_weighted_sum_of_those_that_apply():
+    names = {"hard_ones_reward": 2.0, "easy_ones_reward": 0.5, "by_name_reward": 1.0}
+    objective = load_objective({named(name): w for name, w in names.items()}, SQUAD)
+    assert objective.rewards.names == tuple(names)
+    scores = objective.rewards.scores(["4", "10"], EXAMPLES)
+    # GRPOTrainer: (rewards_per_func * weights).nansum(dim=1)
+    expected = np.nansum(scores.numpy() * np.array(list(names.values())), axis=1)
+    assert objective.loss(["4", "10"], TEXTS).tolist() == (-expected).tolist() == [-1.5, -18.0]
+    nothing = torch.full((1, 3), math.nan)
+    assert objective.rewards.loss_of(nothing).isnan().all()
 
 
 def test_functions_of_one_name_in_two_modules_are_told_apart():
@@ -152,23 +141,34 @@ def test_functions_of_one_name_in_two_modules_are_told_apart():
     assert rewards.names == (named("brevity"), "elsewhere:brevity", "marked")
 
 
-def test_a_function_without_a_signature_is_no_reward():
-    assert not judges_answers(max)
+def test_what_is_no_reward_has_no_weight():
+    assert not judges_answers(max)  # which has no signature
+    for other in ("task", named("halves")):
+        with pytest.raises(UserError, match=f"has weights, and {other} is no reward"):
+            load_objective({named("brevity"): 1.0, other: 1.0}, SQUAD)
+    with pytest.raises(UserError, match=r"train\.objective names no reward"):
+        load_objective({}, SQUAD)
 
 
-@pytest.mark.parametrize("name", ["task", "halves"])
-def test_weights_are_for_rewards_alone(name):
-    other = name if name == "task" else named(name)
-    with pytest.raises(UserError, match=f"has weights, and {other} is no reward"):
-        load_objective({named("brevity"): 1.0, other: 1.0}, SQUAD)
-
-
-def test_a_recorded_map_of_rewards_is_code_that_the_command_must_name():
-    config = config_of(ANSWER, train={"objective": {named("brevity"): 1.0}})
-    recorded = {"train.objective": config.train.objective}
-    with pytest.raises(UserError, match="imported only if the command names it"):
-        refuse_code(recorded, [])
-    refuse_code(recorded, [f"train.objective={{{named('brevity')}: 1.0}}"])
-    recorded = {"data.task": "mine:Task", "data.metric": "mine:score", "train.objective": "task"}
-    with pytest.raises(UserError, match=r"add data\.task=mine:Task data\.metric=mine:score$"):
-        refuse_code(recorded, [])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1e308, 0.0],
+        [10**400, 0],
+        [10**5000, 0],
+        [math.inf, 0.0],
+        ["1", "2"],
+        [1.0],
+        [[1.0], [2.0]],
+        1.0,
+        None,
+        [1j, 0],
+        {"a": 1.0, "b": 2.0},
+        torch.zeros(2, dtype=torch.complex64),
+    ],
+    ids=lambda values: repr(values)[:12] if values != [10**5000, 0] else "digits",
+)
+def test_what_is_no_number_for_each_answer_is_refused(values):
+    judge = Reward("own:judge", reward(lambda answers, records: values))
+    with pytest.raises(UserError, match=r"not one reward per answer.*a list of 2 numbers"):
+        judge.scores(["a", "b"], EXAMPLES)

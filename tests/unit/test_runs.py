@@ -13,10 +13,10 @@ from dataclasses import asdict, replace
 
 import psutil
 import pytest
-from lezo_ds.data.evaluation import Sample
 
 from lezo_ds import __version__, registry
 from lezo_ds.config import config_from_dict, keys_with, may_differ_on_resume
+from lezo_ds.data.score import Sample
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, encode_journal
 from lezo_ds.runs import records

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from lezo_ds.tasks.base import Example
 
 from lezo_ds.agreement import (
     all_agree,
@@ -19,6 +18,7 @@ from lezo_ds.agreement import (
     desync_error,
     disagreement,
 )
+from lezo_ds.data.examples import Example
 from lezo_ds.engine import LezoEngine, check_losses
 from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch

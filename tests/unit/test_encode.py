@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from lezo_ds.data.encoding import cut_prompts, encode_example, encode_prompt, load_tokenizer
-from lezo_ds.tasks.base import Example
 from own_data import SWITCHED, write_chat_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -19,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lezo_ds.data.encode import encode_candidates, encode_prompt, load_tokenizer, prompt_room
+from lezo_ds.data.examples import Example
 from lezo_ds.errors import UserError
 
 # A word takes the space before it, as in GPT-2; a newline stands alone.
@@ -74,44 +74,38 @@ def opt(tmp_path):
     ],
 )
 def test_an_opt_input_is_bos_prompt_and_candidate(opt, prompt, candidates, sequences, lengths):
-    encoded = encode_example(opt, Example(prompt, candidates, 0, 0), 2048)
+    encoded = encode_candidates(opt, Example(prompt, candidates, 0), 2048)
     assert (encoded.sequences, encoded.option_lengths) == (sequences, lengths)
     assert (encoded.label, encoded.truncated) == (0, False)
 
 
 def test_what_is_too_long_is_cut_on_the_left_after_the_bos(opt):
-    long = Example("a joy It was", (" terrible", " great\n"), 1, 0)
-    encoded, short = (encode_example(opt, e, 4) for e in (long, Example("a", (" great",), 0, 1)))
+    long = Example("a joy It was", (" terrible", " great\n"), 1)
+    encoded, short = (encode_candidates(opt, e, 4) for e in (long, Example("a", (" great",), 0)))
     assert encoded.sequences == ((0, 6, 7, 8), (0, 7, 9, 10))
     assert encoded.option_lengths == (1, 2)
     assert (encoded.truncated, short.truncated) == (True, False)
-    assert not encode_example(opt, long, 7).truncated
+    assert not encode_candidates(opt, long, 7).truncated
 
 
 @pytest.mark.parametrize(
     ("candidate", "max_length", "message"),
     [
-        ("  ", 2048, "the candidate '  ' of record 4 adds no token"),
+        ("  ", 2048, "the answer '  ' adds no token"),
         (" great\n", 2, r"leaves no token before it; fix: raise data.max_length=2"),
     ],
 )
 def test_a_candidate_without_tokens_or_context_is_refused(opt, candidate, max_length, message):
     with pytest.raises(UserError, match=message):
-        encode_example(opt, Example("a joy", (" great", candidate), 0, 3), max_length)
+        encode_candidates(opt, Example("a joy", (" great", candidate), 0), max_length)
 
 
-def test_a_prompt_leaves_room_for_what_will_be_generated(opt, caplog):
-    prompts = [encode_prompt(opt, Example("  a joy It was ", (" Paris\n",), 0, 0))]
-    assert cut_prompts(opt, prompts, 8, 3) == ((0, 4, 5, 6, 7),)
-    assert caplog.messages == []
-    assert cut_prompts(opt, prompts, 8, 6) == ((0, 7),)
-    assert caplog.messages == [
-        "1 of 1 examples are longer than max_length 2 tokens and were cut on the left"
-    ]
-    with pytest.raises(
-        UserError, match=r"max_length=8 leaves no room .* 7 new tokens; .* at least 9"
-    ):
-        cut_prompts(opt, prompts, 8, 7)
+def test_a_prompt_leaves_room_for_what_will_be_generated(opt):
+    ids = encode_prompt(opt, Example("  a joy It was ", (" Paris\n",), 0))
+    assert opt.cut_left(ids, prompt_room(8, 3)) == ids == (0, 4, 5, 6, 7)
+    assert opt.cut_left(ids, prompt_room(8, 6)) == (0, 7)
+    with pytest.raises(UserError, match=r"leaves no room .* 7 new tokens; .* at least 9"):
+        prompt_room(8, 7)
 
 
 def test_answers_end_at_eos_and_at_every_token_with_a_newline(tmp_path):
@@ -156,7 +150,7 @@ def test_a_text_begins_with_all_tokens_that_the_tokenizer_puts_before_it(tmp_pat
     by_transformers = tuple(AutoTokenizer.from_pretrained(path)(" It was").input_ids)
     assert by_transformers[: len(prompt)] == prompt
     assert by_transformers[len(prompt) :] in ((), (2,))  # an answer would follow the EOS
-    encoded = encode_example(tokenizer, Example("so the cup fell - It was", (" great",), 0, 0), 5)
+    encoded = encode_candidates(tokenizer, Example("so the cup fell - It was", (" great",), 0), 5)
     (sequence,) = encoded.sequences
     assert (len(sequence), encoded.truncated) == (5, True)
     assert sequence[: len(begin)] == begin
@@ -203,18 +197,14 @@ def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_
     path = save_tokenizer(tmp_path, config, words=[*WORDS[2:], "<pad>", "<end>"], eos="<end>")
     tokenizer = load_tokenizer(path)
     assert (tokenizer.begin_ids, tokenizer.pad_id, tokenizer.end_ids) == ((), 0, ())
-    assert encode_example(tokenizer, Example("a joy It was", (" great",), 0, 0), 3).sequences == (
+    assert encode_candidates(tokenizer, Example("a joy It was", (" great",), 0), 3).sequences == (
         (4, 5, 7),
     )
 
 
-def test_a_word_for_false_that_a_template_would_take_for_true_is_refused(tmp_path):
-    template = SWITCHED + "{% if mode == 'off' %}{% endif %}"
-    model = str(write_chat_model(tmp_path / "model", template))
-    for value in ("no", "Off", "false"):
-        with pytest.raises(UserError, match=f"enable_thinking={value} is a text, .* true or false"):
-            load_tokenizer(model, template_options={"enable_thinking": value})
-    options = {"enable_thinking": False, "mode": "off"}  # a text that the template has
+def test_values_that_a_template_does_not_read_are_refused(tmp_path):
+    model = str(write_chat_model(tmp_path / "model", SWITCHED))
+    options = {"enable_thinking": False}
     assert dict(load_tokenizer(model, template_options=options).template_options) == options
     with pytest.raises(UserError, match="does not read thinking; fix: correct the name"):
         load_tokenizer(model, template_options={"thinking": True})

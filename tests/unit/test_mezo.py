@@ -1,21 +1,20 @@
-"""Tokens and losses of every task against the protocol written out: one full sequence a
-candidate."""
+"""The eleven tasks against their protocol: texts, tokens and losses of one sequence at a time."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 import torch
 from golden_tasks import GOLDEN
-from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_prompt
-from lezo_ds.tasks import TASKS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from lezo_ds.config.schema import GenerationConfig
-from lezo_ds.data.generation import generation_settings, read_answers
+from lezo_ds.data.encode import PromptTokenizer, encode_candidates, encode_prompt
+from lezo_ds.data.examples import Example
+from lezo_ds.data.mezo import TASKS
 from lezo_ds.data.objectives import training_objective
 
 BOS, PAD, EOS = 0, 1, 2
@@ -29,13 +28,32 @@ PIECES = {piece for text in (*TEXTS, "Rain\n\n") for piece in re.findall(PATTERN
 VOCABULARY = ["<s>", "<pad>", "</s>", "<unk>", *sorted(PIECES)]
 
 
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.task)
+def test_a_record_becomes_the_text_of_the_protocol(golden):
+    assert TASKS.find(golden.task.upper()).example(golden.record) == Example(
+        golden.prompt, golden.candidates, golden.label, references=golden.references
+    )
+
+
+def test_every_task_has_goldens():
+    names = [golden.task for golden in GOLDEN]
+    assert {name: names.count(name) >= 2 for name in names} == dict.fromkeys(TASKS, True)
+
+
+def test_a_record_without_a_right_answer_has_no_label():
+    record = {"passage": "", "query": "", "entities": ["Rome"], "answers": ["Oslo", "Rome"]}
+    assert TASKS["record"].example(record).label is None
+    record = {"passage": "", "question": "", "answers_spans": {"spans": []}}
+    assert TASKS["drop"].example(record).label is None
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCABULARY)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     words.decoder = decoders.Fuse()
     backend = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
-    return PromptTokenizer(backend, begin_ids=(BOS,), pad_id=PAD, end_ids=(EOS,))
+    return PromptTokenizer(backend, (BOS,), PAD, (EOS,), datetime.now())
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +73,16 @@ def golden_of(task):
     return [golden for golden in GOLDEN if golden.task == task.name]
 
 
-def build(task):
-    return [task.example(golden.record) for row, golden in enumerate(golden_of(task))]
-
-
-def sequences(golden, prompt, before=""):
+def sequences(golden, before=""):
     return tuple(
-        ids_of(before + (prompt + candidate).strip(" ")) for candidate in golden.candidates
+        ids_of(before + (golden.prompt + candidate).strip(" ")) for candidate in golden.candidates
     )
 
 
 def log_probabilities(model, golden):
     """Return those of the tokens of each candidate."""
     logs = []
-    for ids in sequences(golden, golden.prompt):
+    for ids in sequences(golden):
         rows = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
         first = len(ids_of(golden.prompt.strip(" ")))
         logs.append(torch.stack([rows[place - 1, ids[place]] for place in range(first, len(ids))]))
@@ -90,7 +104,8 @@ def protocol_loss(model, task):
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_the_training_loss_is_the_protocols(tokenizer, model, task):
     objective = training_objective(task)
-    encoded = [encode_example(tokenizer, example, MAX_LENGTH) for example in build(task)]
+    examples = [task.example(golden.record) for golden in golden_of(task)]
+    encoded = [encode_candidates(tokenizer, example, MAX_LENGTH) for example in examples]
     batch = objective.build_batch(encoded, PAD)
     logits = model(**batch.inputs).logits[batch.selection.rows, batch.selection.positions]
     if batch.selection.vocabulary is not None:
@@ -101,14 +116,12 @@ def test_the_training_loss_is_the_protocols(tokenizer, model, task):
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_demonstrations_stand_before_prompts_and_are_no_part_of_a_candidate(tokenizer, task):
-    golden, before = golden_of(task)[0], "Rain\n\n"
-    asked = replace(build(task)[0], demonstrations=before)
-    plain, encoded = (encode_example(tokenizer, e, MAX_LENGTH) for e in (build(task)[0], asked))
-    assert encoded.sequences == sequences(golden, golden.prompt, before)
+    golden = golden_of(task)[0]
+    before = "Rain\n\n"
+    example = task.example(golden.record)
+    asked = replace(example, demonstrations=before)
+    encoded = encode_candidates(tokenizer, asked, MAX_LENGTH)
+    assert encoded.sequences == sequences(golden, before)
+    plain = encode_candidates(tokenizer, example, MAX_LENGTH)
     assert encoded.option_lengths == plain.option_lengths
-    prompt = encode_prompt(tokenizer, asked)
-    assert prompt == ids_of(before + golden.prompt.strip(" "))
-    if TASKS[golden.task].kind == "generation":  # what follows the prompt is read as the answer
-        answer = torch.tensor([encoded.sequences[0][len(prompt) :]])
-        settings = generation_settings(tokenizer, GenerationConfig())
-        assert read_answers(answer, settings, tokenizer) == [golden.references[0]]
+    assert encode_prompt(tokenizer, asked) == ids_of(before + golden.prompt.strip(" "))

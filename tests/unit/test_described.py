@@ -1,0 +1,342 @@
+"""Tasks that a recipe describes: what a record becomes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from decimal import Decimal
+
+import pytest
+
+from lezo_ds.config import config_from_dict
+from lezo_ds.data.described import columns_of, find_task
+from lezo_ds.data.turns import find_tools
+from lezo_ds.errors import UserError
+
+CLASSES = {"prompt": "{text} is about", "label_field": "topic", "labels": ["bug", "billing"]}
+CHOICES = {"prompt": "{text}\n", "label_field": "right", "choices": ["{a}", "{b}"]}
+LIST = CHOICES | {"choices": ["{options}"]}
+COMPLETION = {"prompt": "{text}\nAnswer:", "completion": "{answers}"}
+CHAT = {"messages": "turns"}
+IN_CHAT = {"prompt": "{text}", "completion": "{answers}", "chat_template": True}
+ASKED = {"role": "user", "content": "Sure?"}
+ANSWERED = {"role": "assistant", "content": " Yes \n"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def config_of(data):
+    model = {"path": "model", "dtype": "fp32"}
+    values = {"run_dir": "run", "model": model, "data": {"train": "t.jsonl", **data}}
+    return config_from_dict(values, "recipe.yaml")
+
+
+def task_of(data):
+    return find_task(config_of(data).data)
+
+
+def example_of(record, **data):
+    return task_of(data).example(record)
+
+
+def refusal_of(record, **data):
+    with pytest.raises(UserError) as error:
+        example_of(record, **data)
+    return str(error.value)
+
+
+# Labels.
+
+
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [("0", "0"), (0, "0"), (1.0, "1.0"), (Decimal("1.10"), "1.10"), (True, "True"), ("nan", "nan")],
+)
+def test_a_label_is_what_str_writes(value, label):
+    names = ["0", "1.0", "1.1", "1.10", "True", "nan"]
+    described = CLASSES | {"labels": names}
+    assert example_of({"text": "x", "topic": value}, **described).label == names.index(label)
+
+
+@pytest.mark.parametrize("value", [None, math.nan, ""])
+def test_no_value_is_no_label_whatever_the_other_fields_hold(value):
+    for data in (CLASSES, LIST | {"label_field": "topic"}):
+        record = {"text": "x", "options": ["a", "b"], "topic": value}
+        assert example_of(record, **data).label is None
+    assert example_of({"text": None, "topic": value}, **CLASSES).label is None
+
+
+def test_spellings_of_unicode_are_compared_in_one_form_with_a_warning(caplog):
+    described = CLASSES | {"labels": ["1", "caf\u00e9", "\u2764"]}
+    for spelling, number in (("\uff11", 0), ("cafe\u0301", 1), ("\u2764\ufe0f", 2)):
+        assert example_of({"text": "x", "topic": spelling}, **described).label == number
+    assert [message.count("counts as") for message in caplog.messages] == [1, 1, 1]
+    with pytest.raises(UserError, match="does not hold two or more labels"):
+        task_of(CLASSES | {"labels": {"a": "yes", "b": "yes"}})
+
+
+def test_a_label_that_the_recipe_lacks_is_refused_with_the_one_that_is_meant():
+    message = refusal_of({"text": "x", "topic": "biling"}, **CLASSES)
+    assert "column `topic` is 'biling', which is none of data.labels: bug, billing" in message
+    assert "did you mean billing" in message
+    assert "not a text or a number" in refusal_of({"text": "x", "topic": ["bug"]}, **CLASSES)
+
+
+def test_a_map_gives_each_label_its_text_in_an_order_that_no_journal_can_change():
+    labels = {"bug": "a fault of ours", "1": "money"}
+    for given in (labels, dict(reversed(labels.items()))):
+        example = example_of({"text": "It fails", "topic": 1}, **CLASSES | {"labels": given})
+        assert (example.candidates, example.label) == ((" money", " a fault of ours"), 0)
+        config = config_of(CLASSES | {"labels": given})
+        recorded = json.loads(json.dumps(config.model_dump(), sort_keys=True))
+        assert config_from_dict(recorded, "run") == config
+
+
+def test_labels_of_the_same_text_are_one_class_with_the_label_that_is_the_text():
+    task = task_of(CLASSES | {"labels": {"a bug": "bug", "bug": "bug", "billing": "money"}})
+    assert list(task.labels) == ["bug", "billing"]
+    for label in ("a bug", "bug"):
+        example = task.example({"text": "x", "topic": label})
+        assert example.gold_texts == (" bug",)
+
+
+# Choices.
+
+
+@pytest.mark.parametrize(
+    ("right", "labels", "label"),
+    [
+        (1, None, 1),
+        ("1", None, 1),
+        ("yes", None, 0),
+        ("B", ["A", "B"], 1),
+        (2, ["1", "2"], 1),
+        ("", None, None),
+    ],
+)
+def test_the_right_choice_is_an_index_from_0_a_text_or_a_label(right, labels, label):
+    record = {"text": "Is it?", "a": "yes", "b": "no", "options": ["yes", "no"], "right": right}
+    for choices in (["{a}", "{b}"], ["{options}"]):
+        example = example_of(record, **CHOICES | {"choices": choices, "labels": labels})
+        assert (example.candidates, example.label) == (("yes", "no"), label)
+
+
+def test_names_beside_the_texts_come_first_as_in_arc():
+    described = CHOICES | {"choices": ["{choices.text}"]}
+    task = task_of(described)
+    for names, right, label in ((["A", "B"], "B", 1), (["1", "2"], "1", 0), ([1, 2], 2, 1)):
+        record = {"text": "x", "choices": {"text": ["red", "blue"], "label": names}, "right": right}
+        example = task.example(record)
+        assert example.label == label
+        assert list(task.names(example)) == list(map(str, names))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"options": ["a", "b"], "right": "A"}, "is 'A', not an index from 0, or one of the choi"),
+        ({"options": ["a", "b"], "right": 2}, "is '2', not an index from 0"),
+        ({"options": ["1", "0"], "right": "1"}, "may be the text of a choice or the index of ano"),
+        ({"options": "['a', 'b']", "right": 0}, "store lists in .jsonl or .parquet"),
+        ({"options": ["a"], "right": 0}, "not two or more texts"),
+        ({"options": ["a", " "], "right": 0}, "not two or more texts"),
+        ({"options": ["a", None], "right": 0}, "column `options` is null, not a text"),
+    ],
+)
+def test_a_choice_that_may_be_another_is_refused(record, message):
+    assert message in refusal_of({"text": "x", **record}, **LIST)
+
+
+def test_a_record_may_have_fewer_choices_than_others():
+    described = CHOICES | {"choices": ["{a}", "{b}", "{c}"], "labels": ["A", "B", "C"]}
+    record = {"text": "Is it?", "a": "yes", "b": "no", "right": "B"}
+    for nothing in (None, "", " "):
+        example = example_of(record | {"c": nothing}, **described)
+        assert (example.candidates, example.label) == (("yes", "no"), 1)
+    assert "not one of data.labels: A, B, C" in refusal_of(
+        record | {"c": None, "right": "C"}, **described
+    )
+
+
+# Templates and answers.
+
+
+def test_a_template_reads_nested_fields_and_nothing_but_the_record():
+    record = {"a": {"b": "deep"}, "n": 2.5, "yes": True, "answers": "c", "d.e": "column"}
+    example = example_of(record, **COMPLETION | {"prompt": "{a.b} {{x}} {n} {yes} {d.e}:"})
+    assert example.prompt == "deep {x} 2.5 True column:"
+    for prompt in ("{a.__class__}", "{missing}"):
+        assert "there is no column" in refusal_of(record, **COMPLETION | {"prompt": prompt})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (COMPLETION | {"prompt": "no field"}, "names no column"),
+        (COMPLETION | {"prompt": "{text!r}"}, "more than the plain name of a column"),
+        (COMPLETION | {"prompt": "{text"}, "is not a template"),
+        (COMPLETION | {"prompt": "{text} {answers}"}, "shows the answer: it has answers, too"),
+        (CLASSES | {"prompt": "{text} {topic}"}, "shows the answer: it has topic, too"),
+        (CLASSES | {"labels": ["bug"]}, "does not hold two or more labels"),
+    ],
+)
+def test_a_description_that_makes_no_task_is_refused_before_a_record_is_read(data, message):
+    with pytest.raises(UserError, match=message):
+        task_of(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (" ", "column `text` is empty"),
+        (None, "column `text` is null, not a text or a number"),
+        (math.nan, "column `text` is nan"),
+        (["a"], "not a text or a number"),
+    ],
+)
+def test_a_prompt_without_a_text_is_refused(text, message):
+    for data in (COMPLETION, IN_CHAT, CLASSES):
+        assert message in refusal_of({"text": text, "answers": "a", "topic": "bug"}, **data)
+
+
+@pytest.mark.parametrize(
+    ("answers", "references"),
+    [("Rome", ("Rome",)), (["Rome ", "Roma"], ("Rome", "Roma")), ([], ()), ("", ()), (None, ())],
+)
+def test_every_answer_counts_and_the_first_is_trained_on(answers, references):
+    example = example_of({"text": "Where?", "answers": answers}, **COMPLETION)
+    assert example.references == references
+    assert example.candidates == tuple(f" {answer}\n" for answer in references[:1])
+    assert (example.label is None) == (not references)
+
+
+def test_code_is_indented_after_a_prompt_that_ends_a_line():
+    record = {"text": "def f():", "answers": "\n    return 1  \n"}
+    code = example_of(record, **COMPLETION | {"prompt": "{text}\n"})
+    assert code.candidates == ("    return 1\n",)
+    assert example_of(record, **COMPLETION).candidates == (" return 1\n",)
+
+
+# Conversations.
+
+
+def test_a_conversation_ends_with_the_last_learned_turn_and_may_get_a_system_prompt():
+    record = {"turns": [ASKED, ANSWERED, {"role": "user", "content": "Bye"}]}
+    example = example_of(record, **CHAT, system_prompt="Be kind.")
+    assert example.messages == (SYSTEM, ASKED, ANSWERED)
+    assert (example.learned, example.prompt, example.references) == ((2,), "Sure?", (" Yes \n",))
+    own = {"role": "developer", "content": "Be brief."}
+    example = example_of({"turns": [own, ASKED, ANSWERED]}, **CHAT, system_prompt="Be kind.")
+    assert example.messages[0] == own
+    assert example_of({"turns": [ASKED]}, **CHAT).label is None
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_turns_of_sharegpt_and_openai_are_one_and_some_are_context(mark):
+    shared = [{"from": "human", "value": "Sure?"}, {"from": "gpt", "value": " Yes \n", **mark}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Su"}, "re?"]}, ANSWERED]
+    example = example_of({"turns": shared + parts}, **CHAT)
+    assert example.messages == (ASKED, ANSWERED) * 2
+    assert example.learned == (3,)
+
+
+def test_nulls_that_arrow_fills_in_are_not_read():
+    call = {"function": {"name": "f", "arguments": {"x": 1, "y": None}}, "id": None}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    example = example_of({"turns": [{**ASKED, "tool_calls": None}, turn]}, **CHAT)
+    plain = {"function": {"name": "f", "arguments": {"x": 1}}}
+    assert example.messages == (ASKED, {"role": "assistant", "content": "", "tool_calls": [plain]})
+    call["function"]["arguments"] = '{"x": 1}'
+    assert example_of({"turns": [ASKED, turn]}, **CHAT).messages == example.messages
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ('[{"role": "user", "content": "a"}]', "store lists in .jsonl or .parquet, not as text"),
+        ([], "not a list of turns"),
+        ([{"content": "a"}], "turn 1 in column `turns` is {'content': 'a'}, without a role"),
+        ([ASKED, {**ANSWERED, "weight": 0.5}], "the weight of turn 2 .* is not 0 or 1"),
+        ([ASKED, {**ANSWERED, "content": " "}], "turn 2 .* is the assistant's and is empty"),
+        ([{**ASKED, "content": 5}], "the content of turn 1 .* is 5, not a text"),
+        ([{**ASKED, "content": [{"type": "image_url"}]}], "no images or sounds are read"),
+        (
+            [{**ANSWERED, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "a call in turn 1 .* is not JSON",
+        ),
+    ],
+)
+def test_turns_that_cannot_be_read_are_refused_by_number(turns, message):
+    with pytest.raises(UserError, match=message):
+        example_of({"turns": turns}, **CHAT)
+
+
+def test_definitions_of_tools_are_a_list_or_json_of_one_without_nulls():
+    tools = [{"name": "f", "parameters": {"a": None, "b": 1}}]
+    plain = [{"name": "f", "parameters": {"b": 1}}]
+    for value in (tools, json.dumps(tools)):
+        assert find_tools({"tools": value}) == plain
+    for none in (None, "", []):
+        assert find_tools({"tools": none}) is None
+    for wrong in ("hammer", [1], {"a": 1}):
+        with pytest.raises(UserError, match="column `tools`"):
+            find_tools({"tools": wrong})
+
+
+def test_a_prompt_in_a_template_is_a_conversation_with_its_completion():
+    record = {"text": "Sure?", "answers": [" Yes \n", "Yeah"]}
+    example = example_of(record, **IN_CHAT, system_prompt="Be kind.")
+    answered = {"role": "assistant", "content": "Yes"}
+    assert (example.messages, example.learned) == ((SYSTEM, ASKED, answered), (2,))
+    assert example.references == ("Yes", "Yeah")
+    reward = {name: value for name, value in IN_CHAT.items() if name != "completion"}
+    example = example_of({"text": "Sure?"}, **reward)
+    assert (example.messages, example.learned, example.label) == ((ASKED,), (), None)
+
+
+def test_trls_prompt_and_completion_of_turns_are_a_conversation():
+    data = {"prompt": "{prompt}", "completion": "{completion}"}
+    record = {"prompt": [SYSTEM, ASKED], "completion": [ANSWERED]}
+    example = example_of(record, **data)
+    assert (example.messages, example.learned) == ((SYSTEM, ASKED, ANSWERED), (2,))
+    assert (example.prompt, example.references) == ("Sure?", ("Yes",))
+    for name in record:  # as a table has them
+        for text in (json.dumps(record[name]), str(record[name])):
+            message = refusal_of(record | {name: text}, **data)
+            assert "store lists in .jsonl or .parquet" in message
+
+
+# Records to answer.
+
+
+def test_records_without_answers_are_read_for_the_model_to_answer():
+    for data, record in (
+        (CLASSES, {"text": "x"}),
+        (LIST, {"text": "x", "options": ["a", "b"]}),
+        (COMPLETION, {"text": "x"}),
+        (IN_CHAT, {"text": "x"}),
+        (CHAT, {"turns": [ASKED]}),
+        (CHAT, {"turns": [ASKED, ANSWERED]}),
+    ):
+        example = task_of(data).unanswered().example(record)
+        assert (example.label, example.references, example.learned) == (None, (), ())
+        assert example.messages in ((), (ASKED,), ({"role": "user", "content": "x"},))
+
+
+def test_columns_that_a_task_reads_are_known():
+    nested = LIST | {"prompt": "{a.b} {text}", "choices": ["{choices.text}"]}
+    for data, expected in (
+        (CLASSES, {"text", "topic"}),
+        (nested, {"a", "text", "choices", "right"}),
+        (CHAT, {"turns"}),
+    ):
+        assert columns_of(task_of(data)) >= expected
+        assert "other" not in columns_of(task_of(data))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("sst3", "sst3 is not a registered task"), ("no_such.module:TASK", "No module named")],
+)
+def test_a_task_that_is_not_there_is_refused(name, message):
+    with pytest.raises(UserError, match=message):
+        task_of({"task": name})

@@ -1,0 +1,173 @@
+"""Records are what pandas, pyarrow, json and datasets read; what these would repair is refused."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+
+import datasets
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from lezo_ds.data import records as module
+from lezo_ds.data.records import read_hub, read_records, write_records
+from lezo_ds.errors import HubError, UserError
+
+RECORDS = [{"text": f'the "box, {row}\ná', "label": ("bad", "good")[row % 2]} for row in range(5)]
+
+
+def read(path, *options):
+    return list(read_records(str(path), *options))
+
+
+def refusal_of(path, *options):
+    with pytest.raises(UserError) as error:
+        read(path, *options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+ENDINGS = ["csv", "tsv", "CSV", "csv.gz", "tsv.zip", "json", "jsonl", "parquet"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_kind_of_file_has_the_same_records(ending, tmp_path):
+    path = tmp_path / f"data.{ending}"
+    table = pd.DataFrame(RECORDS)
+    if "csv" in ending.lower() or "tsv" in ending:
+        table.to_csv(path, sep="\t" if "tsv" in ending else ",", index=False)
+    elif ending == "parquet":
+        table.to_parquet(path)
+    else:
+        table.to_json(path, orient="records", lines=ending == "jsonl")
+    assert read(path) == RECORDS
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl", "parquet"])
+def test_what_is_written_is_read_again(ending, tmp_path):
+    path = tmp_path / f"data.{ending}"
+    write_records(path, RECORDS)
+    assert read(path) == RECORDS
+    if ending in ("csv", "tsv"):
+        write_records(path, [{"text": "über ☃", "x": "1;2"}], ";", "cp1252")
+        assert read(path, ";", "cp1252") == [{"text": "über \\u2603", "x": "1;2"}]
+        assert "cannot be read" in refusal_of(path, ";")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('text,label\n"Great" film,1\nSo "nice",0\n', [["Great film", "1"], ['So "nice"', "0"]]),
+        ("text,label,,\na,b,,\n", [["a", "b", "", ""]]),  # of a spreadsheet
+        ("\n\ntext,label\na,b\n\nc,d\n", [["a", "b"], ["c", "d"]]),
+        ('text,label\n"two\nlines",b\n', [["two\nlines", "b"]]),
+        ("text,label\nNA,007\n1.10,\n", [["NA", "007"], ["1.10", ""]]),
+        ('\ufefftext,label\n"say ""no""",b\n', [['say "no"', "b"]]),
+        ('text\na\n""\n""\nb\n', [["a"], [""], [""], ["b"]]),
+    ],
+)
+def test_an_ordinary_table_has_the_rows_that_pandas_reads(content, expected, tmp_path, caplog):
+    path = tmp_path / "t.csv"
+    path.write_text(content)
+    by_pandas = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False)
+    assert read(path) == by_pandas.to_dict("records")
+    assert [list(record.values()) for record in read(path)] == expected
+    spans = "1 cells of column `text` span several lines, the first in row 1"
+    assert (spans in caplog.text) == ("two\nlines" in content)
+
+
+_TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=8)
+
+
+@given(rows=st.lists(st.tuples(_TEXTS, _TEXTS), min_size=1, max_size=5))
+def test_any_text_of_a_quoted_table_is_read_as_it_is(rows, tmp_path_factory):
+    path = tmp_path_factory.mktemp("table") / "t.csv"
+    written = io.StringIO()
+    csv.writer(written, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows([("a", "b"), *rows])
+    path.write_text(written.getvalue(), encoding="utf-8", newline="")
+    assert [tuple(record.values()) for record in read(path)] == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,label\nx,bug\ny\n", "the row that ends in line 3 has 1 values for 2 columns"),
+        ('text,label\n"x\ny",bug\ny\n', "the row that ends in line 4 has 1 values for 2 columns"),
+        ("text,label\nx,bug,z\n", "the first row has more values than there are columns"),
+        ("text,label\nx,bug\ny,bug,z\n", "Expected 2 fields in line 3, saw 3"),
+        ('text,label\n"x,bug\n', "EOF inside string"),
+        ("", "No columns to parse"),
+        (b"text,label\n\xff\xfe,bug\n", "can't decode byte 0xff"),
+    ],
+)
+def test_a_table_that_pandas_would_repair_or_cannot_read_is_refused(content, message, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refusal = refusal_of(path)
+    assert message in refusal
+    assert refusal.startswith(f"{path} cannot be read: ")
+    assert "data.separator and data.encoding" in refusal
+
+
+def test_a_short_row_of_a_compressed_table_is_refused_too(tmp_path):
+    path = tmp_path / "t.csv.gz"
+    path.write_bytes(gzip.compress(b"text,label\na,b\nc\n"))
+    assert "the row that ends in line 3 has 1 values for 2 columns" in refusal_of(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.jsonl", '{"a": 1}\n\n{"a": 1, "b": {"c": 1, "c": 1}}', "line 3: an object has the key"),
+        ("t.json", '[{"c": 2, "a": [], "c": 3}]', "an object has the key 'c' 2 times"),
+        ("t.jsonl", '{"a": 1}\n{"a"\n', "line 2: Expecting"),
+        ("t.jsonl", "[1]\n", "line 1 does not hold an object"),
+        ("t.json", '{"data": [{"a": 1}]}', "does not hold a list of objects"),
+        ("t.json", "[1]", "does not hold a list of objects"),
+        ("t.json", "[" * 100_000, "cannot be read"),
+        ("t.jsonl", "\u00e9".encode("latin-1"), "can't decode"),
+        ("t.parquet", "x", "cannot be read"),
+        ("t.xlsx", "x", "has no suffix of .csv, .tsv, .jsonl, .json, .parquet"),
+        ("t.jsonl.gz", "x", "has no suffix of"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused(name, content, message, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert message in refusal_of(path)
+
+
+def test_json_is_read_with_or_without_a_mark_of_its_encoding(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('\ufeff{"a": "2020-01-01"}\n\n {"a": null, "b": {"c": [1.0, true]}}\n')
+    assert read(path) == [{"a": "2020-01-01"}, {"a": None, "b": {"c": [1.0, True]}}]
+
+
+def test_values_of_parquet_are_those_of_pyarrow(tmp_path, monkeypatch):
+    table = pa.table({"n": [1, None, 3], "turns": [[{"role": "user"}], [], None]})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    monkeypatch.setattr(module, "_PARQUET_ROWS", 2)
+    assert read(tmp_path / "t.parquet") == table.to_pylist()
+
+
+def test_the_hub_has_the_records_of_datasets(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "hub").mkdir()
+    record = {"id": "5", "answers": {"text": ["Rain", "rain"], "answer_start": [0, 0]}}
+    datasets.Dataset.from_list([record] * 3).to_parquet(tmp_path / "hub" / "train.parquet")
+    assert list(read_hub(str(tmp_path / "hub"), None, "train")) == [record] * 3
+    with pytest.raises(HubError, match=r"cannot load no/such \(default\) from the Hug"):
+        read("no/such:train")
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path):
+    assert "none.csv is not a file; fix: correct the path" in refusal_of(tmp_path / "none.csv")
+    odd = tmp_path / "a:b.jsonl"  # a path, and no name on the Hub
+    odd.write_text(json.dumps({"a": 1}))
+    assert read(odd) == [{"a": 1}]
