@@ -155,6 +155,13 @@ def quantization_of(parameter: nn.Parameter) -> Quantization | None:
     return getattr(parameter, "quantization", None)
 
 
+def num_trained_codes(model: nn.Module) -> int:
+    """Return how many codes updates move."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kinds = filter(None, map(quantization_of, trained))
+    return sum(kind.numel for kind in kinds)
+
+
 def values_of(parameter: nn.Parameter) -> Tensor:
     """Return the values of a gathered parameter, of which no module runs: dequantized if it is."""
     quantization = quantization_of(parameter)

@@ -91,7 +91,7 @@ from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.runs.records import with_start_date
 from lezo_ds.runs.screen import duration
 from lezo_ds.runs.trainer import check_run, make_engine
-from lezo_ds.sharding.quantization import quantize_parameters
+from lezo_ds.sharding.quantization import num_trained_codes, quantize_parameters
 from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
 GIB = 1 << 30
@@ -434,12 +434,9 @@ class ModelSizes:
         self.perturbed: int = sum(weight.numel() for weight in trained)
         if config.zo.noise_rank:
             self.perturbed = config.zo.noise_rank * sum(sum(weight.shape) for weight in trained)
-        codes = [weight for name, weight in model.named_parameters() if name in quantized]
-        self.num_codes = 0  # that are trained
-        if config.model.bits and adapter is None:
-            self.num_codes = sum(weight.numel() for weight in codes)
         if config.model.bits:  # from here on, the sizes of these matrices are those of their codes
             quantize_parameters(model, quantized, config.model.bits, 1)
+        self.num_codes = num_trained_codes(model)
         self.stored: list[int] = [weight.numel() for weight in model.parameters()]
         self.parts = gather_sizes(model, layout)
         linear_layers = [module for module in blocks.modules() if isinstance(module, nn.Linear)]
