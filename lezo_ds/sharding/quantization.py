@@ -155,6 +155,15 @@ def quantization_of(parameter: nn.Parameter) -> Quantization | None:
     return getattr(parameter, "quantization", None)
 
 
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of the values that modules compute with, wherever they are."""
+    quantization = quantization_of(parameter)
+    if quantization is not None:
+        return quantization.shape
+    # A parameter that ZeRO-3 has sharded is empty. DeepSpeed keeps its full shape in ds_shape.
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def num_trained_codes(model: nn.Module) -> int:
     """Return how many codes updates move."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
