@@ -121,7 +121,7 @@ def load_sharded_model(
 
     `lezo_ds.engine.initialize` describes the arguments. `trained` is the part of the weights, or of
     the adapter, that is trained. `precision` is how updates are stored; None if there are none.
-    `bits` quantizes the matrices of the blocks, which are then not trained.
+    `bits` quantizes the matrices of the blocks. Of 4 bits, they are not trained.
 
     Raises:
         UserError: this machine does not compute in `dtype`, or see `lezo_ds.engine.initialize`.

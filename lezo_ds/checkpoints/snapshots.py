@@ -3,7 +3,7 @@
     step-00000200/
         config.json, tokenizer files           copied from the base model; config.json has the dtype
         model-00001.safetensors, ..., index    weights, at most 1 GiB a file; or an adapter's file
-        low_bits/model-00001.safetensors, ...  low 16 bits of trained weights, with fp32_master
+        low_bits/model-00001.safetensors, ...  low 16 bits of trained weights, or their codes
         README.md                              of an export
         lezo_manifest.json                     written last: step, digests, files with SHA-256
 
@@ -122,7 +122,7 @@ def write_snapshot(
     manifest = {**known, "base": sharded.base.fingerprint}
     if not all_changes:
         manifest["digest"] = weights.digest()
-    if sharded.base.bits and not merge:
+    if sharded.base.bits and adapter is not None:
         manifest["bits"] = sharded.base.bits  # with which the base has this fingerprint
     temporary = target.with_name(f".{target.name}.tmp")
 
@@ -145,9 +145,9 @@ def write_snapshot(
     else:
         tensors = ((adapter.stored_prefix + shard.name, shard.gather()) for shard in shards)
     low_tensors = (
-        (shard.name, shard.gather_like(weights.low_bits[shard.name]))
+        (shard.name, shard.gather_like(besides))
         for shard in weights.snapshot_shards
-        if card is None and shard.name in weights.low_bits
+        if card is None and (besides := weights.besides_values(shard)) is not None
     )
     # A folder that the nodes do not share is there on the node of rank 0 alone.
     writers = [rank for rank, is_there in enumerate(gather_objects(temporary.is_dir())) if is_there]
@@ -291,7 +291,7 @@ def load_weights(sharded: ShardedModel, directory: Path) -> None:
         files = open_weights(sharded.module, directory)
     else:
         files = adapter_files(adapter, directory)
-    sharded.weights.load(sharded.weights.snapshot_shards, files)
+    sharded.weights.load(sharded.weights.snapshot_shards, files, keeps_grids=True)
 
 
 def _copy_companions(source: Path, temporary: Path) -> None:

@@ -270,9 +270,10 @@ def check_zo(zo: ZoConfig, peft_kind: str, bits: int | None, num_steps: int | No
     for name in ("learning_rate", "sparsity"):
         refuse_if(getattr(zo, name) is None, f"training needs zo.{name}", f"add zo.{name}=...")
     refuse_if(
-        bits is not None and peft_kind == "none",
-        f"model.bits={bits} stores weights that cannot change, and peft.kind=none changes them",
-        "set peft.kind=lora, or model.bits=null",
+        bits == 4 and peft_kind == "none",
+        "model.bits=4 has steps so long that training its codes diverges, and peft.kind=none "
+        "trains them",
+        "set peft.kind=lora, or model.bits=8",
     )
     law = make_law(zo)
     refuse_if(

@@ -132,8 +132,8 @@ class ModelConfig(Section):
     arithmetic."""
     bits: Literal[4, 8] | None = None
     """Transformer block matrices are stored and gathered with this number of bits, and dequantized
-    to model.dtype only while their module runs. They cannot be trained: this needs peft.kind=lora
-    or prefix. Null stores them in model.dtype."""
+    to model.dtype only while their module runs. With peft.kind=none, codes of 8 bits are trained
+    where they are, and 4 bits are refused. Null stores them in model.dtype."""
 
 
 class DataConfig(Section):
@@ -328,7 +328,8 @@ class ZoConfig(Section):
     blocks."""
     update_precision: UpdatePrecision = "fp32_master"
     """How 16-bit weights store updates. fp32_master also keeps the 16 low bits of each weight,
-    which takes 2 more bytes per parameter. stochastic uses unbiased stochastic rounding."""
+    which takes 2 more bytes per parameter. stochastic uses unbiased stochastic rounding. Matrices
+    in model.bits=8 have codes, which are always rounded at random."""
     estimator: Annotated[str, _component(ESTIMATORS)] = "spsa"
     """The estimator computes projected gradients from losses: two-sided differences (spsa, as in
     the papers), differences from the loss at theta, which all directions share (one-sided), the

@@ -276,7 +276,8 @@ def initialize(
             others.
         num_steps: number of steps of the run; needed if the learning rate depends on it.
         bits: 4 or 8 stores the matrices of the blocks in so many bits (`sharding.quantization`).
-            Only an adapter can be trained then. None stores them in `dtype`.
+            Without an adapter, codes of 8 bits are trained where they are. None stores them in
+            `dtype`.
 
     Raises:
         UserError: an argument has a wrong value, or two contradict each other; there is no such

@@ -24,6 +24,7 @@ from lezo_ds.forward.directions import Directions, PassState, Perturber
 from lezo_ds.forward.probes import Perturbation, Place
 from lezo_ds.forward.swap import swapped
 from lezo_ds.noise import Copies, UpdateTarget, Weight, bytes_of_copies
+from lezo_ds.sharding.quantization import values_of
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
 from lezo_ds.zo.passes import KeyedProbe
 from lezo_ds.zo.updates import Update, UpdatePrecision
@@ -159,7 +160,9 @@ class DensePerturber(Perturber):
             return
         writes_answers = self.state.current.writes_answers
         weights = [
-            Weight(place.trained.parameter.data, place.trained.elements, place.dtype_of_copies)
+            Weight(
+                values_of(place.trained.parameter), place.trained.elements, place.dtype_of_copies
+            )
             for place in active
         ]
         memory = None

@@ -21,6 +21,7 @@ from torch import nn
 
 from lezo_ds.forward.copies import CopiedBatch
 from lezo_ds.noise import Elements
+from lezo_ds.sharding.quantization import full_shape
 from lezo_ds.zo.passes import KeyedProbe
 
 
@@ -98,9 +99,8 @@ def is_norm(module: nn.Module) -> bool:
     """Return whether a module holds nothing but vectors, at least one."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     has_children = next(module.children(), None) is not None
-    # A parameter that ZeRO-3 has sharded is empty. DeepSpeed keeps its full shape in ds_shape.
-    shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in own]
-    return bool(own) and not has_children and all(len(shape) == 1 for shape in shapes)
+    are_vectors = all(len(full_shape(parameter)) == 1 for parameter in own)
+    return bool(own) and not has_children and are_vectors
 
 
 class ProbePass(NamedTuple):

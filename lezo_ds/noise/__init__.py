@@ -22,7 +22,8 @@ has the formulas. Tests compare both programs with the formulas in plain PyTorch
 
 An update is far below half a unit in the last place of most 16-bit weights, so rounding to nearest
 would lose it. Two exact methods keep it: stochastic rounding with a dither that can be replayed,
-and 16 low bits in addition to the 16-bit value (`low_bits`).
+and 16 low bits in addition to the 16-bit value (`low_bits`). Codes of 8 bits are always rounded at
+random, to a neighbor in the grid of their group.
 """
 
 from __future__ import annotations
@@ -161,11 +162,14 @@ class UpdateTarget(NamedTuple):
         elements: which they are.
         low: contiguous int16 [n], the low bits of `low_bits.split_master`. Only 16-bit values
             that are stored as "fp32_master" have them.
+        grid: contiguous [2, groups] of any dtype, of values that are codes of 8 bits (uint8). Code
+            i stands for code * grid[0, i // 64] + grid[1, i // 64]: a step and a minimum.
     """
 
     values: Tensor
     elements: Elements
     low: Tensor | None = None
+    grid: Tensor | None = None
 
 
 class Kernels(ABC):
@@ -214,6 +218,9 @@ class Kernels(ABC):
 
         Both products and the difference are rounded to fp32, each on its own. The result is stored
         before the next update, so the bits are those of one call for each.
+
+        A code moves by (theta * (factor - 1) - coefficient * z) / step, of which the fraction is
+        rounded at random, whatever the precision. It stays in 0 to 255.
         """
 
     @abstractmethod

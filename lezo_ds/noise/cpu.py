@@ -58,7 +58,7 @@ FLAGS = [
 # The enumerations of cpu_kernels.cpp.
 DISTRIBUTIONS: dict[Distribution, int] = {"normal": 0, "rademacher": 1}
 PRECISIONS: dict[UpdatePrecision, int] = {"stochastic": 0, "fp32_master": 1}
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 
 
 def _structure(name: str) -> Any:
@@ -124,7 +124,7 @@ class CpuKernels(Kernels):
             call = PerturbCall(
                 *_fields_of(elements, theta.dtype, entries),
                 theta=theta.data_ptr(),
-                rows=None if rows is None else rows.data_ptr(),
+                rows=_address(rows),
                 plus=of_weight[0].data_ptr(),
                 minus=of_weight[1].data_ptr() if num_signs == 2 else None,
                 key=key,
@@ -143,11 +143,14 @@ class CpuKernels(Kernels):
         precision: UpdatePrecision,
     ) -> None:
         packed = pack_updates(updates)
-        for values, elements, low in targets:
+        for values, elements, low, grid in targets:
+            wide = None if grid is None else grid.float()  # here until the call ends
             call = UpdateCall(
                 *_fields_of(elements, values.dtype, entries),
                 theta=values.data_ptr(),
-                low=None if low is None else low.data_ptr(),
+                low=_address(low),
+                grid=_address(wide),
+                num_groups=0 if grid is None else grid.shape[1],
                 updates=packed.ctypes.data,
                 num_updates=len(packed),
                 precision=PRECISIONS[precision],
@@ -180,13 +183,16 @@ class CpuKernels(Kernels):
         update: Update,
         precision: UpdatePrecision,
     ) -> None:
-        values, elements, low = target
+        values, elements, low, grid = target
+        wide = None if grid is None else grid.float()  # here until the call ends
         rows, columns = elements.rows_and_columns()
         call = SubtractCall(
             # It draws only the dither, which is the same for all distributions.
             *_fields_of(elements, values.dtype, "normal"),
             theta=values.data_ptr(),
-            low=None if low is None else low.data_ptr(),
+            low=_address(low),
+            grid=_address(wide),
+            num_groups=0 if grid is None else grid.shape[1],
             rows=u.data_ptr(),
             columns=b.data_ptr(),
             num_terms=len(u),
@@ -200,6 +206,10 @@ class CpuKernels(Kernels):
             precision=PRECISIONS[precision],
         )
         self._library.lezo_subtract(ctypes.byref(call))
+
+
+def _address(values: Tensor | None) -> int | None:
+    return None if values is None else values.data_ptr()
 
 
 def _fields_of(elements: Elements, dtype: torch.dtype, entries: Distribution) -> tuple[int, ...]:

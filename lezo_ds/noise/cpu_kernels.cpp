@@ -32,10 +32,15 @@ namespace {
 // cpu.py has the same numbers by the names of Python; a test compares them.
 enum Distribution : int32_t { NORMAL = 0, RADEMACHER = 1 };
 enum Precision : int32_t { STOCHASTIC = 0, FP32_MASTER = 1 };
-enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, UINT8 = 3 };
 
 // The last word of Philox's counter: each use of a key has its own numbers.
-enum Stream : uint32_t { NORMAL_STREAM = 0, DITHER_STREAM = 1, RADEMACHER_STREAM = 2 };
+enum Stream : uint32_t {
+    NORMAL_STREAM = 0,
+    DITHER_STREAM = 1,
+    RADEMACHER_STREAM = 2,
+    CODE_STREAM = 3,
+};
 
 // Loops over blocks run to a multiple of this, so that no remainder follows the SIMD code.
 constexpr int BLOCK_MULTIPLE = 16;
@@ -117,11 +122,15 @@ struct alignas(64) TileWords {
     }
 };
 
+// (2 k + 1) / 2**24 with k = word >> 9: 1 + k / 2**23, less 1 - 2**-24, all exact.
+inline float uniform_of(uint32_t word) {
+    return bit_cast<float>((word >> 9) | 0x3F800000u) - 0.999999940395355224609375f;
+}
+
 // The formulas of docs/file-formats.md with fewer operations. The constants are those of the
 // logarithm times -2: a power of two changes no other bit of a result.
 inline float minus_two_log_uniform(uint32_t word) {
-    // 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
-    const float uniform = bit_cast<float>((word >> 9) | 0x3F800000u) - 0.999999940395355224609375f;
+    const float uniform = uniform_of(word);
     const int32_t bits = bit_cast<int32_t>(uniform);
     // u = 2**e * m with m in (sqrt(1/2), sqrt(2)]; the first such m has the bits below.
     // `power` is e << 23: two constants below are divided by 2**23 instead.
@@ -205,12 +214,12 @@ const float *draw(float *buffer, Noise noise, int64_t element, int length) {
     return buffer + offset;
 }
 
-// The same for the words by which `stochastic` rounds: one for each element, 4 in a block.
-const uint32_t *draw_dither(uint32_t *__restrict__ buffer, Noise noise, int64_t element,
-                            int length) {
+// The same for the words that round at random: one for each element, 4 in a block.
+const uint32_t *draw_dither(uint32_t *__restrict__ buffer, Noise noise, Stream stream,
+                            int64_t element, int length) {
     const int offset = static_cast<int>(element % 4);
     const int num_blocks = full_vectors((offset + length + 3) / 4);
-    const TileWords words(noise, DITHER_STREAM, static_cast<uint64_t>(element / 4), num_blocks);
+    const TileWords words(noise, stream, static_cast<uint64_t>(element / 4), num_blocks);
     for (int i = 0; i < num_blocks; ++i)
         for (int j = 0; j < 4; ++j) buffer[4 * i + j] = words.at(j, i);
     return buffer + offset;
@@ -326,6 +335,45 @@ struct Fp16 {
     }
 };
 
+// Codes of 8 bits. Groups of 64 elements have a step and a minimum in common.
+struct Codes {
+    using Stored = uint8_t;
+};
+
+constexpr int64_t GROUP = 64;
+
+// The steps and minima of groups, from that of the first element that a rank stores on.
+struct Grid {
+    const float *steps;
+    const float *minima;
+};
+
+// Changes codes to those of theta * factor - delta, a fraction of a step rounded at random. Where
+// the grid ends, so does the change. `position` is that of the first code from the start of `grid`.
+void move_codes(uint8_t *__restrict__ codes, const uint32_t *__restrict__ dither,
+                const Grid &grid, int64_t position, int length, float factor,
+                const float *__restrict__ delta) {
+    const float decay = factor - 1.0f;
+    for (int first = 0, last; first < length; first = last) {
+        const int64_t group = (position + first) / GROUP;
+        last = static_cast<int>(std::min<int64_t>(length, (group + 1) * GROUP - position));
+        const float step = grid.steps[group];
+        const float minimum = grid.minima[group];
+        if (step == 0.0f) continue;  // the elements of a group that has no range stay equal
+        for (int i = first; i < last; ++i) {
+            const float code = static_cast<float>(codes[i]);
+            const float change = ((code * step + minimum) * decay - delta[i]) / step;
+            const float magnitude = std::fabs(change);
+            const float size = magnitude < 256.0f ? magnitude : 256.0f;
+            const float whole = std::floor(size);
+            const float moves = whole + (uniform_of(dither[i]) < size - whole ? 1.0f : 0.0f);
+            const float moved = change < 0.0f ? code - moves : code + moves;
+            codes[i] = static_cast<uint8_t>(
+                static_cast<int32_t>(std::min(std::max(moved, 0.0f), 255.0f)));
+        }
+    }
+}
+
 // Calls body(position, length) for each tile of the elements [start, start + count); `position`
 // counts from `start`. Tiles end where blocks end, so that no block is drawn for two of them.
 template <typename Body>
@@ -366,11 +414,11 @@ struct Update {
 
 // Updates consecutive elements in place, of which the first is element `start` of the parameter.
 // All updates change one tile before the next tile, so that the tile stays in the cache. `noise`
-// lacks the key.
+// lacks the key. Codes have a `grid`, in which the first element is at `place`.
 template <typename Storage>
 void update_range(typename Storage::Stored *__restrict__ values, int16_t *__restrict__ low,
-                  int precision, int64_t start, int64_t count, Noise noise, const Update *updates,
-                  int64_t num_updates) {
+                  const Grid &grid, int64_t place, int precision, int64_t start, int64_t count,
+                  Noise noise, const Update *updates, int64_t num_updates) {
     alignas(64) float buffer[TILE];
     alignas(64) uint32_t dither_buffer[TILE];
     for_tiles(noise, start, count, [&](int64_t position, int length) {
@@ -383,6 +431,12 @@ void update_range(typename Storage::Stored *__restrict__ values, int16_t *__rest
             if constexpr (std::is_same_v<Storage, Fp32>) {
                 for (int i = 0; i < length; ++i)
                     tile[i] = tile[i] * factor - coefficient * z[i];
+            } else if constexpr (std::is_same_v<Storage, Codes>) {
+                alignas(64) float delta[TILE];
+                for (int i = 0; i < length; ++i) delta[i] = coefficient * z[i];
+                const uint32_t *dither =
+                    draw_dither(dither_buffer, noise, CODE_STREAM, start + position, length);
+                move_codes(tile, dither, grid, place + position, length, factor, delta);
             } else if (precision == FP32_MASTER) {
                 auto *__restrict__ tile_low = low + position;
                 for (int i = 0; i < length; ++i) {
@@ -391,7 +445,7 @@ void update_range(typename Storage::Stored *__restrict__ values, int16_t *__rest
                 }
             } else {
                 const uint32_t *dither =
-                    draw_dither(dither_buffer, noise, start + position, length);
+                    draw_dither(dither_buffer, noise, DITHER_STREAM, start + position, length);
                 for (int i = 0; i < length; ++i) {
                     const float theta = Storage::load(tile[i]);
                     tile[i] = Storage::stochastic(theta * factor - coefficient * z[i], dither[i]);
@@ -501,14 +555,20 @@ struct RowPart {
     int begin, end;  // columns, counted from the first of the piece; none if begin >= end
     typename Storage::Stored *values;
     int16_t *low;            // null unless FP32_MASTER
-    const uint32_t *dither;  // null unless STOCHASTIC
+    const uint32_t *dither;  // null unless STOCHASTIC, or of codes
+    Grid grid;               // of codes
+    int64_t position;        // of the first code in the grid
 
     // For columns from `column` on, of which `delta` is given.
     inline void subtract(int column, int length, float factor, const float *delta) const {
         const int first = column - begin;
-        subtract_elements<Storage>(values + first, low == nullptr ? nullptr : low + first,
-                                   dither == nullptr ? nullptr : dither + first, length, factor,
-                                   delta);
+        if constexpr (std::is_same_v<Storage, Codes>)
+            return move_codes(values + first, dither + first, grid, position + first, length,
+                              factor, delta);
+        else
+            subtract_elements<Storage>(values + first, low == nullptr ? nullptr : low + first,
+                                       dither == nullptr ? nullptr : dither + first, length,
+                                       factor, delta);
     }
 
     inline void prefetch(int column) const {
@@ -591,6 +651,13 @@ void with_format(int32_t format, Body body) {
     }
 }
 
+// The same for what an update changes.
+template <typename Body>
+void with_storage(int32_t format, Body body) {
+    if (format == UINT8) body(Codes{});
+    else with_format(format, body);
+}
+
 }  // namespace
 
 // What the functions below are called with. cpu.py reads the types and names of the fields here.
@@ -622,6 +689,8 @@ struct PerturbCall : Call {
 struct UpdateCall : Call {
     void *theta;
     int16_t *low;  // null unless 16-bit values are stored as FP32_MASTER
+    const float *grid;  // of codes: [2, num_groups], the steps and the minima
+    int64_t num_groups;
     const void *updates;
     int64_t num_updates;
     int32_t precision;  // of 16-bit values; fp32 values are stored as they are
@@ -637,6 +706,8 @@ struct EntriesCall : Call {
 struct SubtractCall : Call {
     void *theta;
     int16_t *low;          // null unless 16-bit values are stored as FP32_MASTER
+    const float *grid;     // of codes: [2, num_groups], the steps and the minima
+    int64_t num_groups;
     const float *rows;     // u, [num_terms, rows of the matrix]
     const float *columns;  // b, [num_terms, columns of the matrix]
     int64_t num_terms;
@@ -674,10 +745,12 @@ void lezo_subtract(const SubtractCall *call) {
     const int64_t num_groups = (call->num_matrix_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     const int64_t num_pieces = (num_columns + PIECE - 1) / PIECE;
     if (num_groups * num_pieces == 0) return;  // a rank may have no element of a matrix
-    with_format(call->format, [&](auto storage_tag) {
+    with_storage(call->format, [&](auto storage_tag) {
         using Storage = decltype(storage_tag);
         const bool is_fp32 = std::is_same_v<Storage, Fp32>;
-        const bool is_stochastic = !is_fp32 && call->precision == STOCHASTIC;
+        const bool is_of_codes = std::is_same_v<Storage, Codes>;
+        const bool is_stochastic = is_of_codes || (!is_fp32 && call->precision == STOCHASTIC);
+        const Stream stream = is_of_codes ? CODE_STREAM : DITHER_STREAM;
         auto *theta = static_cast<typename Storage::Stored *>(call->theta);
 
         // The part of a row in the piece of `length` columns from `first_column` on. Rows and
@@ -695,8 +768,11 @@ void lezo_subtract(const SubtractCall *call) {
             if (begin >= end) return part;
             const int64_t offset = row_of_region * call->width + element + begin - start;
             part.values = theta + offset;
+            part.grid = {call->grid, call->grid + call->num_groups};
+            part.position = offset;
             if (is_stochastic)
-                part.dither = draw_dither(buffer, noise, element + begin, part.end - part.begin);
+                part.dither =
+                    draw_dither(buffer, noise, stream, element + begin, part.end - part.begin);
             else if (call->low != nullptr)
                 part.low = call->low + offset;
             return part;
@@ -780,13 +856,14 @@ void lezo_perturb(const PerturbCall *call) {
 void lezo_update(const UpdateCall *call) {
     const Noise noise{call->distribution, 0, call->parameter_id};
     const auto *updates = static_cast<const Update *>(call->updates);
-    with_format(call->format, [&](auto storage_tag) {
+    const Grid grid{call->grid, call->grid + call->num_groups};
+    with_storage(call->format, [&](auto storage_tag) {
         using Storage = decltype(storage_tag);
         auto *theta = static_cast<typename Storage::Stored *>(call->theta);
         const auto update_row = [&](int64_t row, int64_t first, int64_t last) {
             const int64_t target = row * call->width + first;
             update_range<Storage>(
-                theta + target, call->low == nullptr ? nullptr : call->low + target,
+                theta + target, call->low == nullptr ? nullptr : call->low + target, grid, target,
                 call->precision, call->start + row * call->stride + first, last - first, noise,
                 updates, call->num_updates);
         };

@@ -38,7 +38,13 @@ _BLOCKS_OF_SUBTRACTION = 512  # of 4 elements
 _NO_PROGRAM = 1 << 62
 Constants = tuple[tuple[str, Any], ...]
 """The constexpr arguments of a kernel: names and values."""
-TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int16: tl.int16,
+    torch.uint8: tl.uint8,
+}
 
 
 class CompiledKernel:
@@ -183,15 +189,22 @@ class TritonKernels(Kernels):
         if not targets or not updates:
             return
         parts = []
-        for values, elements, low in targets:
-            storage = "fp32" if values.dtype == torch.float32 else precision
+        for target in targets:
+            values, elements, *_ = target
+            besides = _besides(target)
+            constants = (
+                ("dtype", values.dtype),
+                ("low_dtype", besides.dtype),
+                ("storage", _storage(values, precision)),
+            )
             parts.append(
                 _Part(
-                    constants=(("dtype", values.dtype), ("storage", storage)),
+                    constants=constants,
                     parameter_id=elements.parameter_id,
                     region=elements.region,
                     address=values.data_ptr(),
-                    low_address=0 if low is None else low.data_ptr(),
+                    low_address=besides.data_ptr(),
+                    num_groups=0 if target.grid is None else target.grid.shape[1],
                 )
             )
         packed = _words_on_device(pack_updates(updates).tobytes(), self._device)
@@ -234,12 +247,10 @@ class TritonKernels(Kernels):
         update: Update,
         precision: UpdatePrecision,
     ) -> None:
-        values, elements, low = target
+        values, elements, _, grid = target
         region = elements.region
         rows, columns = elements.rows_and_columns()
-        is_fp32 = values.dtype == torch.float32
-        if low is None:
-            low = values  # any address
+        low = _besides(target)
         parameter_width = elements.shape[1]
         starts = (region.start, 0 if region.num_rows == 1 else region.stride)
         tile_size = 4 * _BLOCKS_OF_SUBTRACTION
@@ -247,7 +258,8 @@ class TritonKernels(Kernels):
             kernels.subtract_kernel,
             (
                 ("dtype", TRITON_TYPES[values.dtype]),
-                ("storage", "fp32" if is_fp32 else precision),
+                ("low_dtype", TRITON_TYPES[low.dtype]),
+                ("storage", _storage(values, precision)),
                 ("layout", "any" if any(start % 4 for start in starts) else "aligned"),
                 ("unit", _unit(region.width, values.data_ptr(), low.data_ptr())),
                 ("wraps_once", parameter_width >= tile_size),
@@ -260,6 +272,7 @@ class TritonKernels(Kernels):
             (region.num_rows * tiles_of_row, 1, 1),
             values,
             low,
+            0 if grid is None else grid.shape[1],
             u,
             b,
             update.factor,
@@ -292,6 +305,19 @@ class _Part(NamedTuple):
     copy_is_fp32: bool = False
     tiles_of_row: int = 0
     low_address: int = 0
+    num_groups: int = 0
+
+
+def _besides(target: UpdateTarget) -> Tensor:
+    """Return what an update reads besides values: low bits, a grid, or, if nothing, the values."""
+    if target.grid is not None:
+        return target.grid
+    return target.values if target.low is None else target.low
+
+
+def _storage(values: Tensor, precision: UpdatePrecision) -> str:
+    """Return how values are stored, as the kernels call it."""
+    return {torch.float32: "fp32", torch.uint8: "codes"}.get(values.dtype, precision)
 
 
 def _perturb_constants(dtype: torch.dtype, out_dtype: torch.dtype, num_signs: int) -> Constants:
@@ -353,6 +379,7 @@ def _table(
             part.copy_is_fp32,
             part.tiles_of_row,
             part.low_address,
+            part.num_groups,
         )
         num_programs += num_tiles(
             part.region, PER_BLOCK[distribution], BLOCKS_OF_TILE[distribution]

@@ -8,6 +8,7 @@
               stream 0: 4 normals, elements 4b to 4b + 3 of block b
               stream 1: 4 dither words, by which elements 4b to 4b + 3 are rounded
               stream 2: 128 signs; bit i of word j is that of element 128b + 32j + i
+              stream 3: 4 words, by which the codes of elements 4b to 4b + 3 are rounded
 
 The kernels for CPUs and GPUs compute the same words faster. This program gives what needs them but
 once, such as the start of an adapter.
@@ -23,6 +24,7 @@ from lezo_ds.zo.laws import Distribution
 NORMAL_STREAM = 0
 DITHER_STREAM = 1
 RADEMACHER_STREAM = 2
+CODE_STREAM = 3
 PER_BLOCK: dict[Distribution, int] = {"normal": 4, "rademacher": 128}
 """Number of elements whose entries one block of words gives."""
 
@@ -36,7 +38,7 @@ def words_at(key: int, parameter_id: int, elements: Tensor, stream: int) -> Tens
         key: unsigned 64-bit.
         parameter_id: unsigned 32-bit.
         elements: int64, indices in the parameter, of any shape.
-        stream: 0 or 1, in which a block has one word for each of its elements.
+        stream: 0, 1 or 3, in which a block has one word for each of its elements.
     """
     words = words_of_blocks(key, parameter_id, elements // 4, stream)
     return words.gather(-1, (elements % 4)[..., None])[..., 0]

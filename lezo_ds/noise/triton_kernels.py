@@ -1,7 +1,7 @@
 """The noise operations as Triton kernels: the formulas of docs/file-formats.md, rearranged.
 
 One launch works on many tensors. A table on the GPU says where they are and which programs (thread
-blocks) work on which. It is int64 [11, num_columns], with a column for each tensor:
+blocks) work on which. It is int64 [12, num_columns], with a column for each tensor:
 
     row             tensor 0   tensor 1          unused columns
     FIRST_PROGRAM   0          programs of 0     more than any number of programs
@@ -14,7 +14,8 @@ blocks) work on which. It is int64 [11, num_columns], with a column for each ten
     COPY_OFFSET                                  perturb: bytes from out_ptr to the copy for plus
     COPY_IS_FP32                                 perturb: 1 for copies in fp32, 0 in out_dtype
     TILES_OF_ROW                                 perturb with rows_ptr: programs of one row
-    LOW_ADDRESS                                  update: of the low bits, with fp32_master
+    LOW_ADDRESS                                  update: of low bits, or of the grid of codes
+    NUM_GROUPS                                   update: columns of the grid
 
 A program handles one tile: the elements of consecutive blocks of Philox. Its number less
 FIRST_PROGRAM is the number of its tile in its tensor. `layout` says how tiles lie:
@@ -57,11 +58,15 @@ COPY_OFFSET = tl.constexpr(7)
 COPY_IS_FP32 = tl.constexpr(8)
 TILES_OF_ROW = tl.constexpr(9)
 LOW_ADDRESS = tl.constexpr(10)
-NUM_ROWS = tl.constexpr(11)
+NUM_GROUPS = tl.constexpr(11)
+NUM_ROWS = tl.constexpr(12)
+
+GROUP = tl.constexpr(64)  # elements of a column of a grid
 
 NORMAL_STREAM = tl.constexpr(0)
 DITHER_STREAM = tl.constexpr(1)
 RADEMACHER_STREAM = tl.constexpr(2)
+CODE_STREAM = tl.constexpr(3)
 
 
 @triton.jit
@@ -221,7 +226,7 @@ def _draw(key, parameter_id, block, distribution: tl.constexpr):
 
 
 @triton.jit
-def _dither(key, parameter_id, block, per_block: tl.constexpr):
+def _dither(key, parameter_id, block, per_block: tl.constexpr, stream: tl.constexpr):
     """Return the dither words of all elements of blocks: int32 [n, per_block].
 
     The dither has blocks of 4, whatever the distribution: a block of 128 elements has 32 of them.
@@ -229,7 +234,7 @@ def _dither(key, parameter_id, block, per_block: tl.constexpr):
     dither_blocks: tl.constexpr = per_block // 4
     numbers = block[:, None] * dither_blocks + tl.arange(0, dither_blocks)[None, :]
     dither_block = numbers.reshape(block.shape[0] * dither_blocks)
-    word0, word1, word2, word3 = _words(key, parameter_id, dither_block, DITHER_STREAM)
+    word0, word1, word2, word3 = _words(key, parameter_id, dither_block, stream)
     words = _in_order(word0, word1, word2, word3).to(tl.int32, bitcast=True)
     return words.reshape(words.shape[0] // dither_blocks, per_block)
 
@@ -309,9 +314,26 @@ def _join_master(high, low):
 
 
 @triton.jit
+def _moved(code, step, minimum, factor, delta, dither):
+    """Return codes of 8 bits after theta * factor - delta, rounded at random on their grid."""
+    code = code.to(tl.float32)
+    # Without a range, a group's elements stay equal.
+    change = (code * step + minimum) * (factor - 1.0) - delta
+    change = tl.where(step == 0.0, 0.0, tl.div_rn(change, tl.where(step == 0.0, 1.0, step)))
+    size = tl.abs(change)
+    size = tl.where(size < 256.0, size, 256.0)
+    whole = size.to(tl.int32).to(tl.float32)  # tl.floor flushes denormals
+    uniform = _from_bits(((dither >> 9) & 0x7FFFFF) | 0x3F800000) - 0.999999940395355224609375
+    moves = whole + tl.where(uniform < size - whole, 1.0, 0.0)
+    moved = tl.where(change < 0.0, code - moves, code + moves)
+    return tl.minimum(tl.maximum(moved, 0.0), 255.0).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
 def _changed(
     stored,
     low,
+    minimum,
     factor,
     delta,
     key,
@@ -321,14 +343,20 @@ def _changed(
     dtype: tl.constexpr,
     storage: tl.constexpr,
 ):
-    """Return stored values and their low bits after theta * factor - delta, rounded once."""
+    """Return stored values and their low bits after theta * factor - delta, rounded once.
+
+    Of codes, `low` is the steps.
+    """
     if storage == "fp32_master":
         value = _join_master(stored, low) * factor - delta
         stored, low = _split_master(value, dtype)
     elif storage == "stochastic":
         value = stored.to(tl.float32) * factor - delta
-        dither = _dither(key, parameter_id, block, per_block)
+        dither = _dither(key, parameter_id, block, per_block, DITHER_STREAM)
         stored = _round_stochastic(value, dither, dtype)
+    elif storage == "codes":
+        dither = _dither(key, parameter_id, block, per_block, CODE_STREAM)
+        stored = _moved(stored, low, minimum, factor, delta, dither)
     else:
         stored = stored * factor - delta
     return stored, low
@@ -501,12 +529,21 @@ def perturb_kernel(
         _store_copy(minus_ptr, position, theta - change, inside, is_fp32, out_dtype)
 
 
+@triton.jit
+def _grid_of(grid_ptr, num_groups, position, inside):
+    """Return the steps and the minima of codes, fp32 of the shape of their positions."""
+    step_ptr = grid_ptr + position // GROUP
+    steps = tl.load(step_ptr, mask=inside, other=0.0).to(tl.float32)
+    return steps, tl.load(step_ptr + num_groups, mask=inside, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_updates"])
 def update_kernel(
     table_ptr,
     updates_ptr,
     num_updates: tl.int32,
     dtype: tl.constexpr,
+    low_dtype: tl.constexpr,
     storage: tl.constexpr,
     layout: tl.constexpr,
     unit: tl.constexpr,
@@ -524,7 +561,8 @@ def update_kernel(
         updates_ptr: uint64 [num_updates, 2], as `pack_updates` lays them out.
         num_updates: at least 1.
         dtype: of the values.
-        storage: how values are stored: "fp32", or the update precision of 16-bit values.
+        low_dtype: of the low bits, or of the grid of codes.
+        storage: how values are stored: "fp32", "codes", or the update precision of 16-bit values.
         layout: see the module.
         unit: 16 if COUNT, ADDRESS and LOW_ADDRESS of all tensors are multiples of it, else 1.
         num_columns: of the table, a power of two.
@@ -546,17 +584,23 @@ def update_kernel(
     # A loop needs its variables before it, used or not.
     low = stored
     low_ptr = values_ptr
+    minimum = stored
     if storage == "fp32_master":
         low_address = tl.multiple_of(tl.load(column_ptr + LOW_ADDRESS * num_columns), unit)
-        low_ptr = tl.multiple_of(low_address.to(tl.pointer_type(tl.int16)), unit) + position
+        low_ptr = tl.multiple_of(low_address.to(tl.pointer_type(low_dtype)), unit) + position
         low = tl.load(low_ptr, mask=inside)
+    elif storage == "codes":
+        low_address = tl.load(column_ptr + LOW_ADDRESS * num_columns)
+        num_groups = tl.load(column_ptr + NUM_GROUPS * num_columns)
+        grid_ptr = low_address.to(tl.pointer_type(low_dtype))
+        low, minimum = _grid_of(grid_ptr, num_groups, position, inside)
     for update in range(num_updates):
         key = tl.load(updates_ptr + 2 * update)
         coefficient = tl.load(multipliers_ptr + 4 * update + 2)
         factor = tl.load(multipliers_ptr + 4 * update + 3)
         delta = coefficient * _draw(key, parameter_id, block, distribution)
         stored, low = _changed(
-            stored, low, factor, delta, key, parameter_id, block, per_block, dtype, storage
+            stored, low, minimum, factor, delta, key, parameter_id, block, per_block, dtype, storage
         )
     tl.store(values_ptr, stored, mask=inside)
     if storage == "fp32_master":
@@ -609,6 +653,7 @@ def entries_kernel(
         "width",
         "stride",
         "tiles_of_row",
+        "num_groups",
         "num_terms",
         "parameter_width",
         "first_row",
@@ -620,6 +665,7 @@ def entries_kernel(
 def subtract_kernel(
     values_ptr,
     low_ptr,
+    num_groups: tl.int64,
     rows_ptr,
     columns_ptr,
     factor: tl.float32,
@@ -636,6 +682,7 @@ def subtract_kernel(
     first_column: tl.int32,
     num_columns: tl.int64,
     dtype: tl.constexpr,
+    low_dtype: tl.constexpr,
     storage: tl.constexpr,
     layout: tl.constexpr,
     unit: tl.constexpr,
@@ -649,7 +696,8 @@ def subtract_kernel(
 
     Args:
         values_ptr: theta, the elements of a region.
-        low_ptr: int16, the low bits with "fp32_master", else any pointer.
+        low_ptr: int16, the low bits with "fp32_master"; the grid of codes; else any pointer.
+        num_groups: columns of the grid.
         rows_ptr: u, fp32 [num_terms, num_rows].
         columns_ptr: b, fp32 [num_terms, num_columns].
         factor: of theta.
@@ -666,7 +714,8 @@ def subtract_kernel(
         first_column: column of the full matrix at which b begins.
         num_columns: of b.
         dtype: of theta.
-        storage: how values are stored: "fp32", or the update precision of 16-bit values.
+        low_dtype: see `low_ptr`: kernels differ in it.
+        storage: how values are stored: "fp32", "codes", or the update precision of 16-bit values.
         layout: "aligned" if all rows of the region begin where a block begins, else "any".
         unit: 16 if `width` and the pointers to theta and low bits are multiples of it, else 1.
         wraps_once: whether a tile touches two rows of the full matrix at most.
@@ -693,12 +742,17 @@ def subtract_kernel(
         b = tl.load(columns_ptr + term * num_columns + column, mask=inside)
         delta += u * b
     values_ptr += position
-    low_ptr += position
     stored = tl.load(values_ptr, mask=inside)
     low = stored
+    minimum = stored
     if storage == "fp32_master":
+        low_ptr += position
         low = tl.load(low_ptr, mask=inside)
-    stored, low = _changed(stored, low, factor, delta, key, parameter_id, block, 4, dtype, storage)
+    elif storage == "codes":
+        low, minimum = _grid_of(low_ptr, num_groups, position, inside)
+    stored, low = _changed(
+        stored, low, minimum, factor, delta, key, parameter_id, block, 4, dtype, storage
+    )
     tl.store(values_ptr, stored, mask=inside)
     if storage == "fp32_master":
         tl.store(low_ptr, low, mask=inside)

@@ -161,7 +161,7 @@ def _origin(run: RecordedRun, step: int, *, merged: bool) -> str:
     ]
     if merged:
         sentences.append("The adapter is added to the weights.")
-    if config.model.bits:
+    if config.model.bits and config.peft.kind != "none":
         sentences.append(
             f"They were trained and scored on a base in {config.model.bits} bits. On the base in "
             "16 bits, scores differ."

@@ -95,12 +95,15 @@ from lezo_ds.runs.monitors import Monitors
 from lezo_ds.runs.results import RunResults, method_name, peak_memory_bytes
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
+from lezo_ds.sharding.weights import AT_ENDS_BY_QUANTIZATION
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY = 100
 """Steps between checks that the weights of each rank are the result of the steps so far."""
+_MORE_AT_ENDS = 0.01
+"""Share of codes that updates may bring to an end of their grid without a warning."""
 _PAUSE_SECONDS = 0.2
 """Time between rounds after the last step, in which launches only wait for an evaluation."""
 
@@ -557,16 +560,22 @@ class Run:
         self.check()
         encoded = self.data.dev if split == "dev" else self.data.test
         result = evaluate(self, self.data.reader, encoded, self.config.train.eval_batch_size)
+        at_ends = self.engine.weights.ends_share()
         if split == "test":
             self._by_label[at] = result.by_label
         evaluation = evaluation_record(self.data.task.metric, split, at, result)
         # The files come first: an evaluation that is recorded is not done again.
         if self._writes:
-            self._write_evaluation(evaluation, result)
+            self._write_evaluation(evaluation, result, at_ends)
         self.record(evaluation)
 
-    def _write_evaluation(self, evaluation: EvaluationRecord, result: EvaluationResult) -> None:
-        """Write and show what an evaluation has found. For rank 0."""
+    def _write_evaluation(
+        self, evaluation: EvaluationRecord, result: EvaluationResult, at_ends: float | None
+    ) -> None:
+        """Write and show what an evaluation has found. For rank 0.
+
+        `at_ends` is the share of the trained codes of 8 bits at an end of their grid.
+        """
         split = evaluation.split
         metric = self.data.task.metric
         rewards = {f"rewards/{name}": mean for name, mean in result.rewards.items()}
@@ -575,6 +584,16 @@ class Run:
             numbers["share_ended"] = result.answers.share_ended
             numbers["num_different"] = result.answers.num_different
             numbers["mean_length"] = result.answers.mean_length
+        if at_ends is not None:
+            numbers["codes_at_ends"] = at_ends
+            if at_ends > AT_ENDS_BY_QUANTIZATION + _MORE_AT_ENDS:
+                logger.warning(
+                    "%.1f %% of the codes of 8 bits are at an end of their grid, where they cannot "
+                    "move on (%.1f %% by quantization); fix: lower zo.learning_rate, or set "
+                    "model.bits=null",
+                    100 * at_ends,
+                    100 * AT_ENDS_BY_QUANTIZATION,
+                )
         self._log_metrics({f"{split}_{name}": value for name, value in numbers.items()})
         if split == "test":
             rows = prediction_rows(self.data.task, self.data.test.examples, result.predicted)

@@ -1,4 +1,4 @@
-"""Frozen matrices in 4 or 8 bits: what is stored, and the modules that compute with it.
+"""Matrices in 4 or 8 bits: what is stored, and the modules that compute with it.
 
 Elements are counted in row-major order, in groups of 64. A group has a minimum and a step in the
 dtype of the model, and a code of 4 or 8 bits for each element (DeepSpeed's ZeRO-Inference and bits
@@ -12,6 +12,9 @@ that ZeRO-3 shards and gathers them as it does any parameter. For g groups of bf
     [ codes: 16 g elements | steps: g | minima: g ]     18 g instead of 64 g elements
 
     bytes of codes       element 0, 1 | 2, 3 | ...      the first in the high half
+
+Codes of 8 bits may be trained: an update moves them on the grid of their group, whose minimum and
+step stay (`noise.Kernels.update`). Codes of 4 bits are frozen.
 
 A group never belongs to two ranks. While a module runs, its matrix is there in the dtype of the
 model. So the adapter and all else compute with the same values on any number of ranks.
@@ -32,6 +35,9 @@ from lezo_ds.sharding.parameters import own_name
 
 GROUP = 64
 """Number of elements that have a minimum and a step in common."""
+
+TRAINED_BITS = 8
+"""Bits of the codes that may be trained. Of 4 bits, a step is so long that a run diverges."""
 
 _CHUNK_ON_CPU = 1 << 11  # groups whose float32 values stay in a processor's cache
 _CHUNK = 1 << 16  # an operation on a GPU has a fixed cost
@@ -96,6 +102,12 @@ class Quantization:
                 code = code[:, 0::2] << 4 | code[:, 1::2]
             codes.copy_(code)
 
+    def codes_and_grid(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of a part's codes of 8 bits [g * 64], and of its steps and minima [2, g]."""
+        codes, _, _ = self._fields(part)
+        grid = part[self.groups_of_part * self._codes_of_group :]
+        return codes.view(-1), grid.view(2, -1)
+
     def dequantize(self, parts: Tensor) -> Tensor:
         """Return the elements of one part or of several: [number of groups * 64].
 
@@ -143,6 +155,28 @@ def quantization_of(parameter: nn.Parameter) -> Quantization | None:
     return getattr(parameter, "quantization", None)
 
 
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of the values that modules compute with, wherever they are."""
+    quantization = quantization_of(parameter)
+    if quantization is not None:
+        return quantization.shape
+    # A parameter that ZeRO-3 has sharded is empty. DeepSpeed keeps its full shape in ds_shape.
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def num_trained_codes(model: nn.Module) -> int:
+    """Return how many codes updates move."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kinds = filter(None, map(quantization_of, trained))
+    return sum(kind.numel for kind in kinds)
+
+
+def values_of(parameter: nn.Parameter) -> Tensor:
+    """Return the values of a gathered parameter, of which no module runs: dequantized if it is."""
+    quantization = quantization_of(parameter)
+    return parameter.data if quantization is None else quantization.matrix(parameter.data)
+
+
 def quantize_parameters(
     model: nn.Module,
     names: Set[str],
@@ -173,7 +207,8 @@ def quantize_parameters(
             )
         quantization = Quantization(bits, matrix.dtype, tuple(matrix.shape), num_parts or 1)
         matrix.data = matrix.new_empty(quantization.num_parts * quantization.size_of_part)
-        matrix.requires_grad_(False)
+        if bits != TRAINED_BITS:
+            matrix.requires_grad_(False)
         matrix.quantization = quantization
         _dequantize_in_calls(model.get_submodule(name.removesuffix(".weight")))
 
@@ -188,7 +223,7 @@ def _dequantize_in_calls(module: nn.Module) -> None:
     def dequantize(*_: object) -> None:
         weight: Any = module._parameters["weight"]
         stored.append(weight.data)
-        weight.data = weight.quantization.matrix(weight.data)
+        weight.data = values_of(weight)  # a perturbed copy in its place is what it is
 
     def restore(*_: object) -> None:
         weight: Any = module._parameters["weight"]

@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lezo_ds.noise import UpdateTarget
 from lezo_ds.sharding.quantization import GROUP, Quantization
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard
 
 
 class QuantizedShard(Shard):
-    """Stores the codes of some elements. They are never updated."""
+    """Stores the codes of some elements. Those of 8 bits may be updated."""
 
     @property
     def quantization(self) -> Quantization:
@@ -21,15 +22,25 @@ class QuantizedShard(Shard):
 
     def stored(self) -> Tensor:
         """Return a copy of the elements, in the dtype that modules compute with."""
-        return self.quantization.dequantize(self._codes)[: self.count]
+        return self.quantization.dequantize(self._part)[: self.count]
 
     def fill(self, values: Tensor) -> None:
         """Quantize values [count] of any dtype, and store their codes."""
         if self.count:
-            self.quantization.quantize_(self._codes, values)
+            self.quantization.quantize_(self._part, values)
+
+    def codes(self) -> Tensor | None:
+        if not self.is_trained:
+            return None
+        codes, _ = self.quantization.codes_and_grid(self._part)
+        return codes[: self.count]
+
+    def target(self, low: Tensor | None = None) -> UpdateTarget:
+        codes, grid = self.quantization.codes_and_grid(self._part)
+        return UpdateTarget(codes[: self.count], self.elements, low, grid)
 
     @property
-    def _codes(self) -> Tensor:
+    def _part(self) -> Tensor:
         """What this rank stores: [quantization.size_of_part]."""
         return self.memory()[: self.quantization.size_of_part]
 

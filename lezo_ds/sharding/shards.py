@@ -31,7 +31,7 @@ from deepspeed.checkpoint.affine import AffinePiece
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.noise import Elements, Region
+from lezo_ds.noise import Elements, Region, UpdateTarget
 
 
 @dataclass(eq=False)
@@ -85,13 +85,22 @@ class Shard(ABC):
     def stored(self) -> Tensor:
         """Return the stored elements [count] in the order of their region, without any padding.
 
-        Of a parameter that is trained, this is a view: what is written to it is stored.
+        Of a parameter that is trained, and has no codes, this is a view: what is written to it is
+        stored.
         """
         return self.memory()[: self.count]
 
     def fill(self, values: Tensor) -> None:
         """Store values [count] of any dtype, converted to what this class stores."""
         self.stored().copy_(values)
+
+    def codes(self) -> Tensor | None:
+        """Return the codes that updates move, uint8 [count], a view; None if there are none."""
+        return None
+
+    def target(self, low: Tensor | None = None) -> UpdateTarget:
+        """Return what an update changes in place: the stored elements, and their low bits."""
+        return UpdateTarget(self.stored(), self.elements, low)
 
     def gather(self) -> Tensor:
         """Return the full parameter [*shape] on this rank's device. A collective of `group`."""

@@ -29,6 +29,10 @@ LOW_BITS_DIRECTORY = "low_bits"
 WeightChanges = Mapping[str, Callable[[Tensor], Tensor]]
 """(value) -> the value to write instead, by the name of a weight."""
 
+LARGEST_CODE = 255
+AT_ENDS_BY_QUANTIZATION = 2 / 64
+"""Share of the codes at an end of their grid before the first update."""
+
 _NUM_ELEMENTS = 64
 """Most elements of a sample of `Witness`."""
 
@@ -46,7 +50,8 @@ class ShardedWeights:
     """The shards of one rank, and their low bits.
 
     With `fp32_master`, a trained weight is stored as 16 bits, which modules compute with, and 16
-    low bits, which only updates read (`noise.low_bits.split_master`).
+    low bits, which only updates read (`noise.low_bits.split_master`). A trained matrix in 8 bits
+    has codes instead.
 
     Attributes:
         shards: of all parameters, in the order of the module tree, the same on all ranks.
@@ -89,7 +94,9 @@ class ShardedWeights:
             if shard.is_trained and shard.count:
                 self._trained.setdefault((shard.block, shard.decays), []).append(shard)
 
-    def load(self, shards: Sequence[Shard], files: WeightFiles) -> None:
+    def load(
+        self, shards: Sequence[Shard], files: WeightFiles, *, keeps_grids: bool = False
+    ) -> None:
         """Fill shards from files, of which each rank reads only its own elements.
 
         Low bits come from the folder of low bits, if there is one. Without it, the bits of `files`
@@ -98,6 +105,9 @@ class ShardedWeights:
         Args:
             shards: some of `self.shards`.
             files: the weights of a checkpoint.
+            keeps_grids: whether the codes in the folder of low bits belong to the grids that the
+                shards have, as in a snapshot of a run that started from them. Otherwise each
+                matrix gets a grid of its own from its values.
         """
         aliases = {shard.name: self.aliases[shard.name] for shard in shards}
         shapes = {shard.name: shard.shape for shard in shards}
@@ -106,7 +116,8 @@ class ShardedWeights:
         low_files = WeightFiles(low_directory) if low_directory.is_dir() else None
         for shard in shards:
             low = None
-            if low_files is not None and self._has_low_bits(shard):
+            has_codes = keeps_grids and shard.codes() is not None
+            if low_files is not None and (has_codes or self._has_low_bits(shard)):
                 low = low_files.read([shard.name], shard.elements.region)
             # Without a name, the values are gone when the next ones are read.
             self.fill(shard, files.read(tensors[shard.name], shard.elements.region), low)
@@ -118,9 +129,13 @@ class ShardedWeights:
         Args:
             shard: one of `self.shards`.
             values: [count], of any dtype.
-            low: its low bits, int16 [count]. Without them, the bits of `values` that a 16-bit shard
-                cannot store become its low bits.
+            low: its low bits, int16 [count], or its codes, uint8 [count]. Without them, the bits of
+                `values` that a 16-bit shard cannot store become its low bits.
         """
+        codes = shard.codes()
+        if codes is not None and low is not None:
+            codes.copy_(low)
+            return
         if self._has_low_bits(shard):
             if low is None:
                 values, low = split_master(values.float(), shard.dtype)
@@ -144,7 +159,32 @@ class ShardedWeights:
 
     def _has_low_bits(self, shard: Shard) -> bool:
         is_16_bit = shard.dtype != torch.float32
-        return self._precision == "fp32_master" and is_16_bit and shard.is_trained
+        has_low_bits = is_16_bit and shard.is_trained and shard.codes() is None
+        return self._precision == "fp32_master" and has_low_bits
+
+    def besides_values(self, shard: Shard) -> Tensor | None:
+        """Return what else a trained shard stores [count]: codes, low bits, or None.
+
+        Two codes may stand for the same 16-bit value, so the values do not give them.
+        """
+        codes = shard.codes()
+        return self.low_bits.get(shard.name) if codes is None else codes
+
+    def ends_share(self) -> float | None:
+        """Return the share of trained codes at an end of their grid. A collective.
+
+        Quantization puts 2 of each 64 there: the smallest and the largest element of a group. More
+        than `AT_ENDS_BY_QUANTIZATION` are cut off where their grid ends. None without codes.
+        """
+        stored = [codes for shard in self.shards if (codes := shard.codes()) is not None]
+        if not stored:
+            return None
+        counts = torch.zeros(2, dtype=torch.int64, device=distributed.device())
+        for codes in stored:
+            counts[0] += ((codes == 0) | (codes == LARGEST_CODE)).sum()
+            counts[1] += codes.numel()
+        at_ends, total = distributed.sum_vector(counts, self.shards[0].group)
+        return at_ends / total
 
     def apply(self, updates: Sequence[StepUpdate], updater: Updater | None) -> None:
         """Apply the updates of steps, in order, to all trained shards."""
@@ -172,7 +212,7 @@ class ShardedWeights:
 
     def target_of(self, shard: Shard) -> UpdateTarget:
         """Return what an update of a shard changes in place."""
-        return UpdateTarget(shard.stored(), shard.elements, self.low_bits.get(shard.name))
+        return shard.target(self.low_bits.get(shard.name))
 
     def witness(self) -> Witness:
         """Return samples of the trained shards as they are now."""
@@ -200,9 +240,9 @@ class ShardedWeights:
         return unlike
 
     def digest(self, shards: Sequence[Shard] | None = None) -> str:
-        """Return one digest of full parameters and their low bits, 32 hex digits. A collective.
+        """Return one digest of full parameters and their low bits or codes, 32 hex digits.
 
-        It is the same for any sharding (`digest_of`).
+        A collective. It is the same for any sharding (`digest_of`).
 
         Args:
             shards: of the parameters; None for all.
@@ -222,15 +262,15 @@ class ShardedWeights:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _digests(self, shards: Sequence[Shard]) -> list[int]:
-        """Return the digest of each shard and its low bits: signed 64-bit integers."""
+        """Return the digest of each shard and its low bits or codes: signed 64-bit integers."""
         digests = []
         for shard in shards:
             elements = shard.elements
             total = digest_of(shard.stored(), elements)
-            low = self.low_bits.get(shard.name)
-            if low is not None:
+            besides = self.besides_values(shard)
+            if besides is not None:
                 low_id = elements.parameter_id ^ _LOW_STREAM
-                total += digest_of(low, elements._replace(parameter_id=low_id))
+                total += digest_of(besides, elements._replace(parameter_id=low_id))
             digests.append((total + 2**63) % 2**64 - 2**63)
         return digests
 
@@ -269,12 +309,14 @@ class Witness:
 
 def _sample(target: UpdateTarget) -> UpdateTarget:
     """Return a copy of the first elements, which are neighbors in the full parameter."""
-    values, elements, low = target
+    values, elements, low, grid = target
     number = min(_NUM_ELEMENTS, elements.region.width)
     if low is not None:
         low = low[:number].clone()
+    if grid is not None:
+        grid = grid[:, :1].clone(memory_format=torch.contiguous_format)  # a group has as many
     first = elements._replace(region=Region.run(elements.region.start, number))
-    return UpdateTarget(values[:number].clone(), first, low)
+    return UpdateTarget(values[:number].clone(), first, low, grid)
 
 
 def digest_of(values: Tensor, elements: Elements) -> int:
@@ -285,13 +327,13 @@ def digest_of(values: Tensor, elements: Elements) -> int:
     element always changes it. It detects faults, but does not resist an adversary.
 
     Args:
-        values: [n], of 32 or 16 bits each.
+        values: [n], of 32, 16 or 8 bits each.
         elements: which they are. Their ids give equal parameters of different names different
             digests.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     chunk = _CHUNK_ON_CPU if values.device.type == "cpu" else _CHUNK
-    bits_dtype = torch.int32 if values.element_size() == 4 else torch.int16
+    bits_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.element_size()]
     stream = elements.parameter_id * _STREAM_FACTOR % (1 << 63)
     for begin in range(0, values.numel(), chunk):
         bits = values[begin : begin + chunk].view(bits_dtype).to(torch.int64)

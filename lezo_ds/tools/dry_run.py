@@ -91,7 +91,7 @@ from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
 from lezo_ds.runs.records import with_start_date
 from lezo_ds.runs.screen import duration
 from lezo_ds.runs.trainer import check_run, make_engine
-from lezo_ds.sharding.quantization import quantize_parameters
+from lezo_ds.sharding.quantization import num_trained_codes, quantize_parameters
 from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
 GIB = 1 << 30
@@ -371,6 +371,7 @@ class ModelSizes:
         num_blocks: Number of transformer blocks.
         num_dropped: Number of blocks that a step drops.
         num_parameters: Size of all parameters, however they are stored.
+        num_codes: Number of the trained codes of 8 bits.
         num_trained: Size of all trained parameters.
         perturbed: Numbers of a direction of all blocks: one for each trained weight, or those of
             the vectors of low rank.
@@ -435,6 +436,7 @@ class ModelSizes:
             self.perturbed = config.zo.noise_rank * sum(sum(weight.shape) for weight in trained)
         if config.model.bits:  # from here on, the sizes of these matrices are those of their codes
             quantize_parameters(model, quantized, config.model.bits, 1)
+        self.num_codes = num_trained_codes(model)
         self.stored: list[int] = [weight.numel() for weight in model.parameters()]
         self.parts = gather_sizes(model, layout)
         linear_layers = [module for module in blocks.modules() if isinstance(module, nn.Linear)]
@@ -486,7 +488,7 @@ class Plan:
         self._part = 1 - model.share_split * (1 - 1 / self._split)
         low_bits = 0
         if config.zo.update_precision == "fp32_master" and model.itemsize < _FP32:
-            low_bits = _LOW_BITS * model.num_trained
+            low_bits = _LOW_BITS * (model.num_trained - model.num_codes)
         copies = self._copies()
         activations = max(self._activations(), self._logits() - copies)
         gathered = self._gathered()
@@ -507,7 +509,7 @@ class Plan:
             "reserve": reserve,
         }
         self.peak = sum(self.memory.values())
-        self.snapshot = model.stored_bytes + low_bits
+        self.snapshot = model.num_parameters * model.itemsize + low_bits + model.num_codes
         if config.peft.kind != "none":
             self.snapshot = model.num_trained * model.itemsize + low_bits
         self.in_host = 0.0
@@ -546,6 +548,8 @@ class Plan:
             perturbed = model.perturbed / model.num_blocks
             num_copies = min(probes_per_pass(config.zo), COPIES_AT_ONCE)
         dequantized = model.largest_matrix if config.model.bits else 0
+        if model.num_codes and not config.zo.noise_rank:  # a block's, of which the copies are made
+            dequantized = model.num_codes // model.num_blocks
         numbers = num_copies * perturbed + dequantized
         return float(numbers * model.itemsize * self._part)
 

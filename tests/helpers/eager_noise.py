@@ -16,6 +16,7 @@ from torch import Tensor
 from lezo_ds.noise import Elements, UpdateTarget, Weight
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.noise.philox import (
+    CODE_STREAM,
     DITHER_STREAM,
     NORMAL_STREAM,
     PER_BLOCK,
@@ -216,9 +217,30 @@ def _from_bits(bits: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def _store(value: Tensor, target: UpdateTarget, key: int, precision: UpdatePrecision) -> None:
-    """Store fp32 values [n] as an update does."""
-    high, elements, low = target
+def move_codes(target: UpdateTarget, factor: float, delta: Tensor, words: Tensor) -> None:
+    """Change codes of 8 bits to those of theta * factor - delta, rounded at random."""
+    step, minimum = target.grid.float()[:, torch.arange(target.values.numel()) // 64]
+    code = target.values.float()
+    change = (code * step + minimum) * (torch.tensor(factor) - 1) - delta
+    change = torch.where(step == 0, 0, change / step)
+    size = change.abs().where(change.abs() < 256, 256)
+    uniform = ((words >> 9) * 2 + 1) / 2**24
+    moves = size.floor() + (uniform < size - size.floor())
+    moved = torch.where(change < 0, code - moves, code + moves)
+    target.values.copy_(moved.clamp(0, 255))
+
+
+def _store(
+    target: UpdateTarget, factor: float, delta: Tensor, key: int, precision: UpdatePrecision
+) -> None:
+    """Store theta * factor - delta, fp32 [n], as an update does."""
+    high, elements, low, grid = target
+    if grid is not None:
+        indices = elements.region.indices(0, high.numel(), high.device)
+        words = words_at(key, elements.parameter_id, indices, CODE_STREAM)
+        move_codes(target, factor, delta, words)
+        return
+    value = join_master(high, low) * factor - delta
     if low is not None:
         value, new_low = split_master(value, high.dtype)
         low.copy_(new_low)
@@ -264,10 +286,8 @@ class EagerNoise:
                 self._update(target, update, precision)
 
     def _update(self, target: UpdateTarget, update: Update, precision: UpdatePrecision) -> None:
-        high, elements, low = target
-        z = self._draw(update.key, elements)
-        value = join_master(high, low) * update.factor - z * update.coefficient
-        _store(value, target, update.key, precision)
+        z = self._draw(update.key, target.elements)
+        _store(target, update.factor, z * update.coefficient, update.key, precision)
 
     def _draw(self, key: int, elements: Elements) -> Tensor:
         """Return z of some elements: fp32 [number of elements]."""
@@ -290,7 +310,7 @@ class EagerLowRankKernels:
         return torch.stack(found)
 
     def subtract(self, target, u, b, update, precision):
-        high, elements, low = target
+        high, elements, *_ = target
         own_rows, own_columns = elements.rows_and_columns()
         indices = elements.region.indices(0, high.numel(), high.device)
         rows = indices // elements.shape[1] - own_rows.start
@@ -298,5 +318,4 @@ class EagerLowRankKernels:
         delta = torch.zeros(high.numel())
         for of_rows, of_columns in zip(u, b, strict=True):
             delta = delta + of_rows[rows] * of_columns[columns]
-        value = join_master(high, low) * update.factor - delta
-        _store(value, target, update.key, precision)
+        _store(target, update.factor, delta, update.key, precision)

@@ -11,10 +11,11 @@ import re
 import statistics
 
 import torch
-from eager_noise import draw, round_stochastic
+from eager_noise import draw, move_codes, round_stochastic
 from torch.nn import functional as F
 
-from lezo_ds.noise.philox import DITHER_STREAM, words_at
+from lezo_ds.noise import Elements, UpdateTarget
+from lezo_ds.noise.philox import CODE_STREAM, DITHER_STREAM, words_at
 from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.zo.keys import direction_key
 
@@ -22,7 +23,8 @@ from lezo_ds.zo.keys import direction_key
 class Reference:
     """A model of transformers in float32 and its zeroth-order optimizer. `own_name` names noise.
 
-    With a `rank`, directions are of low rank, and only the matrices of the blocks are trained.
+    With a `rank`, directions are of low rank, and only the matrices of the blocks are trained. With
+    `trains_codes`, the matrices of the blocks are codes of 8 bits.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Reference:
         distribution="normal",
         own_name=str,
         rank=0,
+        trains_codes=False,
     ):
         self.rank = rank
         if rank:
@@ -52,6 +55,11 @@ class Reference:
         self.values = {
             name: self._stored_as_float(p.detach()) for name, p in self.parameters.items()
         }
+        self.codes = {}
+        for name, parameter in self.parameters.items():
+            if trains_codes and parameter.dim() == 2 and "layers." in name:
+                self.codes[name] = _codes_of(parameter.detach(), self.ids[name], dtype)
+                self.values[name] = self._dequantized(name)
         for parameter in self.model.parameters():  # and no buffers, such as frequencies
             parameter.data = parameter.data.to(dtype)
         self.wide = set()
@@ -110,14 +118,27 @@ class Reference:
                     key = direction_key(record.key, direction)
                     for a, b in self._vectors(name, key):
                         delta = delta + (coefficient * a)[:, None] * b
-                value = value * factor - delta
-                self.values[name] = self._stored_as_float(value, name, record.key)
+                self._change(name, factor, delta, record.key)
                 continue
             for direction, gradient in enumerate(record.projected_grads):
                 key = direction_key(record.key, direction)
-                value = value * factor - share * gradient * weight * self._noise(name, key)
-                value = self.values[name] = self._stored_as_float(value, name, key)
+                self._change(name, factor, share * gradient * weight * self._noise(name, key), key)
                 factor = 1.0
+
+    def _change(self, name, factor, delta, key):
+        """Store theta * factor - delta."""
+        if name in self.codes:
+            words = words_at(key, self.ids[name], torch.arange(delta.numel()), CODE_STREAM)
+            move_codes(self.codes[name], factor, delta.reshape(-1), words)
+            self.values[name] = self._dequantized(name)
+        else:
+            value = self.values[name] * factor - delta
+            self.values[name] = self._stored_as_float(value, name, key)
+
+    def _dequantized(self, name):
+        codes, elements, _, grid = self.codes[name]
+        steps, minima = grid.float()[:, :, None]
+        return (codes.view(-1, 64) * steps + minima).view(elements.shape)
 
     def stored(self):
         """Return the trained weights as they are stored, by name."""
@@ -139,6 +160,8 @@ class Reference:
         return draw(self.distribution, key, self.ids[name], 0, shape.numel()).view(shape)
 
     def _stored(self, name):
+        if name in self.codes:
+            return self.values[name].to(self.dtype)
         return _nearest(self.values[name], self.dtype, self.precision)
 
     def _stored_as_float(self, value, name=None, key=None):
@@ -172,6 +195,17 @@ class Reference:
             asked, self.model.get_output_embeddings().weight[batch.selection.vocabulary]
         )
         return F.cross_entropy(logits.float(), batch.labels["label"], reduction="none").double()
+
+
+def _codes_of(values, parameter_id, dtype):
+    """Return the codes of a matrix and their grid (docs/file-formats.md)."""
+    groups = values.reshape(-1, 64)
+    minima, maxima = groups.amin(1), groups.amax(1)
+    grid = torch.stack([(maxima - minima) / 255, minima]).to(dtype)
+    steps, minima = grid.float()[:, :, None]
+    codes = ((groups - minima) / torch.where(steps == 0, 1, steps)).round().clamp(0, 255)
+    elements = Elements.all_of(parameter_id, values.shape)
+    return UpdateTarget(codes.flatten().to(torch.uint8), elements, grid=grid)
 
 
 def probes_of(estimator, scale, directions):

@@ -33,7 +33,8 @@ from lezo_ds.noise.philox import PER_BLOCK
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiles = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not compile")
 on_triton = () if IS_INTERPRETED else pytest.mark.gpu
-STORAGE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+STORAGE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "u8": tl.uint8}
+LOW_TYPES = {"fp32_master": tl.int16, "codes": tl.bfloat16}
 TYPES = {
     "table_ptr": "*i64",
     "rows_ptr": "*i64",
@@ -118,7 +119,7 @@ def compiled_for_hopper(storage, distribution, operation):
 
     It needs no GPU. The operation is "perturb", "rectangle", "rows" or the storage of an update.
     """
-    is_update = operation in ("fp32", "stochastic", "fp32_master")
+    is_update = operation in ("fp32", "stochastic", "fp32_master", "codes")
     kernel = kernels.update_kernel if is_update else kernels.perturb_kernel
     names, types = kernel.arg_names, dict(TYPES)
     constants = {
@@ -133,6 +134,7 @@ def compiled_for_hopper(storage, distribution, operation):
         "unit": 16,
         "num_columns": 16,
         "storage": operation,
+        "low_dtype": LOW_TYPES.get(operation, STORAGE[storage]),
         "two_signs": True,
     }
     if operation != "rows":
@@ -165,6 +167,7 @@ COMPILED = [
     ("bf16", "normal", "stochastic", 70),
     ("bf16", "normal", "fp32_master", 64),
     ("fp16", "normal", "fp32_master", 73),
+    ("u8", "normal", "codes", 120),
     ("bf16", "rademacher", "perturb", 21),
     ("fp16", "rademacher", "fp32_master", 33),
 ]
@@ -201,15 +204,17 @@ def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
 
 
 @compiles
-@pytest.mark.parametrize("storage", ["fp32", "stochastic", "fp32_master"])
+@pytest.mark.parametrize("storage", ["fp32", "stochastic", "fp32_master", "codes"])
 def test_kernels_of_low_rank_compile_and_round_every_operation_on_its_own(storage):
-    values = "fp32" if storage == "fp32" else "bf16"
-    subtraction = {"rows_ptr": "*fp32", "columns_ptr": "*fp32", "low_ptr": "*i16", "key": "u64"}
+    values = {"fp32": "fp32", "codes": "u8"}.get(storage, "bf16")
+    low_type = "*bf16" if storage == "codes" else "*i16"
+    subtraction = {"rows_ptr": "*fp32", "columns_ptr": "*fp32", "low_ptr": low_type, "key": "u64"}
     subtraction |= {"values_ptr": f"*{values}", "factor": "fp32"}
     subtraction |= dict.fromkeys(("num_terms", "tiles_of_row", "parameter_width"), "i32")
     subtraction["first_column"] = "i32"
     constants = {"dtype": STORAGE[values], "storage": storage, "layout": "aligned", "unit": 16}
     constants |= {"wraps_once": True, "num_blocks": 512}
+    constants["low_dtype"] = LOW_TYPES.get(storage, STORAGE[values])
     entries = {"out_ptr": "*fp32", "keys_ptr": "*u64", "rank": "i32"}
     of_entries = {"distribution": "normal", "per_block": 4, "num_blocks": 256}
     # As in a dense direction: in four normals of a thread, two of each logarithm and root, and one

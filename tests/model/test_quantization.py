@@ -6,10 +6,12 @@ import json
 
 import numpy as np
 import pytest
+import tiny_runs
 import torch
 import yaml
 from assets import recipe_values, write_data, write_reader
 from commands import assert_one_error, run_forked, run_forked_well
+from eager_noise import EagerLowRankKernels, EagerNoise
 from own_memory import forget_peak, needs_peak, peak_memory
 from ranks import run_ranks
 from run_ends import end
@@ -19,12 +21,15 @@ from tiny_models import VOCABULARY
 from tiny_runs import DS_CONFIG, SEED, train, write_model, zo_config
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
-from lezo_ds.config import config_from_dict
+from lezo_ds.config import check_training, config_from_dict
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.engine import initialize
 from lezo_ds.errors import UserError
+from lezo_ds.forward.low_rank import LowRankDirections
 from lezo_ds.sharding.quantization import GROUP, Quantization
 from lezo_ds.sharding.quantized_shards import QuantizedShard
+from lezo_ds.zo.laws import DenseLaw, LowRankLaw
+from lezo_ds.zo.updates import step_updates, updates_of_parameter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 128  # two groups, one for each rank of two
@@ -340,19 +345,106 @@ def test_a_run_is_resumed_scored_and_exported_with_its_bits_only(tmp_path):
     assert "base in 4 bits" in (tmp_path / "adapter" / "README.md").read_text()
 
 
+# Codes that are trained.
+
+
+def start_trained(directory, dtype, num_ranks, rank, **options):
+    far = {"learning_rate": 0.02, "perturbation_scale": 1e-2, "weight_decay": 1.0}
+    options = far | {"noise_rank": rank, "directions": 1 + rank, **options}
+    return tiny_runs.start_engine(directory, dtype, num_ranks, bits=8, **options)
+
+
+def state_of(engine):
+    """Return codes and other values by name, the share of codes at an end, and the digest."""
+    weights = engine.weights
+    stored = {}
+    for shard in weights.shards:
+        codes = shard.codes()
+        stored[shard.name] = shard.gather() if codes is None else shard.gather_like(codes)
+    return stored, weights.ends_share(), weights.digest()
+
+
+def train_codes(directory, dtype, num_ranks, rank, options, snapshots=None):
+    """Train, checked; return the records, and the states before and after."""
+    engine = start_trained(directory, dtype, num_ranks, rank, **options)
+    start = state_of(engine)
+    engine.watch_weights()
+    records = train(engine, 3, vocabulary=VOCABULARY)
+    engine.check_weights()
+    if snapshots:
+        engine.save_checkpoint(snapshots)
+    records += train(engine, 2, vocabulary=VOCABULARY)
+    engine.check_weights()
+    assert not engine.weights.unlike_replicas()
+    return records, engine.base.fingerprint, start, state_of(engine)
+
+
+def replay_codes(directory, dtype, num_ranks, rank, options, snapshots, records):
+    """Replay records from the newest snapshot; return the base, and the final state."""
+    engine = start_trained(directory, dtype, num_ranks, rank, **options)
+    engine.load_checkpoint(snapshots, records)
+    return engine.base.fingerprint, state_of(engine)
+
+
+def assert_same_state(state, expected):
+    stored, at_ends, digest = state
+    assert stored.keys() == expected[0].keys()
+    assert all(torch.equal(stored[name], expected[0][name]) for name in stored)
+    assert (at_ends, digest) == expected[1:]
+
+
+def by_reference(directory, dtype, rank, records):
+    """Return the codes of all matrices after some steps, updated in plain PyTorch."""
+    engine = start_trained(directory, dtype, 1, rank)
+    law = LowRankLaw("normal", rank) if rank else DenseLaw()
+    noise = EagerNoise(law)
+    if rank:
+        noise = LowRankDirections(law, kernels_of=lambda _: EagerLowRankKernels())
+    steps = step_updates(records, 0, len(records), weight_decay=1.0)
+    codes = {}
+    for shard in engine.weights.shards:
+        if shard.codes() is not None:
+            target = shard.target()
+            changes = updates_of_parameter(steps, shard.block, decays=True)
+            noise.update([target], changes, "fp32_master")
+            codes[shard.name] = target.values.view(shard.shape)
+    return codes
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        ({"peft.kind": "none"}, "model.bits=4 stores weights that cannot change"),
-        ({"method": "adamw"}, "model.bits=4 stores weights that cannot change"),
-    ],
+    ("family", "dtype", "rank"),
+    [("llama", "bf16", 1), ("opt", "fp32", 0), thorough("gpt2", "bf16", 0)],
 )
-def test_a_run_that_would_change_quantized_weights_is_refused(keys, problem):
+def test_codes_are_trained_with_the_same_bits_on_any_number_of_ranks(
+    models, tmp_path, family, dtype, rank
+):
+    model = models[family]
+    arguments = model, dtype, 1, rank, {}
+    records, base, start, last = run_ranks(train_codes, 1, *arguments, tmp_path / "one")[0]
+    reference = run_ranks(by_reference, 1, model, dtype, rank, records)[0]
+    for name, codes in reference.items():
+        assert torch.equal(codes, last[0][name])
+        assert start[1] < 0.04 and (codes != start[0][name]).float().mean() > 0.1
+    for num_ranks, options in ((2, {}), (4, {}), (2, {"partition_size": 1})):
+        for result in run_ranks(train_codes, num_ranks, model, dtype, num_ranks, rank, options):
+            assert result[:2] == (records, base)
+            assert_same_state(result[3], last)
+    changes = {} if family == "gpt2" else {"ds_changes": SPLIT}
+    for snapshots, options in (("one", {}), ("none", {}), ("none", changes)):
+        arguments = model, dtype, 2, rank, options, tmp_path / snapshots, records
+        for replayed in run_ranks(replay_codes, 2, *arguments):
+            assert replayed[0] == base
+            assert_same_state(replayed[1], last)
+
+
+def test_four_bits_are_not_trained():
     values = {"run_dir": "none", "model.path": "m", "model.dtype": "bf16", "model.bits": 4}
-    values |= {"peft.kind": "lora", "zo.learning_rate": 1e-3, "zo.sparsity": 0, "train.steps": 1}
-    config_from_dict(values, "the test")
-    with pytest.raises(UserError, match=problem):
-        config_from_dict(values | keys, "the test")
+    values |= {"zo.learning_rate": 1e-3, "zo.sparsity": 0, "train.steps": 1}
+    for allowed in ({"peft.kind": "lora"}, {"model.bits": 8}):
+        check_training(config_from_dict(values | allowed, "the test"))
+    with pytest.raises(UserError, match=r"training its codes diverges.*set peft\.kind=lora, or"):
+        check_training(config_from_dict(values, "the test"))
 
 
 def test_the_key_of_deepspeed_is_refused_with_ours(tmp_path):

@@ -88,6 +88,8 @@ MORE = {
     "falling": ("zo.lr_schedule=linear", "zo.warmup_steps=2"),
     "single": ("zo.noise_rank=1", "zo.examples_per_direction=1"),
     "pairs": ("zo.noise_rank=2", "zo.examples_per_direction=2"),
+    "codes": ("model.bits=8",),
+    "single-codes": ("model.bits=8", "zo.noise_rank=1", "zo.examples_per_direction=1"),
     "whole": ("zo.noise_rank=3", "zo.examples_per_direction=null"),
 }
 WORDS = {"es": "evolution-strategies", "weighted": "weighted_groups:Weighted"}
@@ -121,15 +123,21 @@ none    bf16  fp32_master  spsa       uniform   normal      replicas  -       2 
 lora    fp32  fp32_master  fzoo       fixed     rademacher  shared    -       5  opt    pairs
 none    bf16  stochastic   es         weighted  normal      shared    decays  4  llama  single
 """)
+CODES = cases("""
+none    bf16  stochastic   fzoo       uniform   rademacher  shared    decays  1  even   codes
+none    fp32  fp32_master  es         weighted  normal      replicas  decays  4  even   single-codes
+""")
 COLUMNS = [field.name for field in fields(Case)[:8]]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {
+    odd = {
         family: write_reader(root / family, family=family, odd=True) for family in ("opt", "llama")
     }
+    even = write_reader(root / "even", family="llama")  # its matrices are whole groups of codes
+    return odd | {"even": even}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +178,7 @@ IN_EVERY_RUN = CASES[3]
 
 @pytest.mark.parametrize(
     "case",
-    [case if case is IN_EVERY_RUN else thorough(case) for case in CASES + LOW_RANK],
+    [case if case is IN_EVERY_RUN else thorough(case) for case in CASES + LOW_RANK + CODES],
     ids=lambda c: "-".join(map(str, (getattr(c, n) for n in COLUMNS))),
 )
 def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
@@ -267,6 +275,7 @@ def trained_by_reference(case, config, model, records):
         case.distribution,
         own_name,
         zo.noise_rank,
+        trains_codes=config.model.bits is not None,
     )
     task = load_task_data(config)
     for step, record in enumerate(records):
@@ -304,10 +313,11 @@ def opened_by_its_library(case, models, exported):
 
 
 def trained_weights(case, model):
+    is_low_rank = any(key.startswith("zo.noise_rank") for key in case.more)
     return {
         own_name(name): parameter.detach()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
         and (case.more != BLOCKS or "layers." in name)
-        and (case not in LOW_RANK or (parameter.dim() == 2 and "layers." in name))
+        and (not is_low_rank or (parameter.dim() == 2 and "layers." in name))
     }

@@ -185,7 +185,7 @@ def test_an_unknown_key_is_refused_with_what_it_means(name, fix):
         (["zo.examples_per_direction=1"], "needs directions of low rank"),
         (["zo.noise_rank=1", "zo.examples_per_direction=3"], "into whole groups"),
         (["zo.noise_rank=1", "peft.kind=prefix"], "a prefix has none"),
-        (["model.bits=4"], "stores weights that cannot change"),
+        (["model.bits=4"], "training its codes diverges"),
         (["peft.path=x"], "peft.path is a LoRA adapter, and peft.kind=none"),
         (["elastic.lighthouse=http://a", "peft.kind=prefix"], "replicas cannot train"),
         (["data.num_demonstrations=2"], "a run trains without data.num_demonstrations"),
