@@ -1,4 +1,5 @@
 # make demo          a real model on real film reviews, in about 5 minutes, no GPU needed; it fetches 95 MB
+# make replay        the models of docs/journals from their journals, without training
 # make test          the tests, in about nine minutes on two cores
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
 # make test-thorough what make test leaves out: more settings, faults and ways to start, every command of the pages
@@ -45,10 +46,13 @@ export OMP_NUM_THREADS ?= 1
 # puts those that start processes first, so that the workers end at about the same time.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-thorough test-oldest test-newest test-cluster test-families gpu check clean
+.PHONY: demo replay test test-thorough test-oldest test-newest test-cluster test-families gpu check clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python launch/demo.py
+
+replay: $(VENV)/.installed-demo
+	$(BIN)/python launch/replay.py
 
 test: $(VENV)/.installed-dev
 	$(PYTEST)
@@ -75,7 +79,7 @@ gpu: $(VENV)/.installed-dev
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict lezo_ds launch/benchmark.py
+	$(BIN)/mypy --strict lezo_ds launch/benchmark.py launch/sweep.py
 
 clean:
 	rm -rf .venv .venv-oldest .venv-newest runs/demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

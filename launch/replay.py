@@ -1,0 +1,56 @@
+"""The demonstration of `make replay`: fine-tuned models from their journals, without training.
+
+It fetches the model and the reviews as `make demo` does. Then it rebuilds a model from each journal
+in docs/journals, or from those that are named, and scores it on the reviews that the run was tested
+on. The digest of the weights must be the one in the journal, and the score that of the run.
+
+    runs/replayed/NAME/    the model of NAME.lezo
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from demo import ASSETS, MODEL, make_assets
+
+JOURNALS = Path("docs/journals")
+REPLAYED = Path("runs/replayed")
+
+
+def replay(journal: Path) -> str:
+    """Rebuild and score the model of a journal. Return a line with what was found."""
+    began = time.monotonic()
+    target = REPLAYED / journal.stem
+    if not target.exists():
+        words = ["--journal", journal, "--step", "best", f"model.path={ASSETS / MODEL}"]
+        run("export", *words, "--out", target)
+    scores = json.loads(run("evaluate", "--model", target, "--json"))
+    seconds = time.monotonic() - began
+    return (
+        f"{journal.name}: {scores['metric']} {scores['score']:.3f} on {scores['num_examples']} "
+        f"examples, after {seconds:.0f} s"
+    )
+
+
+def run(command: str, *words: object) -> str:
+    """Run a command of lezo-ds, and return what it prints; end this process if it fails."""
+    arguments = [sys.executable, "-m", "lezo_ds", command, *map(str, words)]
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    return done.stdout
+
+
+def main() -> None:
+    make_assets(ASSETS)
+    named = [Path(word) for word in sys.argv[1:]]
+    for journal in named or sorted(JOURNALS.glob("*.lezo")):
+        print(replay(journal), flush=True)
+
+
+if __name__ == "__main__":
+    main()
