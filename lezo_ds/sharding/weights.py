@@ -181,7 +181,7 @@ class ShardedWeights:
             return None
         counts = torch.zeros(2, dtype=torch.int64, device=distributed.device())
         for codes in stored:
-            counts[0] += ((codes == 0) | (codes == LARGEST_CODE)).sum()
+            counts[0] += (codes % LARGEST_CODE == 0).sum()  # 0, or the largest
             counts[1] += codes.numel()
         at_ends, total = distributed.sum_vector(counts, self.shards[0].group)
         return at_ends / total
