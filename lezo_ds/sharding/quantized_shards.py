@@ -29,7 +29,7 @@ class QuantizedShard(Shard):
         if self.count:
             self.quantization.quantize_(self._part, values)
 
-    def codes(self) -> Tensor | None:
+    def trained_codes(self) -> Tensor | None:
         if not self.is_trained:
             return None
         codes, _ = self.quantization.codes_and_grid(self._part)

@@ -94,7 +94,7 @@ class Shard(ABC):
         """Store values [count] of any dtype, converted to what this class stores."""
         self.stored().copy_(values)
 
-    def codes(self) -> Tensor | None:
+    def trained_codes(self) -> Tensor | None:
         """Return the codes that updates move, uint8 [count], a view; None if there are none."""
         return None
 

@@ -116,7 +116,7 @@ class ShardedWeights:
         low_files = WeightFiles(low_directory) if low_directory.is_dir() else None
         for shard in shards:
             low = None
-            has_codes = keeps_grids and shard.codes() is not None
+            has_codes = keeps_grids and shard.trained_codes() is not None
             if low_files is not None and (has_codes or self._has_low_bits(shard)):
                 low = low_files.read([shard.name], shard.elements.region)
             # Without a name, the values are gone when the next ones are read.
@@ -132,7 +132,7 @@ class ShardedWeights:
             low: its low bits, int16 [count], or its codes, uint8 [count]. Without them, the bits of
                 `values` that a 16-bit shard cannot store become its low bits.
         """
-        codes = shard.codes()
+        codes = shard.trained_codes()
         if codes is not None and low is not None:
             codes.copy_(low)
             return
@@ -159,7 +159,7 @@ class ShardedWeights:
 
     def _has_low_bits(self, shard: Shard) -> bool:
         is_16_bit = shard.dtype != torch.float32
-        has_low_bits = is_16_bit and shard.is_trained and shard.codes() is None
+        has_low_bits = is_16_bit and shard.is_trained and shard.trained_codes() is None
         return self._precision == "fp32_master" and has_low_bits
 
     def besides_values(self, shard: Shard) -> Tensor | None:
@@ -167,7 +167,7 @@ class ShardedWeights:
 
         Two codes may stand for the same 16-bit value, so the values do not give them.
         """
-        codes = shard.codes()
+        codes = shard.trained_codes()
         return self.low_bits.get(shard.name) if codes is None else codes
 
     def ends_share(self) -> float | None:
@@ -176,12 +176,12 @@ class ShardedWeights:
         Quantization puts 2 of each 64 there: the smallest and the largest element of a group. More
         than `AT_ENDS_BY_QUANTIZATION` are cut off where their grid ends. None without codes.
         """
-        stored = [codes for shard in self.shards if (codes := shard.codes()) is not None]
+        stored = [codes for shard in self.shards if (codes := shard.trained_codes()) is not None]
         if not stored:
             return None
         counts = torch.zeros(2, dtype=torch.int64, device=distributed.device())
         for codes in stored:
-            counts[0] += ((codes == 0) | (codes == LARGEST_CODE)).sum()
+            counts[0] += (codes % LARGEST_CODE == 0).sum()  # 0, or the largest
             counts[1] += codes.numel()
         at_ends, total = distributed.sum_vector(counts, self.shards[0].group)
         return at_ends / total

@@ -51,14 +51,14 @@ TYPES = {
 @pytest.mark.parametrize(
     ("selection", "num_tests"),
     [
-        ("triton and (transposed or vectors_of_some or draws_have or nan_of_any)", 4),
+        ("triton and (transposed or vectors_of_some or draws_have or nan_of_any or codes)", 12),
         thorough("triton", 30),
     ],
 )
 def test_the_triton_backend_passes_its_tests_in_the_interpreter(selection, num_tests):
     # In a process of its own: Triton reads the variable when the kernels are defined.
     # Without conftest.py, which imports what only tests of runs need.
-    names = ("test_noise.py", "test_low_rank_noise.py", "test_noise_triton.py")
+    names = ("test_noise.py", "test_low_rank_noise.py", "test_codes.py", "test_noise_triton.py")
     files = [str(Path(__file__).with_name(name)) for name in names]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "--noconftest", *files, "-k", selection, "-q"],

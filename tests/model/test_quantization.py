@@ -359,7 +359,7 @@ def state_of(engine):
     weights = engine.weights
     stored = {}
     for shard in weights.shards:
-        codes = shard.codes()
+        codes = shard.trained_codes()
         stored[shard.name] = shard.gather() if codes is None else shard.gather_like(codes)
     return stored, weights.ends_share(), weights.digest()
 
@@ -403,7 +403,7 @@ def by_reference(directory, dtype, rank, records):
     steps = step_updates(records, 0, len(records), weight_decay=1.0)
     codes = {}
     for shard in engine.weights.shards:
-        if shard.codes() is not None:
+        if shard.trained_codes() is not None:
             target = shard.target()
             changes = updates_of_parameter(steps, shard.block, decays=True)
             noise.update([target], changes, "fp32_master")
