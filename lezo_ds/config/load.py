@@ -29,11 +29,13 @@ from lezo_ds.user_code import shown
 
 _WIDTH = 96  # of the help text, in columns
 
+# pydantic's types of the errors of keys that take numbers.
+_NUMBERS = ("int_type", "float_type")
 # How to mend a value, by pydantic's type of the error.
 _FIXES = {
     "bool_type": "write true or false",
     "escape": "write a line break as \"\\n\" in double quotes in YAML, and as $'\\n' in a shell",
-    "string_type": "write the text in quotes",
+    "string_type": "write one text, in quotes",
     "value_error": "correct it",
 }
 
@@ -289,15 +291,20 @@ def _refusal(problems: Sequence[ErrorDetails], where: str) -> UserError:
     key = max(known, key=len)
     of_key = [each for each in problems if ".".join(map(str, each["loc"])).startswith(key)]
     problem = max(of_key, key=lambda each: len(each["loc"]))  # the alternative that fits best
-    value = shown(problem["input"])
-    return UserError(f"{key}={value} in {where}: {problem['msg']}", fix=_fix(key, problem))
+    value = problem["input"]
+    if isinstance(value, str) and problem["type"] in _NUMBERS:
+        value = json.dumps(value)  # "3" is no number
+    return UserError(f"{key}={shown(value)} in {where}: {problem['msg']}", fix=_fix(key, problem))
 
 
 def _fix(key: str, problem: ErrorDetails) -> str:
     kind = problem["type"]
     value = problem["input"]
     if key in SECTIONS:
-        return fix_of_unknown(key)
+        first = next(name for name in KEYS if name.startswith(f"{key}."))
+        return f"write its keys, such as {first}"
+    if isinstance(value, str) and kind in _NUMBERS:
+        return "write a number, without quotes"
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
         return f"write {value:.0f}"
     if kind == "literal_error" and str(value).lower() == "none":

@@ -59,6 +59,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     """
     fix_arithmetic()
     if comm.is_initialized():
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it, whoever made the group
         return
     adapt_to_cpu()
     if not all(name in os.environ for name in _RANK_VARIABLES):

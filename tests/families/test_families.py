@@ -30,11 +30,9 @@ def test_a_model_whose_texts_are_read_in_both_directions_is_refused(tmp_path):
         Family("paligemma", tmp_path).losses()
 
 
-def test_tokens_that_lie_once_for_each_expert_are_not_cut_into_copies(tmp_path):
-    checked = Family("llama4_text", tmp_path)
-    with pytest.raises(UserError, match=r"without a batch dimension of .* zo.probes_per_pass=1"):
-        checked.step()
-    checked.step(probes_per_pass=1)
+def test_experts_route_the_tokens_of_each_probe_alone(tmp_path):
+    """Their inputs have the tokens once for each expert, and no dimension of all rows."""
+    Family("llama4_text", tmp_path).step()
 
 
 @pytest.mark.skipif(

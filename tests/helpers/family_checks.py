@@ -63,7 +63,8 @@ def examples_of(option_length: int) -> list[EncodedExample]:
     for number, length in enumerate(CONTEXT_LENGTHS):
         context = tokens(length)
         sequences = tuple((*context, *candidate) for candidate in candidates)
-        examples.append(EncodedExample(sequences, (option_length,) * 2, number % 2, False))
+        mask = (False,) * length + (True,) * option_length
+        examples.append(EncodedExample(sequences, (mask, mask), number % 2))
     return examples
 
 
@@ -182,7 +183,12 @@ class Family:
             raise UserError("not packed", fix="")
         start = prompts()[1][:6]
         begun = [
-            replace(each, sequences=tuple((*start, *ids) for ids in each.sequences)) for each in own
+            replace(
+                each,
+                sequences=tuple((*start, *ids) for ids in each.sequences),
+                masks=tuple((False,) * len(start) + mask for mask in each.masks),
+            )
+            for each in own
         ]
         for examples, num_start in ((own, 0), (begun, len(start))):
             if not can_pack(config, _longest(examples)):

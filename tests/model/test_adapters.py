@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,7 +193,7 @@ def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
         ({"path": str(directory)}, "has no adapter of peft"),
     ):
         with pytest.raises(UserError, match=message):
-            make_adapter(replace(peft, **changes))
+            make_adapter(peft.model_copy(update=changes))
     theirs.peft_config["default"].use_rslora = True
     theirs.save_pretrained(tmp_path / "start")
     with pytest.raises(UserError, match="use_rslora=True is no plain LoRA"):

@@ -191,11 +191,12 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     monkeypatch.setattr(kernels, "perturb", counted)
     together = perturbed(batch, perturbation((1, -1, 2), dropped, SCALE), write)
     assert {*made.values()} == {1}  # once for all tokens
-    shared, all_rows = len(prompts), 3 * len(prompts)
-    first = [shared if shares_start else all_rows]
+    shared = len(prompts)
+    first = [shared]
     if num_common and family == "llama":  # the others have windows, or positions not rotated
         first = [1, 1]  # what prompts begin with, and their own parts in one row
-    assert num_rows == first + [all_rows] * (len(num_rows) - len(first))
+    of_probe = len(num_rows) // 3  # which write one after the other
+    assert num_rows == (first + [shared] * (of_probe - len(first))) * 3
     singles = [perturbed(batch, perturbation(sign, dropped, SCALE), write)[0] for sign in signs]
     assert [ended(tokens, settings) for tokens in together] == expected
     assert [ended(tokens, settings) for tokens in singles] == expected

@@ -65,10 +65,15 @@ def as_long_as_asked(answers, records):
     ]
 
 
+def interrupted(answers, records):
+    raise KeyboardInterrupt
+
+
 OWN = {
     "no losses": lambda logits, batch: torch.ones(len(batch.examples), dtype=torch.int64),
     "absent": reward(lambda answers, records: [record["absent"] for record in records]),
     "exit": reward(lambda answers, records: sys.exit(0)),
+    "interrupt": reward(interrupted),
 }
 
 

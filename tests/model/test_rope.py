@@ -47,7 +47,10 @@ def texts_of(lengths):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_text_has_the_logits_that_it_has_alone(family):
     model = random_model(CONFIGS[family])
-    examples = [EncodedExample(((*ids, 7),), (2,), 0, False) for ids in texts_of(LENGTHS)]
+    examples = [
+        EncodedExample(((*ids, 7),), ((False,) * (len(ids) - 1) + (True, True),), 0)
+        for ids in texts_of(LENGTHS)
+    ]
     batch = token_batch(all_candidates(examples), 1).with_logits()
     expected = []
     for example in examples:

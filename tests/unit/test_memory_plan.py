@@ -75,7 +75,8 @@ def measure_steps(config, options):
     before = forget_peak()
     engine = make_engine(config)
     sequences = tuple((*range(3, 67), *option) for option in options)
-    example = EncodedExample(sequences, tuple(map(len, options)), 0, False)
+    masks = tuple((False,) * 64 + (True,) * len(option) for option in options)
+    example = EncodedExample(sequences, masks, 0)
     micro_batch = candidate_batch([example] * config.train.micro_batch_size, 1)
     for _ in range(2):
         engine.train_batch([micro_batch] * distributed.world_size(), classification_loss)

@@ -217,6 +217,30 @@ def test_an_estimator_may_return_tensors_and_must_estimate_each_direction():
                 step.estimate([8, 4, 2, 6])
 
 
+def test_answers_that_no_reward_judges_give_no_direction_an_advantage():
+    """Of two groups with two directions each."""
+    estimator = Spsa(0.5, num_directions=2)
+    probes = estimator.probes(())
+    groups = Groups(2, 2, 1)
+    plan = StepPlan(0, 1, (), 1e-6, 0.5)
+    step = Step(plan, probes, estimator, groups, 4, total_weight=4, may_lack_losses=True)
+    nan = math.nan
+    of_probes = [[1, 3, nan, nan], [2, nan, 0, 4], [nan, nan, 2, 2], [4, 4, nan, 6]]
+    losses = torch.zeros(step.num_losses, dtype=torch.float64)
+    step.add(losses, step.passes[0], list(map(torch.tensor, of_probes)))
+    judged = [4, 4, nan, 8, nan, 4, 4, 12]  # the mean of those that have a loss, for both
+    assert torch.equal(losses.nan_to_num(-1), torch.tensor(judged).nan_to_num(-1).double())
+    record = step.estimate(losses.tolist())
+    mean = (4 + 4 + 8) / 3
+    other = (4 + 4 + 12) / 3
+    expected = [0, (mean - 8) / 2, (other - 4) / 2, (4 - 12) / 2]
+    assert record.applied
+    assert record.projected_grads == pytest.approx(expected)
+    assert step.estimate([nan] * 4 + [4, 8, 4, 4]).projected_grads == (0, 0, -2, 0)
+    assert not step.estimate([nan] * 8).applied
+    assert not replace(step, may_lack_losses=False).estimate(losses.tolist()).applied
+
+
 def test_a_weight_that_is_a_tensor_is_a_number():
     ids = torch.zeros(2, 3, dtype=torch.int64)
     weight = StepBatch.of([MicroBatch({"input_ids": ids}, torch.ones(2, 3).sum())]).total_weight
