@@ -211,7 +211,7 @@ def example_lines(data: TaskData, number: int) -> Iterator[str]:
     one line.
     """
     tokenizer = data.tokenizer.backend
-    for prompt in data.train.prompts[:number]:
+    for prompt in filter(None, data.train.prompts[:number]):
         yield f"reads  {tokenizer.decode(list(prompt))!r}"
     for encoded in data.train.encoded[:number]:
         if encoded.label is None:

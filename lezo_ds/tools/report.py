@@ -150,6 +150,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
         row["answers"] = _read_lines(run.predictions_at(row["best_step"] or 0))
     else:
         row["state"] = f"not finished, at step {row['steps']:.0f}"
+    if results is None and run.results.exists():
+        row["state"] = f"damaged results.json, at step {row['steps']:.0f}"
     judge = _JUDGES.get(row["metric"])
     scores = []
     if judge is not None:
