@@ -101,10 +101,6 @@ def _code(text: str) -> str:
     return text
 
 
-def _add_encoding(add: Callable[..., Any]) -> None:
-    add("--encoding", default="utf-8", help="encoding of .csv or .tsv files, such as cp1252")
-
-
 def _share(text: str) -> float:
     share = float(text)
     if not 0 <= share <= 1:

@@ -225,7 +225,7 @@ def test_a_run_that_does_not_split_is_planned_if_the_question_is_what_fits_and_t
         pytest.fail("it ends with the refusal")
     iterator = dry_run(config, num_gpus=8, gpu_memory=24)
     assert next(iterator).startswith("refused       train.batch_size=16 does")
-    assert "inputs of at most 72 tokens (assumed)" in next(
+    assert "inputs of at most 2048 tokens (assumed)" in next(
         line for line in iterator if line.startswith("memory")
     )
 
