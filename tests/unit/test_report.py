@@ -126,7 +126,9 @@ def test_a_stopped_or_killed_run_shows_its_last_evaluation(finish):
     stopped = finish("a", finished=False, test=None, best_step=None, steps=150)
     killed = finish("b", "seed=1")
     (killed / "results.json").unlink()
-    table = score_table(named(stopped, killed))
+    runs = named(stopped, killed)
+    assert list(runs["task"]) == ["sst2", "sst2"]  # so both are in one table
+    table = score_table(runs)
     assert list(table.index) == [f"LeZO, not finished, at step {step}" for step in (150, 200)]
     assert list(table["validation"]) == [90, 90] and "test" not in table
 
