@@ -101,10 +101,6 @@ def _code(text: str) -> str:
     return text
 
 
-def _add_encoding(add: Callable[..., Any]) -> None:
-    add("--encoding", default="utf-8", help="encoding of .csv or .tsv files, such as cp1252")
-
-
 def _share(text: str) -> float:
     share = float(text)
     if not 0 <= share <= 1:
@@ -274,19 +270,19 @@ def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = 
 def run_evaluate(arguments: argparse.Namespace) -> None:
     if arguments.lm_eval is not None:
         require_package("lm_eval", "--lm-eval needs lm-eval", "'lezo_ds[lm-eval]'")
-    if arguments.lm_eval is None and arguments.limit is not None:
-        raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
-    if arguments.lm_eval is not None and arguments.split != "test":
-        raise UserError("--split is for the task of a recipe", fix="remove --split or --lm-eval")
-    if arguments.lm_eval is not None and arguments.out is not None:
-        raise UserError("--out is for the task of a recipe", fix="remove --out or --lm-eval")
-    opened = _open_weights(arguments, needs_task=arguments.lm_eval is None)
-    if arguments.lm_eval is not None:
+        for option, is_given in (("split", arguments.split != "test"), ("out", arguments.out)):
+            if is_given:
+                fix = f"remove --{option} or --lm-eval"
+                raise UserError(f"--{option} is for the task of a recipe", fix=fix)
         from lezo_ds.runs.harness import run_tasks
 
+        opened = _open_weights(arguments)
         scores = run_tasks(opened, arguments.lm_eval, arguments.limit)
         summary = scores.pop("table", "")  # ranks but 0 have neither
     else:
+        if arguments.limit is not None:
+            raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
+        opened = _open_weights(arguments, needs_task=True)
         from lezo_ds.runs.opening import score
         from lezo_ds.runs.screen import scores_summary
 

@@ -63,6 +63,7 @@ _NONE = {
     "packing": "remove it: short sequences share rows wherever the model allows it",
     "perturbed_tokens": "remove it: all tokens meet the perturbed weights",
     "resume_from_checkpoint": "remove it: the same command resumes its run",
+    "splits": "remove it: splits are stratified",
     "test_size": "remove it: data.test names the test file, or data.num_test its examples",
 }
 

@@ -202,10 +202,6 @@ class DataConfig(Section):
     exact_match (generation), token_accuracy (chat), reward (the mean of train.objective), or your
     own function of predictions and examples, which returns 0 to 1 (see lezo_ds/data/metrics.py).
     Null uses the task's metric, or reward if there are no correct answers."""
-    splits: Annotated[Literal["stratified", "random"], _MAY_DIFFER] = "stratified"
-    """stratified preserves label proportions in splits drawn from data.train, and drops test
-    records that repeat the text of a training or validation record. random does neither, like all
-    versions up to 0.4."""
     protocol: Literal["clean", "mezo"] = "clean"
     """clean uses split sizes that suit the task. mezo follows MeZO's published scripts: it uses
     their split sizes, draws demonstrations for each question, and reproduces three details that
@@ -219,8 +215,8 @@ class DataConfig(Section):
     """The final score is measured on at most this number of examples. Null uses the protocol's
     number."""
     max_length: Annotated[int, Field(ge=1, le=2**20), _OF_EXPORT] = 2048
-    """Maximum number of tokens in an input. Longer inputs are truncated on the left; conversations,
-    at the end."""
+    """Maximum number of tokens in an input. Longer texts are truncated on the left. Longer
+    conversations are unusable records."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """This seed selects the examples of each split."""
     num_demonstrations: CountOrZero = 0

@@ -50,7 +50,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from torch import nn
@@ -123,9 +122,6 @@ _CARDS: dict[float, float] = {
     96: 94.9,
     141: 139.7,
 }
-# Tokens of the longest example, where the data cannot be read. An example has a quarter on average.
-_TYPICAL_LENGTHS = {"sst2": 72, "copa": 32, "wic": 96, "wsc": 128, "rte": 288, "cb": 288}
-_TYPICAL_LENGTHS |= {"record": 640, "boolq": 784, "multirc": 800, "squad": 896, "drop": 1024}
 _LOW_BITS = 2  # bytes of the low bits of a 16-bit weight
 _FP32 = 4
 # Activations of the model's width that are in memory while a block runs: the embeddings of tokens
@@ -184,7 +180,7 @@ def dry_run(
     except HubError as error:
         not_checked = f"not checked   {error}"
     if source != name or name in OPT_SHAPES:
-        inputs = typical_inputs(config) if data is None else measured_inputs(config, data)
+        inputs = longest_inputs(config) if data is None else measured_inputs(config, data)
         plan = Plan(config, ModelSizes(config, source), inputs, num_ranks, on_gpu)
         yield from _plan_lines(plan, "" if data else " (assumed)")
         if num_ranks > 1 or gpu_memory is not None:
@@ -211,7 +207,7 @@ def example_lines(data: TaskData, number: int) -> Iterator[str]:
     one line.
     """
     tokenizer = data.tokenizer.backend
-    for prompt in data.train.prompts[:number]:
+    for prompt in filter(None, data.train.prompts[:number]):
         yield f"reads  {tokenizer.decode(list(prompt))!r}"
     for encoded in data.train.encoded[:number]:
         if encoded.label is None:
@@ -331,28 +327,30 @@ class InputSizes:
     trains_on_answers: bool = False
 
 
-def typical_inputs(config: RunConfig) -> InputSizes:
-    """Return the sizes of the inputs of a task whose data cannot be read."""
-    length = min(config.data.max_length, _TYPICAL_LENGTHS.get(config.data.task, 1 << 30))
+def longest_inputs(config: RunConfig) -> InputSizes:
+    """Return the sizes of the inputs of a task whose data cannot be read: as long as they may be.
+
+    An example has a quarter of these tokens on average.
+    """
+    length = config.data.max_length
     return InputSizes(length, mean_length=length / 4)
 
 
 def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     """Return the sizes of a run's longest inputs, from its examples."""
     splits = (data.train, data.dev, data.test)
-    lengths = [len(prompt) for split in splits for prompt in split.prompts]
-    lengths += [example.num_tokens for split in splits for example in split.encoded]
+    lengths = [split.longest_prompt for split in splits]
+    lengths += [split.lengths.max(initial=0) for split in splits]
     length = math.ceil(max(lengths) / PAD_MULTIPLE) * PAD_MULTIPLE
-    training = data.train.encoded
-    by_length = sorted(range(len(training)), key=lambda row: training[row].num_tokens)
-    longest = by_length[-config.train.micro_batch_size :]
+    by_length = data.train.lengths.argsort(kind="stable")
+    longest = by_length[-config.train.micro_batch_size :].tolist()
     batch = data.training_batch(longest)
     targets = 0.0
     if batch.selection is not None and batch.selection.vocabulary is None:
         targets = len(batch.selection.rows) / len(longest)
     return InputSizes(
         length=length,
-        mean_length=mean(example.num_tokens for example in training),
+        mean_length=float(data.train.lengths.mean()),
         rows=batch.inputs["input_ids"].numel() / len(longest) / length,
         targets=targets,
         new_tokens=0 if data.generation is None else data.generation.max_new_tokens,

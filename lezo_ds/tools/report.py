@@ -25,7 +25,7 @@ import pandas as pd
 from lezo_ds import files
 from lezo_ds.config import config_from_dict, flatten, keys_with, load_yaml
 from lezo_ds.config.schema import KEYS
-from lezo_ds.data.metrics import REWARD, best_f1, normalize
+from lezo_ds.data.metrics import REWARD, LabelScore, best_f1, normalize
 from lezo_ds.errors import UserError, one_line, require_package
 from lezo_ds.journal import scan_journal
 from lezo_ds.runs.directory import RunDirectory
@@ -38,8 +38,21 @@ SECTION = ["task", "model", "metric"]
 """Runs that are alike in these share a table and charts."""
 # Keys that may change when a run resumes, and decide its score all the same.
 _DECISIVE = {"peft.path", "train.steps", "train.epochs", "train.patience", "train.eval_every"}
-_MEASURED = ["test", "error", "zero_shot", "majority_class", "macro_f1", "validation"]
-_MEASURED += ["best_dev_loss", "steps", "seconds", "peak_memory_bytes"]
+_COLUMNS = {
+    "test": "test",
+    "error": "error",
+    "zero_shot": "before",
+    "majority_class": "majority",
+    "macro_f1": "macro F1",
+    "validation": "validation",
+    "best_dev_loss": "loss",
+    "steps": "steps",
+    "seconds": "minutes",
+    "peak_memory_bytes": "GB",
+}
+"""The numbers of a run, and the names of their columns in a table."""
+_SHARES = ["test", "deviation", "error", "zero_shot", "majority_class", "macro_f1", "validation"]
+"""Those that a table shows in percent."""
 _JUDGES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "accuracy": lambda answer, right: float(answer in right),
     "exact_match": lambda answer, right: float(normalize(answer) in map(normalize, right)),
@@ -64,13 +77,16 @@ def main(arguments: Namespace) -> None:
     if arguments.html is not None:
         files.write_output(arguments.html, page(runs, compared))
         return
-    tables = {", ".join(key): score_table(same) for key, same in runs.groupby(SECTION, sort=False)}
+    numbers = {}
+    for key, same in runs.groupby(SECTION, sort=False):
+        table = score_table(same)
+        title = ", ".join(key)
+        numbers[title] = json.loads(table.to_json(orient="index"))
+        if not arguments.json:
+            print(f"{title}\n{table.to_string(**_FORMAT)}\n")
     if arguments.json:
-        numbers = {key: json.loads(table.to_json(orient="index")) for key, table in tables.items()}
         print(json.dumps({"scores": numbers, "comparison": compared}, indent=1))
         return
-    for key, table in tables.items():
-        print(f"{key}\n{table.to_string(**_FORMAT)}\n")
     by_label = runs["by_label"].iloc[0]
     if len(runs) == 1 and by_label:
         print(f"{label_table(by_label).to_string(**_FORMAT)}\n")
@@ -85,9 +101,10 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for pattern in patterns:
-        # A name may have characters that a pattern gives a meaning.
-        names = [pattern] if Path(pattern).is_dir() else sorted(glob(pattern))  # noqa: PTH207
-        directories = list(filter(Path.is_dir, map(Path, names)))
+        paths = [Path(pattern)]
+        if not paths[0].is_dir():  # a name may have characters that a pattern gives a meaning
+            paths = [Path(name) for name in sorted(glob(pattern))]  # noqa: PTH207
+        directories = [path for path in paths if path.is_dir()]
         if not directories:
             raise UserError(f"there is no run {pattern}", fix="give the run_dir of runs")
         for directory in directories:
@@ -122,12 +139,12 @@ def _read_run(directory: Path) -> dict[str, Any]:
 
         directory, method, model
         error             the standard error of the score, over the test examples
-        state             "", or the step at which the run is not finished
+        state             "", or what its name ends with: why there is no score, and the last step
         base, adapter     digests of the weights that the run started from
         test_data         digest of the test examples
         curve             a row for each validation: step, minutes, loss, score
         validation        the score of the best step or, of a run that is not finished, the last
-        answers, scores   what the model answered to the test examples, and how right it is, 0 to 1
+        answers, scores   what the model answered to the test examples, and how right each is
         samples           answers that the evaluations have shown, with their rewards
     """
     run = RunDirectory(directory)
@@ -135,38 +152,56 @@ def _read_run(directory: Path) -> dict[str, Any]:
     config = config_from_dict(values, str(directory))
     curve, metric = _read_curve(run.metrics)
     row: dict[str, Any] = dict.fromkeys(RunResults.__dataclass_fields__)
-    row |= {"metric": metric, "steps": max(curve["step"], default=0), "by_label": {}}
+    row["method"] = method_name(config)
+    row["metric"] = metric
+    row["steps"] = max(curve["step"], default=0)
+    state = ", not finished"
     results = RunResults.read(run.results)
     if results is not None:
         row |= vars(results)
-    row |= {key: str(value) for key, value in flatten(config.model_dump()).items()}
-    row |= {"base": row["model_fingerprint"], "state": "", "adapter": None, "answers": []}
+    elif run.results.exists():
+        state = ", damaged results.json"
+    for key, value in flatten(config.model_dump()).items():
+        row[key] = str(value)
+    row["directory"] = str(directory)
+    row["task"] = config.data.task
+    row["model"] = Path(config.model.path).name
+    row["base"] = row["model_fingerprint"]
+    row["adapter"] = None
     if run.journal.exists():
         header = next(scan_journal(run.journal)).item
-        row |= {"base": header.model_fingerprint, "adapter": header.config.get("adapter")}
-    shown = curve
+        row["base"] = header.model_fingerprint
+        row["adapter"] = header.config.get("adapter")
+    row["curve"] = curve
+    row["samples"] = _read_lines(run.samples)
+    row["answers"] = []
+    row["state"] = ""
     if row["finished"]:
-        shown = curve[curve["step"] == row["best_step"]]
         row["answers"] = _read_lines(run.predictions_at(row["best_step"] or 0))
+        curve = curve[curve["step"] == row["best_step"]]
     else:
-        row["state"] = f"not finished, at step {row['steps']:.0f}"
-    judge = _JUDGES.get(row["metric"])
-    scores = []
-    if judge is not None:
-        scores = [judge(each["predicted"], each["right"]) for each in row["answers"]]
+        row["state"] = f"{state}, at step {row['steps']:.0f}"
+    row["validation"] = curve["score"].tail(1).mean()
+    row["scores"] = _scores(row["metric"], row["answers"])
+    row["error"] = pd.Series(row["scores"], dtype=float).sem()
+    row["test_data"] = _digest(row["answers"])
+    return row
+
+
+def _scores(metric: str, answers: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Return how right each answer is, 0 to 1; nothing for a metric of all answers together."""
+    judge = _JUDGES.get(metric)
+    if judge is None:
+        return []
+    return [judge(each["predicted"], each["right"]) for each in answers]
+
+
+def _digest(answers: Iterable[Mapping[str, Any]]) -> str:
+    """Return a digest of the examples that were answered, in any order."""
     # A chat template may write the day of the run at the start of a prompt.
-    examples = sorted((each["prompt"][-200:], each["right"]) for each in row["answers"])
-    return row | {
-        "directory": str(directory),
-        "method": row["method"] or method_name(config),
-        "model": Path(config.model.path).name,
-        "test_data": hashlib.sha256(str(examples).encode()).hexdigest()[:6] if examples else "",
-        "curve": curve,
-        "validation": shown["score"].tail(1).mean(),
-        "scores": scores,
-        "error": pd.Series(scores, dtype=float).sem(),
-        "samples": _read_lines(run.samples),
-    }
+    examples = [(each["prompt"][-200:], each["right"]) for each in answers]
+    text = str(sorted(examples))
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -180,11 +215,15 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def _read_curve(path: Path) -> tuple[pd.DataFrame, str]:
     """Return the validations in metrics.jsonl (step, minutes, loss, score) and their metric."""
     rows = [line for line in _read_lines(path) if line.get("dev_loss") is not None]
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith("dev_"))
-    metric = next((name for name in names if name != "dev_loss"), "dev_")
-    columns = {"step": "step", "seconds": "minutes", "dev_loss": "loss", metric: "score"}
-    curve = pd.DataFrame(rows, columns=list(columns), dtype=float).rename(columns=columns)
-    return curve.assign(minutes=curve["minutes"] / 60), metric.removeprefix("dev_")
+    names = [name for row in rows[:1] for name in row if name.startswith("dev_")]
+    scores = [name for name in names if name != "dev_loss"]
+    score = "dev_"
+    if scores:
+        score = scores[0]
+    columns = {"step": "step", "seconds": "minutes", "dev_loss": "loss", score: "score"}
+    curve = pd.DataFrame(rows, columns=list(columns), dtype=float)
+    curve["seconds"] /= 60
+    return curve.rename(columns=columns), score.removeprefix("dev_")
 
 
 def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
@@ -193,57 +232,43 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
     Runs of one name are averaged. A run that has other test examples than the first one of its name
     and data.seed, which draws them, or that repeats its seeds, has a name of its own.
     """
-    ignored = (keys_with("may_differ_on_resume") - _DECISIVE) | set(SEEDS)
+    ignored = keys_with("may_differ_on_resume") - _DECISIVE
+    ignored |= set(SEEDS)
     keys = ["base", "adapter", *(key for key in KEYS if key in runs and key not in ignored)]
-    rows = runs.to_dict("records")
-    of_section: dict[Any, list[Any]] = {}
-    for run in rows:
-        of_section.setdefault((*map(run.get, SECTION), run["method"]), []).append(run)
-    seen: dict[Any, Any] = {}
-    for section, group in of_section.items():
-        varying = [key for key in keys if len({str(run[key]) for run in group}) > 1]
-        for run in group:
-            settings = [f"{key.rpartition('.')[2]}={run[key]}" for key in varying]
-            name = ", ".join(filter(None, [run["method"], *settings, run["state"]]))
-            first = seen.setdefault((section, name, run["data.seed"]), run["test_data"])
-            if run["test_data"] != first:
-                name += f", other test data ({run['test_data']})"
-            place = (section, name, run["data.seed"], run["seed"])
-            if place in seen:
-                name += f", the same seeds again in {run['directory']}"
-            seen[place] = None
-            run["name"] = name
-    return pd.DataFrame(rows)
+    runs = runs.assign(name=runs["method"])
+    for _, group in runs.groupby([*SECTION, "method"], sort=False):
+        settings = group[keys].astype(str)
+        for key in keys:
+            if settings[key].nunique() > 1:
+                leaf = key.rpartition(".")[2]
+                runs.loc[group.index, "name"] += f", {leaf}=" + settings[key]
+    runs["name"] += runs["state"]
+    alike = runs.groupby([*SECTION, "name", "data.seed"], sort=False)
+    is_other = runs["test_data"] != alike["test_data"].transform("first")
+    runs.loc[is_other, "name"] += ", other test data (" + runs["test_data"] + ")"
+    is_repeated = runs.duplicated([*SECTION, "name", *SEEDS])
+    runs.loc[is_repeated, "name"] += ", the same seeds again in " + runs["directory"]
+    return runs
 
 
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each name in runs of one section, without the columns that say nothing."""
-    groups = runs.astype(dict.fromkeys(_MEASURED, float)).groupby("name", sort=False)
-    means = groups[_MEASURED].mean()
-    factor = 1 if REWARD in runs["metric"].values else 100
-    table = pd.DataFrame(
-        {
-            "test": factor * means["test"],
-            "deviation": factor * groups["test"].std(),
-            "runs": groups.size(),
-            "note": None,
-            "error": factor * means["error"],
-            "before": factor * means["zero_shot"],
-            "majority": factor * means["majority_class"],
-            "macro F1": 100 * means["macro_f1"],
-            "validation": factor * means["validation"],
-            "loss": means["best_dev_loss"],
-            "steps": means["steps"],
-            "minutes": means["seconds"] / 60,
-            "GB": means["peak_memory_bytes"] / 1e9,
-        }
-    )
-    table.loc[table["test"] < table["majority"], "note"] = "below the majority class"
-    table.loc[table["test"] < table["before"], "note"] = "below the score before training"
-    return table.dropna(axis="columns", how="all")
+    runs = runs.astype(dict.fromkeys(_COLUMNS, float))
+    groups = runs.groupby("name", sort=False)
+    table = groups[list(_COLUMNS)].mean()
+    table.insert(1, "deviation", groups["test"].std())
+    table.insert(2, "runs", groups.size())
+    table.insert(3, "note", None)
+    if REWARD not in set(runs["metric"]):
+        table[_SHARES] *= 100
+    table["seconds"] /= 60
+    table["peak_memory_bytes"] /= 1e9
+    table.loc[table["test"] < table["majority_class"], "note"] = "below the majority class"
+    table.loc[table["test"] < table["zero_shot"], "note"] = "below the score before training"
+    return table.rename(columns=_COLUMNS).dropna(axis="columns", how="all")
 
 
-def label_table(by_label: Mapping[str, Any]) -> pd.DataFrame:
+def label_table(by_label: Mapping[str, LabelScore]) -> pd.DataFrame:
     """Return a row for each label: its test examples and its scores."""
     return pd.DataFrame(map(vars, by_label.values()), index=list(by_label))
 
@@ -280,10 +305,11 @@ def page(runs: pd.DataFrame, compared: str) -> str:
     sections = []
     for key, same in runs.groupby(SECTION, sort=False):
         charts = [_chart(same, "step", "score"), _chart(same, "minutes", "loss")]
-        sections.append((", ".join(key), score_table(same).to_html(**_FORMAT), charts))
+        table = score_table(same).to_html(**_FORMAT)
+        sections.append((", ".join(key), table, charts))
     each_run = runs.to_dict("records")
     for run in each_run:
-        run["labels"] = label_table(run["by_label"]).to_html(**_FORMAT)
+        run["labels"] = label_table(run["by_label"] or {}).to_html(**_FORMAT)
         pairs = zip(run["scores"], run["answers"], strict=False)
         run["wrong"] = [answer for score, answer in pairs if score < 1]
     template = Template(Path(__file__).with_name("report.html").read_text(), autoescape=True)
@@ -303,7 +329,8 @@ def _chart(runs: pd.DataFrame, x: str, y: str) -> str:
         axes.set(title=f"Validation {y}", xlabel=x)
         axes.set_prop_cycle(color=mpl.color_sequences["okabe_ito"])  # for color-blind readers, too
         for name, group in runs.groupby("name", sort=False):
-            curve = pd.concat(list(group["curve"])).groupby("step").mean().reset_index()
+            curves = pd.concat(list(group["curve"]))
+            curve = curves.groupby("step", as_index=False).mean()
             axes.plot(curve[x], curve[y], marker="o", label=name)
         axes.legend(loc="upper left", bbox_to_anchor=(0, -0.18), frameon=False)
         document = io.StringIO()

@@ -16,7 +16,7 @@ from tiny_models import FAMILIES
 from tiny_runs import write_model
 from transformers import AutoTokenizer
 
-from lezo_ds.cli import run_command
+from lezo_ds import cli
 from lezo_ds.config import load_config
 from lezo_ds.errors import UserError
 from lezo_ds.tools import init
@@ -40,6 +40,7 @@ def write_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_chat_model(tmp_path / "model")
     monkeypatch.setattr(init, "LONG_STEP", 1e9)  # on a machine with other work, steps are long
+    monkeypatch.setattr(cli, "forget_launcher", lambda: None)  # this process is a rank already
 
     def write(columns, *words, name="own.jsonl"):
         if columns is not None:
@@ -49,7 +50,7 @@ def write_recipe(tmp_path, monkeypatch, capsys):
             (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "recipe.yaml").unlink(missing_ok=True)
         monkeypatch.setattr(sys, "argv", ["init", "model", name, *words])
-        run_command("init")
+        cli.run_command("init")
         return load_config(tmp_path / "recipe.yaml"), capsys.readouterr().out
 
     return write

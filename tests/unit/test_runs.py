@@ -399,7 +399,7 @@ def test_damaged_results_are_not_read_and_the_report_says_so(directory, text):
     directory.write_config(config())
     (directory.path / "results.json").write_bytes(text.encode(errors="surrogateescape"))
     assert RunResults.read(directory.results) is None
-    assert "damaged results.json" in read_runs([directory.path])["problem"][0]
+    assert "damaged results.json" in read_runs([directory.path])["state"][0]
 
 
 # Launchers.
