@@ -1,12 +1,12 @@
 """The lines of a journal, from one replica to another.
 
 They are bytes with checksums: nothing is unpickled. A replica says which lines it has, by their
-length and their digest, and asks for those that follow. A long journal comes in several pieces:
+length and their digest, and asks for those that follow:
 
     GET /LENGTH/DIGEST                 200
     X-Nonce: NONCE                     X-Start: LENGTH, or 0 if the peer's journal begins otherwise
     X-Proof: HMAC of NONCE and path    X-Proof: HMAC of NONCE, start and lines
-                                       lines from there on, PIECE_BYTES at most
+                                       lines from there on
 
 Both sides prove by an HMAC-SHA256 that they know the secret. The nonce is the asker's, so an old
 answer is not taken for a new one.
@@ -28,9 +28,7 @@ from lezo_ds.errors import LezoError
 
 NO_ANSWER = (OSError, http.client.HTTPException, ValueError, OverflowError)
 """What asking an address may raise. The last two are of an address that none can have."""
-PIECE_BYTES = 32 << 20
-"""Most bytes of lines in an answer."""
-MAX_BYTES = 64 << 20
+MAX_BYTES = 1 << 30
 """Most bytes that are read of an answer. Whoever sends more is no peer."""
 _SILENCE_SECONDS = 3.0  # after which nobody is at the other end
 _PROOF = "X-Proof"
@@ -56,20 +54,13 @@ class JournalTransport(ThreadingHTTPServer):
             LezoError: who answers is no peer, or has another secret.
         """
         own = whole_lines(self.journal)
-        found = own  # what this replica knows of the peer's lines
-        while True:
-            start, piece = self._ask(address, found)
-            if not piece:
-                break
-            found = found[:start] + piece
-        if own.startswith(found):  # the peer is not ahead
+        lines = self._ask(address, own)
+        if own.startswith(own[: lines.start] + lines.data):  # the peer is not ahead
             return Lines(len(own), b"")
-        if found.startswith(own):
-            return Lines(len(own), found[len(own) :])
-        return Lines(0, found)
+        return lines
 
     def _ask(self, address: str, known: bytes) -> Lines:
-        """Return a piece of the peer's lines: what follows the known ones, or the first of all."""
+        """Return the peer's lines after the known ones, or all if it has others."""
         path = f"/{len(known)}/{_digest(known)}"
         nonce = secrets.token_hex(16)
         proof = self.prove(nonce, path.encode())
@@ -109,13 +100,13 @@ class _Handler(BaseHTTPRequestHandler):
         start = int(length)
         if _digest(data[:start]) != digest:  # the peer has other lines, or more of them
             start = 0
-        piece = data[start : start + PIECE_BYTES]
+        lines = data[start:]
         self.send_response(http.client.OK)
-        self.send_header("Content-Length", str(len(piece)))
+        self.send_header("Content-Length", str(len(lines)))
         self.send_header(_START, str(start))
-        self.send_header(_PROOF, self.server.prove(nonce, _signed(str(start), piece)))
+        self.send_header(_PROOF, self.server.prove(nonce, _signed(str(start), lines)))
         self.end_headers()
-        self.wfile.write(piece)
+        self.wfile.write(lines)
 
     def log_message(self, *_: object) -> None:
         pass  # the log of the run is no log of requests

@@ -15,7 +15,7 @@ import torch
 from transformers import TextStreamer
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.checkpoint import resolve_model
+from lezo_ds.checkpoints.checkpoint import load_model_config, num_positions, resolve_model
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import encode_question, end_of_turn
 from lezo_ds.data.encode import (
@@ -53,11 +53,12 @@ def chat(opened: Opened) -> None:
     Raises:
         UserError: the model has no chat template, or a line is too long.
     """
-    config = opened.fitted()
-    data = config.data
-    tokenizer = load_tokenizer(
-        str(resolve_model(config.model.path)), data.date, data.chat_template_kwargs
-    )
+    config = opened.config
+    directory = resolve_model(config.model.path)
+    most = num_positions(load_model_config(directory)) or config.data.max_length
+    data = config.data.model_copy(update={"max_length": min(config.data.max_length, most)})
+    config = config.model_copy(update={"data": data})
+    tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
     settings = generation_settings(
         tokenizer, config.generation, end_of_turn(tokenizer), in_chat=True
     )

@@ -129,7 +129,8 @@ def cross_check(
     began = time.monotonic()
     rows = rows[: config.train.micro_batch_size]
     try:
-        readings = read_twice(engine, data, rows)
+        # Those of rank 0: processors that round differently have one verdict.
+        readings = distributed.broadcast_object(read_twice(engine, data, rows))
     except Exception as error:  # of any type, as of a tensor that does not fit
         known = distributed.lost_rank(error) or distributed.out_of_memory(error)
         if isinstance(error, LezoError) or known is not None:
@@ -179,7 +180,7 @@ def read_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]) -> list
         sequence = sequences[place]
         alone = _scores_alone(engine, sequence, batch).cpu()
         readings.append(Reading(sequence.row, training[sequence.selected], alone))
-    return _of_rank_zero(readings)
+    return readings
 
 
 def _sequences(batch: MicroBatch, rows: Sequence[int]) -> list[ReadSequence]:
@@ -261,7 +262,7 @@ def _read_answers_twice(engine: ModelEngine, data: TaskData, rows: Sequence[int]
         answer = distributed.broadcast_object(up_to_stop(written[place], settings))
         scores = _choices_alone(engine, prompts[place], answer).cpu()
         readings.append(Reading(rows[place], scores[:, :1], scores[:, 1:]))
-    return _of_rank_zero(readings)
+    return readings
 
 
 def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: Sequence[int]) -> Tensor:
@@ -273,9 +274,3 @@ def _choices_alone(engine: ModelEngine, prompt: TokenIds, answer: Sequence[int])
     log_probabilities = logits.float().log_softmax(dim=1)
     of_answer = log_probabilities.gather(1, torch.tensor(answer, device=logits.device)[:, None])
     return torch.cat([of_answer, log_probabilities.amax(dim=1, keepdim=True)], dim=1)
-
-
-def _of_rank_zero(readings: list[Reading]) -> list[Reading]:
-    """Return rank 0's readings, so that processors that round differently have one verdict."""
-    found: list[Reading] = distributed.broadcast_object(readings)
-    return found

@@ -28,7 +28,7 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -208,36 +208,17 @@ class RunDirectory:
         Returns:
             The seconds that the run took until `step`.
         """
-
-        def is_done(entry: Mapping[str, Any]) -> bool:
-            split = next((name for name in ("dev", "test") if f"{name}_loss" in entry), None)
-            is_recorded = split is None or (split, entry["step"]) in evaluated
-            is_past = entry["step"] <= step and float(entry["seconds"]) >= 0
-            return is_past and is_recorded
-
-        def is_shown(entry: Mapping[str, Any]) -> bool:
-            return (entry["split"], entry["step"]) in evaluated
-
-        entries = self._keep_lines(self.metrics, is_done)
-        self._keep_lines(self.samples, is_shown)
-        return max((float(entry["seconds"]) for entry in entries), default=0.0)
-
-    def _keep_lines(
-        self, path: Path, is_kept: Callable[[Mapping[str, Any]], bool]
-    ) -> list[Mapping[str, Any]]:
-        """Drop the other lines of a log, and damaged ones. Return the content of the rest."""
-        if not path.is_file():
-            return []
-        lines = []
-        entries = []
-        for line in path.read_bytes().splitlines():
-            with suppress(*DAMAGE):  # a crash cuts the last line short
-                entry = json.loads(line.decode())
-                if is_kept(entry):
-                    entries.append(entry)
-                    lines.append(line + b"\n")
-        write_output(path, b"".join(lines))
-        return entries
+        seconds = 0.0
+        for path in filter(Path.is_file, (self.metrics, self.samples)):
+            kept = []
+            for line in path.read_bytes().splitlines():
+                with suppress(*DAMAGE):  # a crash cuts the last line short
+                    entry = json.loads(line.decode())
+                    if _is_done(entry, step, evaluated):
+                        seconds = max(seconds, float(entry.get("seconds", 0)))
+                        kept.append(line + b"\n")
+            write_output(path, b"".join(kept))
+        return seconds
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
@@ -260,6 +241,17 @@ class RunDirectory:
     def write_json(self, path: Path, content: object) -> None:
         """Replace a JSON file of the run. LezoError: it cannot be written."""
         write_output(path, json.dumps(content, indent=1) + "\n")
+
+
+def _is_done(entry: Mapping[str, Any], step: int, evaluated: Collection[tuple[str, int]]) -> bool:
+    """Return whether a line of a log is of what a run has done, up to a step."""
+    number = entry["step"]
+    splits = [
+        split
+        for split in ("dev", "test")
+        if f"{split}_loss" in entry or entry.get("split") == split
+    ]
+    return number <= step and all((split, number) in evaluated for split in splits)
 
 
 def append_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:

@@ -43,11 +43,10 @@ from lezo_ds.runs.model_card import model_card, plain
 from lezo_ds.runs.opening import recipe_of, restore
 from lezo_ds.runs.records import (
     RecordedRun,
-    RunRecords,
     assert_same_model_config,
     config_of,
-    evaluations_of,
     is_worse_than_base,
+    read_own_journal,
     read_run,
     refuse_code,
     refuse_other_release,
@@ -95,7 +94,7 @@ def export_run(
 
     Raises:
         UserError: the run or the step is not there, or `target` is not empty.
-        JournalError: an exported journal is damaged, or was cut short before the step.
+        JournalError: an exported journal is damaged, or was cut short.
         LezoError: the weights are not those that the run had, or cannot be written.
     """
     distributed.init_distributed()
@@ -104,7 +103,7 @@ def export_run(
         refuse_taken(target)
         if path.is_file():
             run = read_file(path, overrides)
-            _assert_has_step(run, step)
+            _assert_complete(run)
         else:
             run = read_run(path, overrides)
         kind = run.config.peft.kind
@@ -131,7 +130,7 @@ def export_run(
             comparison = "no digest in the run to compare with"
         weights = "weights before the merge" if merge else "weights"
         logger.info("digest of the %s: %s (%s)", weights, digest, comparison)
-        if is_worse_than_base(evaluations_of(run.records)):
+        if is_worse_than_base(run.evaluations):
             logger.warning("%s", WORSE)
     engine.write_model(
         target,
@@ -166,7 +165,7 @@ def _origin(run: RecordedRun, step: int, *, merged: bool) -> str:
             f"They were trained and scored on a base in {config.model.bits} bits. On the base in "
             "16 bits, scores differ."
         )
-    if is_worse_than_base(evaluations_of(run.records)):
+    if is_worse_than_base(run.evaluations):
         sentences.append(f"{WORSE}.")
     return " ".join(sentences)
 
@@ -174,7 +173,7 @@ def _origin(run: RecordedRun, step: int, *, merged: bool) -> str:
 def _scores(run: RecordedRun) -> list[tuple[str, str, str]]:
     """Return the rows of the table of scores, for the card."""
     rows = []
-    for record in evaluations_of(run.records):
+    for record in run.evaluations:
         scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         rows.append((record.split, f"step {record.step}", scores))
     return rows
@@ -227,24 +226,14 @@ def own_texts(config: RunConfig) -> dict[str, str]:
     return texts
 
 
-def _assert_has_step(run: RecordedRun, step: str) -> None:
-    """Refuse a step of an exported journal that was cut short, unless it is before the cut.
-
-    "best" and "last" may be other steps than in the whole journal.
-    """
+def _assert_complete(run: RecordedRun) -> None:
+    """Refuse an exported journal that was cut short: its best and last step would be others."""
     file = run.directory.path
-    problem = ""
-    if not file.read_bytes().endswith(b"\n"):
-        problem = "its last line is not complete"
-    last = max(run.digests, default=0)
-    if last > run.num_steps:
-        problem = f"its header has the digest of step {last}"
-    if not problem:
-        return
-    problem = f"{file} was cut short: it ends after {run.num_steps} steps, and {problem}"
-    if not step.isdecimal() or int(step) > run.num_steps:
-        raise JournalError(f"{problem}; fix: copy it again, or set --step to 0 to {run.num_steps}")
-    logger.warning("%s", problem)
+    is_torn = not file.read_bytes().endswith(b"\n")
+    if is_torn or max(run.digests, default=0) > run.num_steps:
+        raise JournalError(
+            f"{file} was cut short: it ends after {run.num_steps} steps; fix: copy it again"
+        )
 
 
 def write_journal(path: Path, file: Path) -> int:
@@ -274,7 +263,7 @@ def write_journal(path: Path, file: Path) -> int:
         section, _, name = key.partition(".")
         if name and config[section][name] is not None:
             config[section] = {**config[section], name: public_name(config[section][name])}
-    content = encode_journal(replace(run.header, config=config), run.records)
+    content = encode_journal(replace(run.header, config=config), run.journal.records)
     write_output(file, content)
     return len(content)
 
@@ -328,11 +317,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             f"{file} is not of a run of {config.model.path}",
             fix="set model.path to its base model",
         )
-    recorded = RunRecords.of_journal(file)
-    directory = RunDirectory(file)
-    return RecordedRun(
-        **vars(recorded), directory=directory, config=config, digests=digests, overrides=overrides
-    )
+    return RecordedRun(read_own_journal(file), RunDirectory(file), config, digests, overrides)
 
 
 def _fits(record: JournalRecord, num_groups: int, num_directions: int) -> bool:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
 
     Raises:
         UserError: the task has no labels, the weights have a prefix, the model changes what its
-            head returns, or `target` is not empty.
+            head returns, no fit lowers the validation loss, or `target` is not empty.
         LezoError: the directory cannot be written.
     """
     opened.refuse_code("data.task", "data.metric", "train.objective")
@@ -164,12 +164,9 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     assert score is not None, "a task with labels has a metric"
     stored = fitted.double() - rows.double()  # what rounding to the model's dtype leaves
     scores = {name: read[name].scores(score, stored) for name in ("validation", "test")}
-    changes = {head: _row_setter(tokens, fitted)} if added.any() else {}
     if distributed.rank() == 0:
         _show_wrong(read["test"], stored)
     made = "lezo-ds fit-head changed the rows of the output head that belong to the labels."
-    if not changes:
-        made = "lezo-ds fit-head changed nothing, because no fit had a lower validation loss."
     if "step" in opened.source:
         made = f"These are the weights after {opened.source['step']} steps of training. {made}"
     engine.write_model(
@@ -184,7 +181,7 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
         ),
         texts=own_texts(config),
         merge=adapter is not None,
-        changes=changes,
+        changes={head: partial(_with_rows, tokens, fitted)},
         recipe=recipe_of(config),
     )
     return task.metric, scores
@@ -276,15 +273,10 @@ def _head_of(engine: ModelEngine, tokens: Sequence[int]) -> tuple[str, Tensor]:
     return name, value[list(tokens)].cpu()
 
 
-def _row_setter(tokens: Sequence[int], fitted: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what sets the rows of the labels in a copy of the head."""
-
-    def set_rows(weight: Tensor) -> Tensor:
-        changed = weight.clone()
-        changed[list(tokens)] = fitted.to(weight.device)
-        return changed
-
-    return set_rows
+def _with_rows(tokens: Sequence[int], rows: Tensor, weight: Tensor) -> Tensor:
+    """Return a copy of the head with other rows of the labels."""
+    places = torch.tensor(tokens, device=weight.device)
+    return weight.index_copy(0, places, rows.to(weight.device))
 
 
 def _read(scorer: Scorer, tokens: Sequence[int], rows: Tensor) -> _Split:
@@ -353,5 +345,8 @@ def _fit(train: _Split, dev: _Split) -> Tensor:
             best = found
             best_loss = loss
     if not best.any():
-        logger.warning("no fit has a lower validation loss, so the head stays as it is")
+        raise UserError(
+            f"no fit has a lower validation loss than the model's, {best_loss:.4f}",
+            fix="raise data.num_train and data.num_dev, or use lezo-ds train",
+        )
     return best.detach()

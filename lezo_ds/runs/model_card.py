@@ -71,7 +71,7 @@ def model_card(
         kind=kind,
         opened_by=opened_by,
         vllm_rank=next((size for size in _VLLM_RANKS if size >= rank), rank),
-        in_chat=data.in_chat,
+        is_chat=data.messages is not None,
         weights_sha256=weights_sha256,
     )
     return f"{card}\n"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lezo_ds.config import RunConfig, dump_yaml
+from lezo_ds.config import RunConfig
 from lezo_ds.distributed.monitors import open_monitors
 from lezo_ds.errors import UserError, first_line
 from lezo_ds.files import write_output
@@ -50,7 +50,7 @@ class Monitors:
     def start(
         self, config: RunConfig, directory: RunDirectory, ds_config: Mapping[str, Any]
     ) -> None:
-        """Start the monitors of a run and of its DeepSpeed JSON, and show its settings.
+        """Start the monitors of a run and of its DeepSpeed JSON.
 
         Raises:
             UserError: a monitor cannot start: its package is not installed, or W&B or Comet do not
@@ -59,16 +59,8 @@ class Monitors:
         sections = {**monitor_sections(config, directory), **ds_config}
         if not sections.keys().isdisjoint(_SECTIONS):
             identify(directory)
-        settings = config.model_dump()
         try:
             monitor: Any = open_monitors(sections)
-            if monitor.tb_monitor is not None:
-                text = f"```yaml\n{dump_yaml(settings)}```"
-                monitor.tb_monitor.summary_writer.add_text("settings", text)
-            if monitor.wandb_monitor is not None:
-                import wandb
-
-                wandb.config.update(settings, allow_val_change=True)
             if monitor.csv_monitor is not None:
                 # DeepSpeed would write the header of the files of a resumed run again.
                 files = Path(monitor.csv_monitor.log_dir).glob("*.csv")

@@ -28,12 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.checkpoint import (
-    load_model_config,
-    num_positions,
-    resolve_model,
-    stored_dtype,
-)
+from lezo_ds.checkpoints.checkpoint import resolve_model, stored_dtype
 from lezo_ds.checkpoints.snapshots import MANIFEST, damage_of, load_weights, read_facts
 from lezo_ds.config import (
     PeftConfig,
@@ -51,6 +46,7 @@ from lezo_ds.config.load import read_override
 from lezo_ds.config.schema import KEYS
 from lezo_ds.data.score import evaluate, prediction_rows
 from lezo_ds.data.task_data import Examples, warn_of_unreachable
+from lezo_ds.data.tasks import Task
 from lezo_ds.engine import ModelEngine, Parts, ReplayEngine, load_parts
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter, read_adapter, start_of
@@ -59,7 +55,9 @@ from lezo_ds.runs.cross_check import check_scoring
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.records import (
     RecordedRun,
+    assert_same_base,
     assert_same_model_config,
+    owner_of,
     read_run,
     refuse_code,
     steps_of,
@@ -103,18 +101,6 @@ class Opened(NamedTuple):
         if self.named is not None:
             values = flatten(self.config.model_dump())
             refuse_code({key: values.get(key) for key in keys}, self.named)
-
-    def fitted(self) -> RunConfig:
-        """Return the configuration, cut to what the model can read, with room for a prompt."""
-        data = self.config.data
-        generation = self.config.generation
-        most = num_positions(load_model_config(resolve_model(self.config.model.path)))
-        max_length = min(data.max_length, most or data.max_length)
-        if generation.max_new_tokens > max_length - 2:
-            fewer = {"max_new_tokens": max(1, max_length // 2)}
-            generation = generation.model_copy(update=fewer)
-        data = data.model_copy(update={"max_length": max_length})
-        return self.config.model_copy(update={"data": data, "generation": generation})
 
 
 def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
@@ -260,14 +246,9 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
     seeded = config.model_copy(update={"seed": header.config["seed"]})
     shared = shared_by(distributed.world_size(), seeded)
     engine = ReplayEngine(load(shared, config.peft, zo=config.zo), config.zo)
-    facts = (engine.base.fingerprint, engine.base.table_hash)
-    if facts != (header.model_fingerprint, header.parameter_table_hash):
-        raise UserError(
-            f"{config.model.path} is not the base model of the run: its fingerprint, or the "
-            "hash of its parameters' names, is another",
-            fix="add model.path=... with the directory of the base model",
-        )
-    engine.load_checkpoint(run.directory.snapshots, steps_of(run.records), step, run.owner)
+    assert_same_base(header, engine.base)
+    steps = steps_of(run.journal.records)
+    engine.load_checkpoint(run.directory.snapshots, steps, step, owner_of(run.journal))
     return engine
 
 
@@ -333,6 +314,28 @@ def _dtype_of(directory: Path) -> str:
 # Scores.
 
 
+def results_of(engine: ModelEngine, config: RunConfig, task: Task, **found: Any) -> RunResults:
+    """Return what results.json has of a run or of a model. A collective.
+
+    Args:
+        engine: the weights. Their digest is noted.
+        config: of the run, or of the model that was opened.
+        task: whose metric was measured.
+        found: the other fields of `RunResults`.
+    """
+    return RunResults(
+        task=task.name,
+        metric=task.metric,
+        peft=config.peft.kind,
+        protocol=config.data.protocol,
+        seed=config.seed,
+        model_fingerprint=engine.base.fingerprint,
+        weights_digest=engine.weights.digest(),
+        world_size=engine.world_size,
+        **found,
+    )
+
+
 def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]:
     """Score weights on a split, "dev" or "test". A collective.
 
@@ -366,12 +369,11 @@ def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]
         # All ranks add to the numbers; rank 0 writes.
         shown = data.num_demonstrations
         method = f"{shown} solved examples" if shown else "zero-shot"
-        results = RunResults(
-            task=reader.task.name,
+        results = results_of(
+            engine,
+            config,
+            reader.task,
             method=method_name(config) if "run" in opened.source else method,
-            peft=config.peft.kind,
-            metric=reader.task.metric,
-            protocol=data.protocol,
             finished=True,
             zero_shot=None if shown or "run" in opened.source else result.score,
             test=result.score,
@@ -379,16 +381,8 @@ def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]
             macro_f1=result.macro_f1,
             by_label=result.by_label,
             best_step=opened.source.get("step"),
-            best_dev_loss=None,
-            steps=0,
-            early_stop_step=None,
-            seed=config.seed,
             seconds=round(time.monotonic() - began, 3),
             peak_memory_bytes=peak_memory_bytes(),
-            skipped_steps=0,
-            model_fingerprint=engine.base.fingerprint,
-            weights_digest=engine.weights.digest(),
-            world_size=engine.world_size,
         )
         directory = RunDirectory(out)
         rows = prediction_rows(reader.task, chosen.examples, result.predicted)

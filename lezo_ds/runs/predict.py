@@ -27,7 +27,7 @@ from lezo_ds.data.described import find_task
 from lezo_ds.data.examples import Example
 from lezo_ds.data.reader import load_reader
 from lezo_ds.data.records import read_records, write_records
-from lezo_ds.data.score import OF_LABEL, PREDICTED, PROBABILITY, predict
+from lezo_ds.data.score import PREDICTED, PROBABILITY, predict
 from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, remove_directory, write_output
@@ -67,7 +67,7 @@ def predict_file(
         LezoError: the output cannot be written.
     """
     opened.refuse_code("data.task")
-    config = opened.fitted()
+    config = opened.config
     data = config.data
     if data.num_demonstrations:
         raise UserError("predict shows no solved examples", fix="remove data.num_demonstrations")
@@ -88,7 +88,7 @@ def predict_file(
     records = list(read_records(str(source), data.separator, data.encoding))
     if not records:
         raise UserError(f"{source} has no records", fix="fill the file, or name another one")
-    _refuse_taken(records, probabilities=probabilities)
+    _refuse_taken(records)
     examples = [_example(task, number, record) for number, record in enumerate(records)]
     reader = load_reader(task, config)
     batch_size = config.train.eval_batch_size
@@ -146,11 +146,10 @@ def _refuse_output(source: Path, out: Path) -> None:
         raise UserError(message, fix="set another --out")
 
 
-def _refuse_taken(records: Sequence[dict[str, Any]], *, probabilities: bool) -> None:
+def _refuse_taken(records: Sequence[dict[str, Any]]) -> None:
     """Refuse a field that the output would overwrite."""
     for name in {name for record in records for name in record}:
-        is_of_label = probabilities and name.startswith(OF_LABEL)
-        if name in (PREDICTED, PROBABILITY) or is_of_label:
+        if name == PREDICTED or name.startswith(PROBABILITY):
             raise UserError(f"the records have a field {name} already", fix="rename it")
 
 

@@ -17,7 +17,7 @@ import logging
 import math
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -26,13 +26,20 @@ from lezo_ds import __version__, distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.checkpoints.sharded_model import BaseModel
 from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots
-from lezo_ds.config import RunConfig, config_from_dict, may_differ_on_resume
+from lezo_ds.config import RunConfig, config_from_dict, keys_with, may_differ_on_resume
 from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import sha256_file
 from lezo_ds.forward.adapters import start_of
-from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, read_journal
+from lezo_ds.journal import (
+    EvaluationRecord,
+    Header,
+    Journal,
+    JournalContents,
+    JournalRecord,
+    read_journal,
+)
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.registry import file_of, names_code
 from lezo_ds.runs.directory import RunDirectory, library_versions
@@ -132,7 +139,7 @@ def with_start_date(config: RunConfig) -> RunConfig:
     journal = RunDirectory(config.run_dir).journal
     day = datetime.date.today().isoformat()
     if journal.exists():
-        day = RunRecords.of_journal(journal).header.config["data"]["date"]
+        day = read_own_journal(journal).header.config["data"]["date"]
     return config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
 
 
@@ -167,10 +174,8 @@ def config_of(
     values = {**recorded, "run_dir": str(run_dir)}
     where = f"run {run_dir}"
     config = config_from_dict(values, where, overrides)
-    # No step follows. So the schedule, which may be in a module of anyone, decides nothing.
-    constant = config.zo.model_copy(update={"lr_schedule": "constant"})
-    replayed = config.model_copy(update={"zo": constant})
-    may_differ = may_differ_on_resume(replayed).union(reading_keys)
+    # No step follows. So the number of steps, on which a schedule may depend, decides nothing.
+    may_differ = keys_with("may_differ_on_resume").union(reading_keys)
     permitted = [each for each in overrides if each.partition("=")[0] in may_differ]
     unchanged = config_from_dict(values, where, permitted)
     for key, old, new in _differences(unchanged.model_dump(), config.model_dump()):
@@ -238,11 +243,14 @@ def _inputs_of(header: Header) -> dict[str, Any]:
 
 
 def assert_same_base(recorded: Header, base: BaseModel) -> None:
-    """Refuse to continue a run on other base weights. `check_records` compares all other inputs."""
-    ours = replace(
-        recorded, model_fingerprint=base.fingerprint, parameter_table_hash=base.table_hash
-    )
-    assert_same_run(recorded, ours, ())
+    """Refuse other base weights than those of a run."""
+    facts = (base.fingerprint, base.table_hash)
+    if facts != (recorded.model_fingerprint, recorded.parameter_table_hash):
+        raise UserError(
+            f"{base.name} is not the base model of the run: its fingerprint, or the "
+            "hash of its parameters' names, is another",
+            fix="add model.path=... with the directory of the base model",
+        )
 
 
 def assert_same_model_config(recorded: Header, model: str) -> None:
@@ -289,6 +297,11 @@ def steps_of(records: Iterable[JournalRecord]) -> list[StepRecord]:
 def evaluations_of(records: Iterable[JournalRecord]) -> list[EvaluationRecord]:
     """Return the evaluations among the records of a journal."""
     return [record for record in records if isinstance(record, EvaluationRecord)]
+
+
+def owner_of(journal: Journal | JournalContents) -> SnapshotOwner:
+    """Return what the snapshots of a run have in their manifests."""
+    return SnapshotOwner(journal.header.model_fingerprint, journal.step_checksums)
 
 
 def best_evaluation(
@@ -342,48 +355,45 @@ def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None)
 # Recorded runs.
 
 
+def read_own_journal(path: Path) -> JournalContents:
+    """Return the content of a journal. UserError: another release wrote it."""
+    contents = read_journal(path)
+    refuse_other_release(contents.header, path)
+    return contents
+
+
 @dataclass(frozen=True)
-class RunRecords:
-    """The records of a run, or of an exported journal.
-
-    Attributes:
-        header: the inputs of the run.
-        records: of the journal.
-        owner: of the snapshots.
-    """
-
-    header: Header
-    records: Sequence[JournalRecord]
-    owner: SnapshotOwner
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps."""
-        return len(steps_of(self.records))
-
-    @classmethod
-    def of_journal(cls, path: Path) -> RunRecords:
-        """Return the records of a journal. UserError: another release wrote it."""
-        header, records, step_checksums = read_journal(path)
-        refuse_other_release(header, path)
-        return cls(header, records, SnapshotOwner(header.model_fingerprint, step_checksums))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedRun(RunRecords):
+class RecordedRun:
     """A run as its directory has it, or an exported journal.
 
     Attributes:
+        journal: its header and its records.
         directory: of the run. That of an exported journal is the file: it has no snapshots.
         config: its configuration, with overrides applied.
         digests: of the weights, by the number of steps; a few of them, or none.
         overrides: those that were applied.
     """
 
+    journal: JournalContents
     directory: RunDirectory
     config: RunConfig
     digests: Mapping[int, str]
     overrides: Sequence[str]
+
+    @property
+    def header(self) -> Header:
+        """The inputs of the run."""
+        return self.journal.header
+
+    @property
+    def evaluations(self) -> list[EvaluationRecord]:
+        """Those of the journal, oldest first."""
+        return evaluations_of(self.journal.records)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps."""
+        return len(steps_of(self.journal.records))
 
     def find_step(self, step: str) -> int:
         """Return the number of steps for "best" (lowest validation loss), "last" or a number.
@@ -396,9 +406,8 @@ class RecordedRun(RunRecords):
         if step == "last":
             found = self.num_steps
         if step == "best":
-            evaluations = evaluations_of(self.records)
-            best = best_evaluation(evaluations)
-            if best is None or best_evaluation(evaluations, first_step=1) is None:
+            best = best_evaluation(self.evaluations)
+            if best is None or best_evaluation(self.evaluations, first_step=1) is None:
                 raise UserError(
                     f"run {run_dir} has no evaluation after a step, so it has no best step",
                     fix="use --step last, or resume the run",
@@ -436,19 +445,17 @@ def read_run(
             f"{path} is not the directory of a run: it has no journal.jsonl",
             fix="use the run_dir that lezo-ds train printed",
         )
-    recorded = RunRecords.of_journal(directory.journal)
+    journal = read_own_journal(directory.journal)
     # The digests of weights that the run has noted.
-    own, _ = own_snapshots(directory.snapshots, recorded.owner)
+    own, _ = own_snapshots(directory.snapshots, owner_of(journal))
     digests = {
         step: str(manifest["digest"]) for step, manifest in own.items() if "digest" in manifest
     }
     results = RunResults.read(directory.results)
     if results is not None:
         digests[results.step_of_weights] = results.weights_digest
-    config = config_of(recorded.header, path, overrides, reading_keys)
-    return RecordedRun(
-        **vars(recorded), directory=directory, config=config, digests=digests, overrides=overrides
-    )
+    config = config_of(journal.header, path, overrides, reading_keys)
+    return RecordedRun(journal, directory, config, digests, overrides)
 
 
 def check_records(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
@@ -459,11 +466,10 @@ def check_records(config: RunConfig, data: TaskData, directory: RunDirectory) ->
     """
     if not directory.journal.exists():
         return
-    recorded = RunRecords.of_journal(directory.journal)
-    header = recorded.header
+    header, entries, _ = read_own_journal(directory.journal)
     ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
     assert_same_run(header, ours, may_differ_on_resume(config))
-    num_done = recorded.num_steps
+    num_done = len(steps_of(entries))
     if config.train.steps is not None and config.train.steps < num_done:
         raise UserError(
             f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}",

@@ -72,16 +72,16 @@ class RunResults:
     majority_class: float | None
     macro_f1: float | None = None
     by_label: Mapping[str, LabelScore] | None = None
-    best_step: int | None
-    best_dev_loss: float | None
+    best_step: int | None = None
+    best_dev_loss: float | None = None
     trained_dev_loss: float | None = None
     worse_than_base: bool = False
-    steps: int
-    early_stop_step: int | None
+    steps: int = 0
+    early_stop_step: int | None = None
     seed: int
     seconds: float
     peak_memory_bytes: int
-    skipped_steps: int
+    skipped_steps: int = 0
     flat_steps: int = 0
     model_fingerprint: str
     weights_digest: str

@@ -92,6 +92,7 @@ from lezo_ds.runs import records
 from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.monitors import Monitors
+from lezo_ds.runs.opening import results_of
 from lezo_ds.runs.results import RunResults, method_name, peak_memory_bytes
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
@@ -106,10 +107,6 @@ _MORE_AT_ENDS = 0.01
 """Share of codes that updates may bring to an end of their grid without a warning."""
 _PAUSE_SECONDS = 0.2
 """Time between rounds after the last step, in which launches only wait for an evaluation."""
-
-MAJORITY_CLASS = "majority_class"
-MACRO_F1 = "macro_f1"
-"""Names of scores in the record of an evaluation, next to the task's metric."""
 
 StepMetrics = dict[str, float | bool | None]
 """Numbers of a step, by the names that they have in metrics.jsonl, such as `loss` and `applied`."""
@@ -308,8 +305,7 @@ class Run:
 
     def _owner(self) -> SnapshotOwner:
         """Return what the snapshots of this run have in their manifests. For rank 0."""
-        journal = self._own_journal()
-        return SnapshotOwner(journal.header.model_fingerprint, journal.step_checksums)
+        return records.owner_of(self._own_journal())
 
     # Steps.
 
@@ -498,8 +494,10 @@ class Run:
         for split, step in missing:
             if step == head:
                 self.evaluate(split, at=step)
-        if self.engine.global_steps == head:
-            self.save_if_due()
+        if self.engine.global_steps == head and self.is_snapshot_due():
+            self.save()
+            if self._writes:
+                self._prune_snapshots()
         for split, step in missing:
             if step != head and is_over:
                 self.evaluate(split, at=step)
@@ -577,9 +575,7 @@ class Run:
         `at_ends` is the share of the trained codes of 8 bits at an end of their grid.
         """
         split = evaluation.split
-        metric = self.data.task.metric
-        rewards = {f"rewards/{name}": mean for name, mean in result.rewards.items()}
-        numbers: StepMetrics = {"loss": evaluation.loss, metric: result.score, **rewards}
+        numbers: StepMetrics = {"loss": evaluation.loss, **evaluation.metrics}
         if result.answers is not None:
             numbers["share_ended"] = result.answers.share_ended
             numbers["num_different"] = result.answers.num_different
@@ -598,7 +594,7 @@ class Run:
         if split == "test":
             rows = prediction_rows(self.data.task, self.data.test.examples, result.predicted)
             self.directory.write_predictions(evaluation.step, rows)
-        logger.info("%s", evaluation_line(evaluation, metric))
+        logger.info("%s", evaluation_line(evaluation, self.data.task.metric))
         if result.answers is not None:
             self.directory.log_samples(evaluation.step, split, result.answers.samples)
             logger.info("%s", samples_line(result.answers))
@@ -630,14 +626,6 @@ class Run:
         checksum = self._owner().checksum(step) if self._writes else None
         self.engine.write_model(target, journal=checksum)
 
-    def save_if_due(self) -> None:
-        """Write the snapshot that is due at this step, if any; remove the oldest. A collective."""
-        if not self.is_snapshot_due():
-            return
-        self.save()
-        if self._writes:
-            self._prune_snapshots()
-
     def _prune_snapshots(self) -> None:
         """Remove all but the newest snapshots while the run goes on."""
         num_kept = max(1, self.config.train.keep_snapshots)  # a run resumes from the newest
@@ -664,10 +652,9 @@ class Run:
         """Return the results. The engine has the best weights if the run finished. A collective."""
         config = self.config
         metric = self.data.task.metric
-        best = trained = None
-        if is_finished:
-            best = records.best_evaluation(self.evaluations)
-            trained = records.best_evaluation(self.evaluations, first_step=1)
+        ended = self.evaluations if is_finished else []
+        best = records.best_evaluation(ended)
+        trained = records.best_evaluation(ended, first_step=1)
         best_step = None if best is None else best.step
         tests: dict[int | None, Mapping[str, float]] = {
             each.step: each.metrics for each in self.evaluations if each.split == "test"
@@ -676,32 +663,27 @@ class Run:
         of_best = tests.get(best_step, {})
         steps = self._recorded_steps()
         is_early = self.num_done < self.num_steps and self.has_lost_patience()
-        return RunResults(
-            task=self.data.task.name,
+        return results_of(
+            self.engine,
+            config,
+            self.data.task,
             method=method_name(config),
-            peft=config.peft.kind,
-            metric=metric,
-            protocol=config.data.protocol,
             finished=is_finished,
             zero_shot=of_base.get(metric),
             test=of_best.get(metric),
-            majority_class=of_base.get(MAJORITY_CLASS),
-            macro_f1=of_best.get(MACRO_F1),
+            majority_class=of_base.get("majority_class"),
+            macro_f1=of_best.get("macro_f1"),
             by_label=self._by_label.get(best_step or 0),
             best_step=best_step,
             best_dev_loss=None if best is None else best.loss,
             trained_dev_loss=None if trained is None else trained.loss,
-            worse_than_base=is_finished and records.is_worse_than_base(self.evaluations),
+            worse_than_base=records.is_worse_than_base(ended),
             steps=self.num_done,
             early_stop_step=self.num_done if is_early else None,
-            seed=config.seed,
             seconds=self._seconds(),
             peak_memory_bytes=peak_memory_bytes(self._earlier),
             skipped_steps=sum(not step.applied for step in steps),
             flat_steps=sum(step.applied and not any(step.projected_grads) for step in steps),
-            model_fingerprint=self.engine.base.fingerprint,
-            weights_digest=self.engine.weights.digest(),
-            world_size=self.engine.world_size,
         )
 
 
@@ -711,8 +693,8 @@ def evaluation_record(
     """Return what a journal has of an evaluation after `step` steps."""
     scores = {
         metric: result.score,
-        MAJORITY_CLASS: result.majority_class,
-        MACRO_F1: result.macro_f1,
+        "majority_class": result.majority_class,
+        "macro_f1": result.macro_f1,
         **{f"rewards/{name}": mean for name, mean in result.rewards.items()},
     }
     metrics = {name: score for name, score in scores.items() if score is not None}

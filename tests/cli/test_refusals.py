@@ -107,7 +107,7 @@ def test_a_run_is_not_resumed_with_other_settings_or_inputs_and_left_as_it_was(i
         ("train.steps", "train.steps=1"),
         ("seed", "seed=1", "--dry-run"),
         ("data_fingerprints.test differs", f"data.path={data}"),
-        ("model_fingerprint differs", f"model.path={model}"),
+        ("base model of the run: its fingerprint", f"model.path={model}"),
     )
     for fragment, key, *more in refused:
         finished = run_forked(

@@ -221,21 +221,17 @@ def test_labels_of_several_tokens_are_answered_by_one(labels, tmp_path):
     assert sum(right) > 50
 
 
-def test_where_no_fit_helps_the_head_stays_as_it_is(recipe, tmp_path):
+def test_where_no_fit_helps_nothing_is_written(recipe, tmp_path):
     """The validation example has the other label, so each fit has a higher loss on it."""
     records = [json.dumps({"sentence": "a film", "label": label}) for label in (0, 1)]
     file = tmp_path / "both.jsonl"
     file.write_text("\n".join(records))
     data = ["data.path=null", f"data.train={file}", f"data.test={file}", "data.num_dev=1"]
     labels = 'data.labels={"0": terrible, "1": great}'
-    finished = fit(recipe, tmp_path / "fitted", *OWN, labels, *data, "data.num_train=1")
-    assert "the head stays as it is" in finished.err
-    assert "changed nothing, because no fit" in (tmp_path / "fitted" / "README.md").read_text()
-    base, fitted = (
-        Alone(d).model.state_dict() for d in (recipe.parent / "model", tmp_path / "fitted")
-    )
-    assert base.keys() == fitted.keys()
-    assert all(torch.equal(fitted[name], tensor) for name, tensor in base.items())
+    given = (*OWN, labels, *data, "data.num_train=1")
+    finished = fit(recipe, tmp_path / "fitted", *given, runner=run_forked)
+    assert_one_error(finished, 2, "no fit has a lower validation loss", "lezo-ds train")
+    assert not (tmp_path / "fitted").exists()
 
 
 @pytest.mark.parametrize("targets", ["q_proj", "q_proj,lm_head"])

@@ -161,7 +161,7 @@ def test_monitors_get_every_step_and_evaluation(recipe, tmp_path):
         assert [(int(row[0]), float(row[1])) for row in rows] == expected
 
 
-def test_monitors_show_the_settings_and_a_resumed_run_as_one(recipe, tmp_path):
+def test_monitors_show_a_resumed_run_as_one(recipe, tmp_path):
     keys = ["train.report_to=[tensorboard,csv]", "train.eval_every=4"]
     train(recipe, tmp_path / "run", *keys, "train.steps=4")
     train(recipe, tmp_path / "run", *keys, "train.steps=8")
@@ -172,8 +172,3 @@ def test_monitors_show_the_settings_and_a_resumed_run_as_one(recipe, tmp_path):
     (path,) = (tmp_path / "run" / "monitors").rglob("train_loss.csv")
     steps = [line.partition(",")[0] for line in path.read_text().splitlines()]
     assert steps == ["step", *map(str, range(1, 9))]
-    first, last = (
-        point.tensor_proto.string_val[0] for point in shown.Tensors("settings/text_summary")
-    )
-    assert b"steps: 4" in first
-    assert b"steps: 8" in last

@@ -292,7 +292,6 @@ def test_each_label_has_its_probability_and_an_unsure_one_stays_empty(root, tmp_
     command = ["--model", root / "model", taken, "--out", tmp_path / "out.csv"]
     refused = predict(*command, "--probabilities", runner=run_forked)
     assert_one_error(refused, 2, "have a field probability_of_rain already")
-    predict(*command)
 
 
 def test_each_row_of_a_table_has_its_own_in_its_encoding(root, tmp_path):

@@ -66,16 +66,9 @@ def connect(monkeypatch):
         transport.server_close()
 
 
-@pytest.mark.parametrize("piece_bytes", [7, 100, 1000, transport_module.PIECE_BYTES])
-def test_a_peer_sends_the_lines_that_are_missing_in_pieces_and_all_to_another_journal(
-    tmp_path, connect, monkeypatch, piece_bytes
-):
-    monkeypatch.setattr(transport_module, "PIECE_BYTES", piece_bytes)
-    if piece_bytes <= 1000:
-        monkeypatch.setattr(transport_module, "MAX_BYTES", 1000)  # less than the journal has
+def test_a_peer_sends_the_lines_that_are_missing_and_all_to_another_journal(tmp_path, connect):
     peer = connect(write_journal(tmp_path / "peer", 9))
     whole = (tmp_path / "peer").read_bytes()
-    assert len(whole) > 1000
     assert connect(tmp_path / "none").fetch(peer.address) == (0, whole)
     assert connect(write_journal(tmp_path / "other", 9, key=6)).fetch(peer.address) == (0, whole)
     assert peer.fetch(connect(write_journal(tmp_path / "behind", 1)).address) == (len(whole), b"")
@@ -390,7 +383,7 @@ def test_unlike_machines_have_equal_weights_and_wrong_weights_leave(lab, tmp_pat
     run = read_run(lab.run_dir)
     (digest,) = run_ranks(_digest_of_a_replay, 1, lab.run_dir, results_of(lab.run_dir)["best_step"])
     assert digests == {digest}
-    assert len(run.records) > 40
+    assert len(run.journal.records) > 40
 
 
 def _digest_of_a_replay(run_dir, step):
