@@ -20,12 +20,12 @@ from lezo_ds.agreement import (
     desync_error,
     disagreement,
 )
+from lezo_ds.data.tasks import Example
 from lezo_ds.engine import check_losses
 from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
 from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.noise import Elements, Weight
-from lezo_ds.tasks.base import Example
 from lezo_ds.zo.estimators import Estimate, Probe, Spsa
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.passes import Groups, KeyedProbe
@@ -160,7 +160,7 @@ def test_a_batch_of_ones_own_counts_its_examples():
     assert bare.num_examples == 6
     packed = replace(bare, token_examples=torch.tensor([[0, 0, 1]] * 6))
     assert packed.num_examples == 2
-    named = replace(packed, examples=(Example("", (), None, 0),) * 3)
+    named = replace(packed, examples=(Example("", (), None),) * 3)
     assert named.num_examples == 3
     assert StepBatch.of([bare, bare]).num_examples == 12
     assert StepBatch.of([bare, named]).num_examples is None
