@@ -66,11 +66,11 @@ setup(
         "datasets>=4.0.0",
         "deepspeed>=0.19.8",  # older ones split no vocabulary for tensor parallelism
         "hjson>=3.1.0",  # DeepSpeed requires it, too
-        "huggingface_hub>=1.31.0",  # as transformers 5.20
+        "huggingface_hub>=1.31.0",
         "jinja2>=3.1.6",
         "numpy>=2.0.2",
         "pandas>=2.2.3",
-        "peft>=0.20.0",  # older ones open no adapter with transformers 5.20
+        "peft>=0.20.0",  # older ones open no adapter with transformers 5
         "psutil>=7.2.2",
         "pyarrow>=21.0.0",
         "pydantic>=2.12.5",
@@ -79,8 +79,7 @@ setup(
         "tokenizers>=0.23.3",
         "torch>=2.11.0",  # older ones write gloo's lines to standard output
         "tqdm>=4.67.2",
-        # 5.14 writes other answers for Qwen 3.5 and LFM2 at several probes.
-        "transformers>=5.20.2",
+        "transformers>=5.23.0",  # older ones mark no control tokens in texts
     ],
     extras_require={
         "dev": [
@@ -96,11 +95,13 @@ setup(
             "pytest-xdist",
             "pyyaml",  # reads what the package writes, as another library
             "ruff",
+            "scikit-learn",
             "tensorboard",
             "torchft-nightly; platform_system == 'Linux' and platform_machine == 'x86_64'",
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",
             "types-tqdm",
         ],
+        "baseline": ["scikit-learn>=1.7.0"],  # what a bag of words reaches, in init
         "demo": ["gguf>=0.17.1"],
         "elastic": ["torchft-nightly>=2026.10.26"],
         "lm-eval": ["lm-eval>=0.4.13"],

@@ -54,6 +54,7 @@ from lezo_ds.checkpoints.checkpoint import DTYPES, resolve_model
 from lezo_ds.cli import end_process_after
 from lezo_ds.config import RunConfig, ZoConfig, check_world, load_config, make_law
 from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.generation import generate
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
@@ -63,8 +64,7 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.forward.directions import directions_of
 from lezo_ds.noise import Elements, UpdateTarget
 from lezo_ds.runs.trainer import make_engine
-from lezo_ds.data.tasks import EncodedExample
-from lezo_ds.tools.sizes import OPT_SHAPES, opt_config
+from lezo_ds.tools.dry_run import OPT_SHAPES, opt_config
 from lezo_ds.zo.laws import DenseLaw, LowRankLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
@@ -340,9 +340,8 @@ def random_inputs(shape: str, task: str, config: RunConfig, folder: Path) -> Inp
     examples = [
         EncodedExample(
             sequences=((*prompt, 17), (*prompt, 42)),
-            option_lengths=(1, 1),
+            masks=((False,) * len(prompt) + (True,),) * 2,
             label=index % 2,
-            truncated=False,
         )
         for index, prompt in enumerate(prompts)
     ]

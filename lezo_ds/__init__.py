@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lezo_ds.data.rewards import reward
+    from lezo_ds.data.tasks import Task
     from lezo_ds.engine import LezoEngine, initialize
     from lezo_ds.runs.trainer import train
-    from lezo_ds.data.tasks import Task
     from lezo_ds.zo.estimators import Estimator
     from lezo_ds.zo.layers import LayerPolicy
 

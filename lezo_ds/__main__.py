@@ -1,9 +1,8 @@
 """`python -m lezo_ds` is the program `lezo-ds`."""
 
-import os
 import sys
 
-from lezo_ds.errors import launched_rank
+from lezo_ds.errors import launched_rank, leave
 
 
 def main(command: str | None = None) -> None:
@@ -19,8 +18,7 @@ def main(command: str | None = None) -> None:
     except KeyboardInterrupt:
         if launched_rank() == 0:
             print("interrupted; the same command starts again", file=sys.stderr, flush=True)
-        # A shell's code for SIGINT. Not sys.exit, which would wait for other ranks.
-        os._exit(130)
+        leave(130)  # a shell's code for SIGINT
 
 
 if __name__ == "__main__":

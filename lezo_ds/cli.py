@@ -22,6 +22,7 @@ import os
 import pkgutil
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,13 +39,16 @@ from lezo_ds.errors import (
     cut,
     did_you_mean,
     end_with,
+    forget_launcher,
     launched_rank,
+    leave,
     printable,
     require_package,
 )
 
 _RECIPE_HELP = "a YAML file, or the name of a shipped recipe"
 
+_CHAT_SECONDS = 30 * 24 * 3600  # that other ranks wait for the next line
 _BEST = "best"  # the step with the lowest validation loss
 _UNUSABLE = {errno.ENAMETOOLONG, errno.EACCES}
 """OSError codes that indicate a bad user-supplied path, wherever it is first used."""
@@ -143,7 +147,13 @@ def _train(parser: _Parser) -> None:
     add(
         "--gpu-memory",
         type=float,
-        help="with --dry-run: list what fits GPUs sold with this many GB, fastest first",
+        help="with --dry-run: list what fits GPUs sold with this many GB",
+    )
+    add(
+        "--examples",
+        type=_positive,
+        metavar="N",
+        help="with --dry-run: only print what the model reads and learns of N training examples",
     )
     add("--print-config", action="store_true", help="print the configuration as a YAML recipe")
     parser.add_keys()
@@ -155,6 +165,8 @@ def run_train(arguments: argparse.Namespace) -> None:
             "lezo-ds train needs a recipe",
             fix="lezo-ds train --config RECIPE; lezo-ds init MODEL DATA writes a recipe",
         )
+    if arguments.examples and not arguments.dry_run:
+        raise UserError("--examples only shows what a model reads", fix="add --dry-run")
     if not arguments.dry_run and (arguments.gpus or arguments.gpu_memory):
         launch = f"deepspeed --num_gpus {arguments.gpus or 'N'} --module lezo_ds train ..."
         raise UserError(
@@ -169,15 +181,21 @@ def run_train(arguments: argparse.Namespace) -> None:
     if arguments.print_config:
         print(dump_yaml(config.model_dump()), end="")
         return
-    check_training(config)
+    if not arguments.examples:
+        check_training(config)
     from lezo_ds import distributed
+    from lezo_ds.data.task_data import load_task_data
     from lezo_ds.runs.screen import run_summary
     from lezo_ds.runs.trainer import train
-    from lezo_ds.tools.dry_run import dry_run
+    from lezo_ds.tools import dry_run
 
     if arguments.dry_run:
         distributed.init_distributed()  # the plan depends on the number of ranks
-        for line in dry_run(config, arguments.gpus, arguments.gpu_memory):
+        lines = dry_run.dry_run(config, arguments.gpus, arguments.gpu_memory)
+        if arguments.examples:
+            data = load_task_data(config)  # of a recipe that may lack keys of training
+            lines = dry_run.example_lines(data, arguments.examples)
+        for line in lines:
             if distributed.rank() == 0:
                 print(line, flush=True)
         return
@@ -196,6 +214,12 @@ def _evaluate(parser: _Parser) -> None:
     add = _add_weights(parser)
     add("--split", choices=("test", "dev"), default="test", help="the examples to score")
     add("--json", action="store_true", help="print the scores as JSON instead of a line")
+    add(
+        "--out",
+        type=_path,
+        metavar="DIR",
+        help="write config.yaml, results.json and predictions/ there, as a run does",
+    )
     add(
         "--lm-eval",
         metavar="TASK,...",
@@ -254,7 +278,9 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
     if arguments.lm_eval is not None and arguments.split != "test":
         raise UserError("--split is for the task of a recipe", fix="remove --split or --lm-eval")
-    opened = _open_weights(arguments)
+    if arguments.lm_eval is not None and arguments.out is not None:
+        raise UserError("--out is for the task of a recipe", fix="remove --out or --lm-eval")
+    opened = _open_weights(arguments, needs_task=arguments.lm_eval is None)
     if arguments.lm_eval is not None:
         from lezo_ds.runs.harness import run_tasks
 
@@ -264,7 +290,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         from lezo_ds.runs.opening import score
         from lezo_ds.runs.screen import scores_summary
 
-        scores = score(opened, arguments.split)
+        scores = score(opened, arguments.split, arguments.out)
         summary = scores_summary(scores)
     if launched_rank() == 0:
         print(json.dumps(scores, indent=1) if arguments.json else summary)
@@ -293,7 +319,6 @@ def _predict(parser: _Parser) -> None:
         action="store_true",
         help="also write the probability of each label, as probability_LABEL",
     )
-    _add_encoding(add)
     add(
         "--threshold",
         type=_share,
@@ -305,8 +330,7 @@ def _predict(parser: _Parser) -> None:
 
 
 def run_predict(arguments: argparse.Namespace) -> None:
-    encoding = f"data.encoding={arguments.encoding}"
-    opened = _open_weights(arguments, encoding, needs_task=True)
+    opened = _open_weights(arguments, needs_task=True)
     from lezo_ds.runs.predict import predict_file
 
     num_records = predict_file(
@@ -335,8 +359,10 @@ def _chat(parser: _Parser) -> None:
 
 
 def run_chat(arguments: argparse.Namespace) -> None:
+    from lezo_ds import distributed
     from lezo_ds.runs.chat import CHAT_KEYS, chat
 
+    distributed.init_distributed(_CHAT_SECONDS)
     chat(_open_weights(arguments, *CHAT_KEYS))
 
 
@@ -418,41 +444,14 @@ def run_fit_head(arguments: argparse.Namespace) -> None:
         print(f"The model with the fitted head: {arguments.out}")
 
 
-def _sweep(parser: _Parser) -> None:
-    r"""Run every combination of a grid in sequence, and compare settings over seeds.
-
-    lezo-ds sweep --config RECIPE --out runs/sweep \
-        --grid zo.learning_rate=1e-6,7e-7 zo.sparsity=0.5,0.75 seed,data.seed=0,1,2,3,4
-    lezo-ds sweep --config demo --out runs/tuned --tune zo.learning_rate --grid seed=0,1,2
-
-    The same command skips finished runs and resumes the others. It writes results.csv to the --out
-    directory and prints means over seeds. Comma-separated keys change together. key=value before
-    --grid applies to all runs. --tune adds five values of a key to the grid; some may diverge. A
-    finished lezo run keeps no weights unless train.keep_snapshots is set: its journal reconstructs
-    them.
-    """
-    add = parser.add_argument
-    add("--config", required=True, help=_RECIPE_HELP)
-    add("--out", type=_path, required=True, help="directory of the sweep")
-    add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
-    add("--tune", help="a key: try 1/10, 1/3, 1, 3 and 10 times its value")
-    add(
-        "--launcher",
-        default=shlex.quote(sys.executable),
-        help='launcher, such as "deepspeed --num_gpus 2"',
-    )
-    scope = parser.add_mutually_exclusive_group()
-    scope.add_argument("--index", type=int, help="run only this index, and write no table")
-    scope.add_argument(
-        "--list", action="store_true", help="only list the runs and write the tables"
-    )
-    parser.add_keys()
-
-
 def _report(parser: _Parser) -> None:
     """Show runs as a table, averaged over seeds, or as a page with curves.
 
-    The page has the table, curves and wrong answers.
+    lezo-ds report 'runs/*' --html runs.html
+    lezo-ds report runs/a runs/b
+
+    Two finished runs on the same test examples are compared. The page has the tables, curves and
+    wrong answers.
     """
     add = parser.add_argument
     add(
@@ -462,7 +461,8 @@ def _report(parser: _Parser) -> None:
         metavar="RUN",
         help="directory of a run, or a pattern: 'runs/*'",
     )
-    add("--html", type=_path, help="write a page instead of a table")
+    add("--html", type=_path, metavar="FILE", help="write a page instead of a table")
+    add("--json", action="store_true", help="print the numbers as JSON instead of a table")
 
 
 def _init(parser: _Parser) -> None:
@@ -471,9 +471,8 @@ def _init(parser: _Parser) -> None:
     lezo-ds init models/smollm2 tickets.csv --text body --label topic --out recipe.yaml
     lezo-ds init models/smollm2 prompts.jsonl --reward rewards:brevity
 
-    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the Hub. By
-    default, the model reads the only text column and learns the only column with few values. An
-    instruct model uses its chat template.
+    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the Hub. A column
+    is taken without an option only if it alone can be it. An instruct model uses its chat template.
     """
     add = parser.add_argument
     add("model", type=_name, metavar="MODEL", help="directory of a model, or its Hub id")
@@ -485,10 +484,26 @@ def _init(parser: _Parser) -> None:
         metavar="FILE",
         help="output recipe (default: recipe.yaml)",
     )
-    _add_encoding(add)
-    add("--text", help="the column that the model reads")
+    add("--encoding", help="encoding of a .csv or .tsv file (default: found, UTF-8 first)")
+    add("--separator", help="what separates the values of a .csv or .tsv file (default: found)")
+    add("--text", metavar="COLUMN", help="the column that the model reads")
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--label", help="the column with the correct label")
+    target.add_argument("--label", metavar="COLUMN", help="the column with the correct label")
+    target.add_argument("--answer", metavar="COLUMN", help="the column with the text to write")
+    target.add_argument("--messages", metavar="COLUMN", help="the column with conversations")
+    target.add_argument(
+        "--reward",
+        type=_code,
+        metavar="MODULE:FUNCTION",
+        help="function that scores answers; its module may be in the recipe's folder",
+    )
+    add(
+        "--drop-label",
+        action="append",
+        default=[],
+        metavar="LABEL",
+        help="leave out the records with this label; may be repeated",
+    )
     add(
         "--label-map",
         type=_pair,
@@ -497,20 +512,12 @@ def _init(parser: _Parser) -> None:
         metavar="LABEL=OTHER",
         help="count a label as another; may be repeated",
     )
-    target.add_argument("--answer", help="the column with the text to generate")
-    target.add_argument(
-        "--reward",
-        type=_code,
-        metavar="MODULE:FUNCTION",
-        help="function that scores answers; its module may be in the recipe's folder",
-    )
     add(
         "--method",
         choices=("evolution-strategies", "fzoo", "lezo", "mezo"),
         help="training method (default: evolution-strategies for labels, choices and rewards, "
         "fzoo for texts)",
     )
-    add("--skip-unusable", action="store_true", help="skip unusable records")
 
 
 COMMANDS: dict[str, tuple[Callable[[_Parser], None], str]] = {
@@ -522,12 +529,11 @@ COMMANDS: dict[str, tuple[Callable[[_Parser], None], str]] = {
     "export": (_export, "lezo_ds.cli:run_export"),
     "fit-head": (_fit_head, "lezo_ds.cli:run_fit_head"),
     "report": (_report, "lezo_ds.tools.report:main"),
-    "sweep": (_sweep, "lezo_ds.tools.sweep:main"),
 }
 """For each command, the function that adds its arguments to a parser, and `module:name` of the
 function that takes the parsed arguments. The module is imported when the command runs."""
 
-_OF_ONE_RANK = {"init", "report", "sweep"}
+_OF_ONE_RANK = {"init", "report"}
 """Commands that ranks do not run together, because each rank would write the same files."""
 
 
@@ -564,8 +570,10 @@ def run_command(name: str, words: Sequence[str] | None = None) -> None:
     for word in getattr(arguments, "overrides", ()):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             raise UserError(f"{word} is not key=value", fix=f"lezo-ds {name} --config {word}")
-    if name in _OF_ONE_RANK and _is_left_to_rank_zero(name):
-        return
+    if name in _OF_ONE_RANK:
+        if _is_left_to_rank_zero(name):
+            return
+        forget_launcher()
     pkgutil.resolve_name(function)(arguments)
 
 
@@ -598,11 +606,13 @@ def end_process_after(work: Callable[[], None]) -> NoReturn:
         end_with(UserError(f"{path} cannot be used: {error.strerror}", fix=fix))
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
-    # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291).
+    # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291). What
+    # comes before: executors of the user's stop their workers, and then exit functions run.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    leave(0)
 
 
 def _prepare_process() -> None:
@@ -610,6 +620,8 @@ def _prepare_process() -> None:
     # Otherwise a lost rank is 30 lines of a C++ stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "20")  # each state of a bar is a line in a log
     sys.stdout = _Screen(sys.stdout, has_bars=False)
     sys.stderr = _Screen(sys.stderr, has_bars=True)
     level = logging.INFO if launched_rank() == 0 else logging.ERROR
@@ -619,6 +631,8 @@ def _prepare_process() -> None:
     logging.basicConfig(level=level, handlers=[handler])
     for noisy in ("accelerate", "DeepSpeed", "httpx", "datasets", "lm_eval", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    # DeepSpeed sets its logger's level, and a handler, when it is imported.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def _run_program() -> None:
@@ -672,7 +686,10 @@ class _Screen(io.TextIOWrapper):
         self._has_bars = has_bars
 
     def write(self, text: str) -> int:
-        super().write(printable(text, has_bars=self._has_bars))
+        shown = text
+        if self._has_bars and not self.isatty():
+            shown = text.replace("\r", "\n")
+        super().write(printable(shown, has_bars=self._has_bars))
         return len(text)
 
 

@@ -8,6 +8,7 @@ many ranks and with many threads (see `end_with`).
 from __future__ import annotations
 
 import difflib
+import multiprocessing
 import os
 import re
 import sys
@@ -19,6 +20,19 @@ from typing import NoReturn
 
 # Where launchers put the rank of a process: torch and DeepSpeed, Open MPI, srun, other MPIs.
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
+# What else says that a process is one of several ranks.
+_LAUNCH_NAMES = (
+    *_RANK_NAMES,
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "OMPI_COMM_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "PMI_SIZE",
+    "PMIX_RANK",
+)
 
 # How long a rank that is not the first to report an error waits for the launcher to end it.
 _SILENCE_SECONDS = 10.0
@@ -154,6 +168,22 @@ def launched_rank() -> int:
     return 0
 
 
+def forget_launcher() -> None:
+    """Make this process, and those that it starts, the only rank of their launch."""
+    for name in _LAUNCH_NAMES:
+        os.environ.pop(name, None)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process at once, and the processes that functions of the user's have started.
+
+    Not sys.exit, which destroys the process group: that waits for ranks in a collective.
+    """
+    for child in multiprocessing.active_children():
+        child.terminate()
+    os._exit(exit_code)
+
+
 def end_with(error: LezoError) -> NoReturn:
     """Print an error as one line and end the process with the error's exit code.
 
@@ -177,8 +207,7 @@ def end_with(error: LezoError) -> NoReturn:
     sys.stdout.flush()
     if is_lost and rank == 1:
         time.sleep(_LOST_RANK_SECONDS)
-    # Not sys.exit, which destroys the process group: that waits for ranks in a collective.
-    os._exit(error.exit_code)
+    leave(error.exit_code)
 
 
 def one_line(text: object) -> str:

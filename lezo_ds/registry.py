@@ -4,11 +4,14 @@ A key of the recipe names a component, such as `zo.estimator=fzoo` or `data.metr
 first form is looked up in a `Registry`. The second one imports the user's module `mine`, which may
 be installed, on PYTHONPATH, or a file in the recipe's folder, where it is looked for first. What
 `mine` imports is looked for there last: a file datasets.py must not hide the library from others.
+A folder's modules are forgotten as soon as another folder is looked in, which may have others of
+the same names.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import pkgutil
 import re
 import sys
@@ -17,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lezo_ds.errors import UserError, did_you_mean
@@ -25,6 +29,12 @@ T = TypeVar("T")
 
 FOLDERS: list[str] = []
 """The folder of the recipe, or nothing. `load_config` writes it, and imports read it."""
+
+_ADDED: list[str] = []
+"""What this module has put on sys.path."""
+
+_OWN: dict[str, list[str]] = {}
+"""For each top-level module that was imported from a recipe's folder, this folder."""
 
 
 class Registry(dict[str, T]):
@@ -65,8 +75,7 @@ class Registry(dict[str, T]):
 
     def _import(self, name: str) -> Any:
         try:
-            with _recipe_folder_last():
-                _import_from_recipe_folder(re.split("[.:]", name)[0])
+            with _recipe_folder(name):
                 component = pkgutil.resolve_name(name)
             self._check_kind(component)
         except (Exception, SystemExit) as error:  # the module may raise anything
@@ -105,16 +114,34 @@ def options_of(component: Any, kind: type) -> dict[str, Any]:
     return {field.name: field.default for field in own}
 
 
+def file_of(name: str) -> Path:
+    """Return the file of the module of a component that was found: `package.module:Name`."""
+    with _recipe_folder(name):
+        module = importlib.import_module(name.partition(":")[0])
+    return Path(str(module.__file__))
+
+
 @contextmanager
-def _recipe_folder_last() -> Iterator[None]:
-    """Let imports find what is in the recipe's folder and nowhere else."""
-    added = [folder for folder in FOLDERS if folder not in sys.path]
-    sys.path += added
+def _recipe_folder(name: str) -> Iterator[None]:
+    """Let imports find the module of a component in the recipe's folder first, and others last."""
+    for top in [top for top, folder in _OWN.items() if folder != FOLDERS]:
+        del _OWN[top]
+        for module in [each for each in sys.modules if each.partition(".")[0] == top]:
+            del sys.modules[module]
+    before = set(sys.modules)
+    sys.path[:] = [folder for folder in sys.path if folder not in _ADDED]
+    # It stays on the path: processes that the module starts import the module again.
+    _ADDED[:] = [folder for folder in FOLDERS if folder not in sys.path]
+    sys.path += _ADDED
     try:
+        _import_from_recipe_folder(re.split("[.:]", name)[0])
         yield
     finally:
-        for folder in added:
-            sys.path.remove(folder)
+        for top in {module.partition(".")[0] for module in sys.modules} - before:
+            spec = PathFinder.find_spec(top, FOLDERS)
+            imported = sys.modules.get(top)
+            if spec is not None and spec.origin == getattr(imported, "__file__", ""):
+                _OWN[top] = list(FOLDERS)
 
 
 def _import_from_recipe_folder(module_name: str) -> None:

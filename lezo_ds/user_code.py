@@ -30,7 +30,7 @@ def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named
     except LezoError:
         raise
     # sys.exit() in the function would end the run as if all its steps were done.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except (Exception, SystemExit) as error:
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         where = ""
         if frame.f_code is not call_of_user.__code__:  # else the arguments do not fit the function

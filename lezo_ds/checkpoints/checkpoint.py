@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,25 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-from transformers.utils import CHAT_TEMPLATE_DIR
+from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from lezo_ds.config.paths import split_revision
 from lezo_ds.errors import HubError, UserError, did_you_mean, first_line
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_other_inputs
 from lezo_ds.forward.rope import rotate_each_row
 from lezo_ds.noise import Region
-from lezo_ds.sharding.files import NameLists, WeightFiles, fp8_block, has_weights
+from lezo_ds.sharding.files import (
+    QUANTIZATION_KEYS,
+    NameLists,
+    WeightFiles,
+    fp8_block,
+    has_weights,
+    sections_of,
+    weight_files,
+)
 from lezo_ds.sharding.parameters import own_name
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -43,15 +55,32 @@ _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation", "cpmant", "p
 """Families of encoders, which are decoders if their config says so."""
 _MOST_LAYERS = 2000
 """Most layers of a model. The largest ones have some hundred; building a million takes hours."""
+_MOST_NAMED = 3
+"""Most tensors that are named, of those that are not read."""
 _COMPARED_AT_ONCE = 1 << 24
 """Most elements of each of two weights that are in memory while they are compared."""
 _HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "README.md"]
 """What transformers reads of a model and its tokenizer; a folder has further chat templates. The
 card names the license, for the card of an export."""
-_PICKLED_WEIGHTS = ["pytorch_model*.bin"]
-"""The weights of older models, which are read where there are no others."""
 _NOT_READ = ["*/*.safetensors", "consolidated*.safetensors"]
 """Copies of the weights in the formats of other libraries, which transformers does not read."""
+_HEADER_BYTES_OF_TENSOR = 512
+"""Most bytes of a tensor in the header of a file: a name of about 100 letters, shape and place."""
+_OF_ANOTHER_MODEL = re.compile(
+    r"(score|classifier|classification_head|qa_outputs|reward_head|regression_head)\."
+    r"|.*\.lora_[AB]\."
+)
+"""Names of tensors without which a checkpoint is another model: other heads than that of a language
+model, and adapters that are not merged."""
+_ABOUT_VALUES = re.compile(r"(?P<weight>.+)[._](\w*scale\w*|\w*zero\w*|absmax|quant\w*)")
+"""Names of tensors that say what the values of a weight mean, which is then quantized."""
+_FURTHER_LAYERS = re.compile(r"n(um)?_\w*(nextn|mtp)|mtp_num")
+"""Keys that count layers for the prediction of several tokens, which transformers does not have."""
+_NOT_EXPORTED = {
+    *("auto_map", "custom_pipelines", "dtype", "torch_dtype", "transformers_weights"),
+    *QUANTIZATION_KEYS,
+}
+"""Keys of a config.json about other files of its directory, or the numbers in them."""
 
 
 def resolve_model(model: str) -> Path:
@@ -76,13 +105,23 @@ def resolve_model(model: str) -> Path:
     if is_adapter or not (directory / "config.json").is_file():
         raise _no_model(model, directory)
     if not has_weights(directory):
-        raise UserError(
-            f"model.path {model} has no weights as safetensors or pytorch_model.bin",
-            fix="convert them once with transformers: from_pretrained, then save_pretrained",
-        )
-    for file in (*directory.iterdir(), *directory.glob(f"{CHAT_TEMPLATE_DIR}/*")):
+        raise _no_weights(model, directory)
+    weights = [directory / name for name in weight_files(directory)[0]]
+    for file in (*directory.iterdir(), *directory.glob(f"{CHAT_TEMPLATE_DIR}/*"), *weights):
         _assert_own_file(file, directory)
     return directory
+
+
+def _no_weights(model: str, directory: Path) -> UserError:
+    """Return that a directory has no weights under the names that transformers reads."""
+    others = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+    found = ", ".join(sorted(path.name for path in others)[:_MOST_NAMED]) or "no other weights"
+    return UserError(
+        f"model.path {model} has no weights in {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, and no index "
+        f"of several files; it has {found}",
+        fix="in a copy of the model of your own, give a file of all weights one of these names, or "
+        "use another copy",
+    )
 
 
 def _assert_own_file(file: Path, directory: Path) -> None:
@@ -130,16 +169,17 @@ def _download(model: str) -> Path:
     try:
         name, revision = split_revision(model)
         fetch = functools.partial(
-            snapshot_download,
-            name,
-            revision=revision,
-            ignore_patterns=_NOT_READ,
-            local_files_only=bool(problem),
+            snapshot_download, name, revision=revision, local_files_only=bool(problem)
         )
-        directory = Path(fetch(allow_patterns=_HUB_PATTERNS))
-        if not any(directory.glob("*.safetensors")):
-            fetch(allow_patterns=_PICKLED_WEIGHTS)
+        directory = Path(fetch(allow_patterns=_HUB_PATTERNS, ignore_patterns=_NOT_READ))
+        # The weights of an older model, or files in folders that an index names.
+        names = weight_files(directory)[0] if has_weights(directory) else [WEIGHTS_NAME]
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            fetch(allow_patterns=missing)
         return directory
+    except UserError:
+        raise
     except Exception as error:  # the client raises many types: offline, not found, bad name
         fix = "check the name, or download the model first and set model.path to its directory"
         parent = Path(model).parent
@@ -194,11 +234,12 @@ def load_model_config(directory: Path) -> Any:
             f"{first_line(error)}",
             fix="update transformers, or use another model (remote code is never run)",
         ) from error
-    if fp8_block(directory):
-        del config.quantization_config  # the weights are dequantized where they are read
+    is_quantized = fp8_block(directory) is not None
     parts = [getattr(config, name) for name in config.sub_configs]
     # A part that a model does not have, such as an audio encoder, is None.
     for section in filter(None, (config, *parts)):
+        if is_quantized:  # the weights are dequantized where they are read
+            vars(section).pop("quantization_config", None)
         num_layers = getattr(section, "num_hidden_layers", 0)
         if isinstance(num_layers, int) and num_layers > _MOST_LAYERS:
             raise UserError(
@@ -222,6 +263,28 @@ def load_model_config(directory: Path) -> Any:
                 fix="remove attn_implementation from config.json",
             )
     return config
+
+
+def stored_dtype(directory: Path) -> str:
+    """Return the dtype in the config of a model, as a key of `DTYPES`; fp32 for any other one."""
+    config = load_model_config(directory)
+    stored = config.dtype or config.get_text_config(decoder=True).dtype
+    return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
+
+
+def num_positions(config: Any) -> int | None:
+    """Return the most tokens of a text that a model reads, or None if its config has no limit.
+
+    Scaled rotary positions go further than the `max_position_embeddings` of the model before it was
+    scaled, which most configs keep.
+    """
+    decoder = config.get_text_config(decoder=True)
+    limit: int | None = getattr(decoder, "max_position_embeddings", None)
+    rope = getattr(decoder, "rope_parameters", None) or {}
+    if limit is not None and rope.get("rope_type") in ("yarn", "dynamic", "linear"):
+        original = rope.get("original_max_position_embeddings", limit)
+        limit = max(limit, int(original * (rope.get("factor") or 1)))
+    return limit
 
 
 def auto_class(config: Any) -> Any:
@@ -298,8 +361,7 @@ def _ties_unlike_weights(model: Any, directory: Path, dtype: torch.dtype) -> boo
     A directory without weights, whose memory is planned, has what its config says.
     """
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
-    stored = [*directory.glob("*.safetensors"), *directory.glob(_PICKLED_WEIGHTS[0])]
-    if not pairs or not stored:
+    if not pairs or not has_weights(directory):
         return False
     files = open_weights(model, directory)
     for target, source in pairs.items():
@@ -330,9 +392,11 @@ def saved_config(model: Any, directory: Path) -> dict[str, Any]:
     ties = getattr(model.config, "tie_word_embeddings", None)
     if ties != getattr(config, "tie_word_embeddings", None):
         values["tie_word_embeddings"] = ties
-    values.pop("torch_dtype", None)  # the older name of dtype
-    values.pop("transformers_weights", None)  # a file of the directory
-    values.pop("quantization_config", None)  # what is written is dequantized
+    for section in sections_of(values):
+        for key in _NOT_EXPORTED.intersection(section):
+            del section[key]
+        for key in filter(_FURTHER_LAYERS.match, section):
+            section[key] = 0  # `check_files` has named them
     return values | {"architectures": [type(model).__name__]}
 
 
@@ -348,26 +412,79 @@ def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
 
 
 def check_files(model: nn.Module, directory: Path) -> None:
-    """Check that a directory holds all weights of a model, and read its buffers.
+    """Check that a directory holds all weights of a model and what else, and read its buffers.
 
     A model may have buffers besides its parameters, such as what corrects the scores of a router.
     They are small, so each rank has all of them. They are not trained, and an export has them.
+
+    Raises:
+        UserError: a weight is missing, or the checkpoint is that of another kind of model.
     """
     names = parameter_names(model)
     files = open_weights(model, directory)
+    _name_unread(model, files, chain.from_iterable(names.values()))
     files.find(names, {name: tuple(model.get_parameter(name).shape) for name in names})
     buffers = dict(persistent_buffers(model))
     stored: NameLists = {name: (name,) for name in buffers if files.stored_as(name) is not None}
     shapes = {name: tuple(buffers[name].shape) for name in stored}
-    for name, tensors in files.find(stored, shapes).items():
+    for name, tensors in files.find(stored, shapes, are_weights=False).items():
         buffer = buffers[name]
         buffer.copy_(files.read(tensors, Region.run(0, buffer.numel())).view_as(buffer))
 
 
+def _name_unread(model: nn.Module, files: WeightFiles, parameters: Iterable[str]) -> None:
+    """Log the tensors of a checkpoint that a model does not have, as transformers' UNEXPECTED.
+
+    Buffers that a model computes, which older checkpoints store, are none of them.
+
+    Raises:
+        UserError: without these tensors, the checkpoint is another model.
+    """
+    buffers = (own_name(name) for name, _ in model.named_buffers())
+    unread = [
+        name
+        for name in files.unread(chain(parameters, buffers))
+        if not name.endswith("rotary_emb.inv_freq")
+    ]
+    read = files.tensors.keys() - set(unread)
+    for name in unread:
+        if _OF_ANOTHER_MODEL.match(name):
+            raise UserError(
+                f"{files.directory} is not a language model alone: it has {name}, as a classifier, "
+                "a reward model or an adapter that is not merged does",
+                fix="set model.path to the language model that it was made from, or merge the "
+                "adapter with peft",
+            )
+        about = _ABOUT_VALUES.fullmatch(name)
+        if about and about["weight"] in read:
+            raise UserError(
+                f"the weights of {files.directory} are quantized: {name} says what the values of "
+                f"{about['weight']} mean, and config.json does not say how",
+                fix="set model.path to the checkpoint before it was quantized",
+            )
+    if unread:
+        logger.warning(
+            "%d of %d tensors in %s are not read, so they are neither trained nor exported: the "
+            "model of its config.json does not have %s%s",
+            len(unread),
+            len(files.tensors),
+            files.directory,
+            ", ".join(unread[:_MOST_NAMED]),
+            ", ..." if unread[_MOST_NAMED:] else "",
+        )
+
+
 def open_weights(model: nn.Module, directory: Path) -> WeightFiles:
     """Open the weights of a model that transformers can load, under their names in the model."""
-    prefix = getattr(model, "base_model_prefix", "")
-    return WeightFiles(directory, prefix=prefix, conversions=get_model_conversion_mapping(model))
+    # A checkpoint may have each expert of a parameter, and its scales, as a tensor of its own.
+    shapes = [getattr(each, "ds_shape", each.shape) for each in model.parameters()]
+    num_tensors = sum(4 * shape[0] if len(shape) > 2 else 2 for shape in shapes)
+    return WeightFiles(
+        directory,
+        prefix=getattr(model, "base_model_prefix", ""),
+        conversions=get_model_conversion_mapping(model),
+        most_header_bytes=(1 << 20) + num_tensors * _HEADER_BYTES_OF_TENSOR,
+    )
 
 
 def parameter_names(model: nn.Module) -> NameLists:

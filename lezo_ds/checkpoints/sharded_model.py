@@ -81,6 +81,7 @@ class ShardedModel:
         weights: this rank's shards.
         layout: its transformer blocks.
         base: where it was loaded from.
+        files: the weights there.
         ds_config: DeepSpeed's configuration.
         adapter: what a run trains instead of the weights, or None.
         engine: DeepSpeed's engine, if there is one already: with tensor parallelism, it has split
@@ -91,6 +92,7 @@ class ShardedModel:
     weights: ShardedWeights
     layout: BlockLayout
     base: BaseModel
+    files: WeightFiles
     ds_config: Mapping[str, Any]
     adapter: Adapter | None
     engine: Any = None
@@ -98,7 +100,7 @@ class ShardedModel:
     def load_initial(self) -> None:
         """Set the weights to those before the first update, bit for bit. A collective."""
         if self.adapter is None:
-            self.weights.load(self.weights.shards, open_weights(self.module, self.base.directory))
+            self.weights.load(self.weights.shards, self.files)
         else:
             self.weights.restore_initial()
 
@@ -134,6 +136,7 @@ def load_sharded_model(
     distributed.barrier()
     directory = resolve_model(model)
     module, layout = build_checked(directory, dtype)
+    base_files = open_weights(module, directory)
     quantized = quantized_matrices(module, layout) if bits else frozenset()
     adapter = make_adapter(peft)
     if adapter is not None:
@@ -161,7 +164,7 @@ def load_sharded_model(
     weights = ShardedWeights(
         shards, aliases=aliases, precision=precision, has_adapter=bool(adapter)
     )
-    weights.load(weights.base_shards, open_weights(module, directory))
+    weights.load(weights.base_shards, base_files)
     buffers = dict(persistent_buffers(module))
     fingerprint = _fingerprint(weights.digest(weights.base_shards), buffers)
     hash_of_names = table_hash({shard.name: shard.shape for shard in shards})
@@ -173,13 +176,12 @@ def load_sharded_model(
             weights.load(weights.adapter_shards, files)
             _warn_of_unread(files, weights.adapter_shards)
         weights.keep_initial()
-    return ShardedModel(module, weights, layout, base, ds_config, adapter, engine)
+    return ShardedModel(module, weights, layout, base, base_files, ds_config, adapter, engine)
 
 
 def _warn_of_unread(files: WeightFiles, shards: Sequence[Shard]) -> None:
     """Log the tensors of an adapter that no shard has, such as those of a vision tower."""
-    read = {tensor for shard in shards for tensor in files.stored_as(shard.name) or ()}
-    unread = sorted(files.tensors.keys() - read)
+    unread = files.unread(shard.name for shard in shards)
     if unread:
         logger.warning(
             "%s: %d of %d tensors are left out, such as %s: no text runs through their modules",
@@ -191,10 +193,7 @@ def _warn_of_unread(files: WeightFiles, shards: Sequence[Shard]) -> None:
 
 
 def _fingerprint(digest: str, buffers: Mapping[str, Tensor]) -> str:
-    """Return the fingerprint of a base: the digest of its weights, with its buffers if it has any.
-
-    Runs of models without buffers keep the fingerprint that earlier versions recorded.
-    """
+    """Return the fingerprint of a base: the digest of its weights, and of its buffers if any."""
     if not buffers:
         return digest
     content = hashlib.blake2b(digest.encode(), digest_size=16)

@@ -17,10 +17,10 @@ import json
 import logging
 import re
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import open_weights, persistent_buffers, saved_config
 from lezo_ds.checkpoints.sharded_model import ShardedModel
+from lezo_ds.distributed import gather_objects
 from lezo_ds.errors import LezoError
 from lezo_ds.files import (
     DAMAGE,
+    failures_named,
     make_directory,
     read_regular,
     sha256_file,
@@ -42,7 +44,7 @@ from lezo_ds.files import (
     write_atomically,
 )
 from lezo_ds.forward.adapters import LoraAdapter, adapter_files
-from lezo_ds.sharding.files import NameLists
+from lezo_ds.sharding.shards import Shard
 from lezo_ds.sharding.weights import LOW_BITS_DIRECTORY, WeightChanges
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ MAX_FILE_BYTES = 1 << 30
 """Most bytes of a file of weights, unless a single parameter has more."""
 Manifest = Mapping[str, Any]
 """What `lezo_manifest.json` has, by name."""
+FileFacts = Mapping[str, Any]
+"""What a manifest has of a file: `bytes` and `sha256`."""
 Card = Callable[[str], str]
 """Returns the README.md of a model, from the SHA-256 of its weight files (`_weights_sha256`)."""
 
@@ -77,8 +81,12 @@ def write_snapshot(
 ) -> None:
     """Write the model, or its adapter, to a directory. A collective.
 
-    Rank 0 writes. It holds at most one output file (1 GiB, or one parameter) and the next parameter
-    at a time. If it cannot write, every rank raises, and an older `target` stays as it was.
+    The ranks write the files of weights in turn. Each holds at most one of them (1 GiB, or one
+    parameter) and the next parameter at a time. If one cannot write, every rank raises, and an
+    older `target` stays as it was.
+
+    The weights have the names and shapes that the base model's files have, such as a tensor for
+    each expert.
 
     Args:
         sharded: with an adapter, only its parameters are written, in peft's format if peft has one.
@@ -104,115 +112,163 @@ def write_snapshot(
         assert isinstance(sharded.adapter, LoraAdapter)
         shards = weights.base_shards
         all_changes.insert(0, sharded.adapter.merges(weights))
+    changed = set().union(*all_changes)
+    # If a tied weight changes under one of its names, none of the model can be tied: BERT's head
+    # has a tied bias, too.
+    is_untied = any(
+        len(names) > 1 and changed.intersection(names) for names in weights.aliases.values()
+    )
     known = {name: value for name, value in facts.items() if value is not None}
     manifest = {**known, "base": sharded.base.fingerprint}
     if not all_changes:
         manifest["digest"] = weights.digest()
     if sharded.base.bits and not merge:
         manifest["bits"] = sharded.base.bits  # with which the base has this fingerprint
-    prefix = adapter.stored_prefix if adapter else ""
-    # Each parameter is gathered when the generator gets to it.
+    temporary = target.with_name(f".{target.name}.tmp")
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        make_directory(temporary)
+        if adapter is not None:
+            adapter.write_config(temporary, sharded.base.name)
+            return
+        _copy_companions(sharded.base.directory, temporary)
+        for name, text in (texts or {}).items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        _write_config(sharded, temporary, is_untied=is_untied)
+
+    _on_rank_zero(prepare, target, temporary)
+    # Each parameter is gathered when the generator gets to it, on all ranks.
     tensors: Iterator[tuple[str, Tensor]]
-    tensors = ((prefix + shard.name, shard.gather()) for shard in shards)
-    if all_changes:
-        tensors = _changed(tensors, all_changes, weights.aliases)
+    if adapter is None:
+        tensors = _stored_weights(sharded, shards, all_changes, is_untied=is_untied)
+    else:
+        tensors = ((adapter.stored_prefix + shard.name, shard.gather()) for shard in shards)
     low_tensors = (
         (shard.name, shard.gather_like(weights.low_bits[shard.name]))
         for shard in weights.snapshot_shards
         if card is None and shard.name in weights.low_bits
     )
-    temporary = target.with_name(f".{target.name}.tmp")
-    problem = ""
-    if distributed.rank() == 0:
+    # A folder that the nodes do not share is there on the node of rank 0 alone.
+    writers = [rank for rank, is_there in enumerate(gather_objects(temporary.is_dir())) if is_there]
+    single = None if adapter is None else adapter.weights_file
+    files, problem = _write_tensors(temporary, tensors, writers, single)
+    low_files, low_problem = _write_tensors(temporary / LOW_BITS_DIRECTORY, low_tensors, writers)
+    of_ranks = gather_objects((files | low_files, problem or low_problem))
+
+    def publish() -> None:
+        written: dict[str, FileFacts] = {}
+        for files_of_rank, problem_of_rank in of_ranks:
+            if problem_of_rank:
+                raise OSError(problem_of_rank)
+            for path, file_facts in files_of_rank.items():
+                written[str(path.relative_to(temporary))] = file_facts
+        _publish(temporary, target, manifest, written, card)
+
+    _on_rank_zero(publish, target, temporary)
+
+
+def _on_rank_zero(action: Callable[[], None], target: Path, temporary: Path) -> None:
+    """Write something of a snapshot on rank 0. A collective. All ranks raise if it fails."""
+
+    def guarded() -> None:
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            make_directory(temporary)
-            if adapter is None:
-                _copy_companions(sharded.base.directory, temporary)
-                for name, text in (texts or {}).items():
-                    (temporary / name).write_text(text, encoding="utf-8")
-                buffers = persistent_buffers(sharded.module)
-                written = _write_tensors(temporary, chain(tensors, buffers))
-                _write_config(sharded, temporary, written)
-            else:
-                adapter.write_config(temporary, sharded.base.name)
-                _write_tensors(temporary, tensors, adapter.weights_file)
-            _write_tensors(temporary / LOW_BITS_DIRECTORY, low_tensors)
-            _publish(temporary, target, manifest, card)
-        except (OSError, SafetensorError) as error:
-            problem = f"{type(error).__name__}: {error}"
+            with failures_named(target):
+                action()
+        except LezoError:
             shutil.rmtree(temporary, ignore_errors=True)  # it may be what filled the disk
-    # The other ranks take part in each gather. So does rank 0 after an error: they would hang.
-    deque(chain(tensors, low_tensors), maxlen=0)
-    problem = distributed.broadcast_object(problem)
-    if problem:
-        raise LezoError(
-            f"the model cannot be written to {target}: {problem}; fix: make room on its disk, or "
-            "permit writing"
-        )
+            raise
+
+    distributed.on_rank_zero(guarded)
 
 
-def _changed(
-    tensors: Iterable[tuple[str, Tensor]], all_changes: Sequence[WeightChanges], aliases: NameLists
+def _stored_weights(
+    sharded: ShardedModel,
+    shards: Sequence[Shard],
+    all_changes: Sequence[WeightChanges],
+    *,
+    is_untied: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model after some changes.
+    """Yield the weights after some changes, and the buffers, as the base model's files have them.
 
-    `aliases` has all names of each weight by the first one, under which it comes. If a tied weight
-    changes under one of its names, no weight of the model can be tied (`_write_config`), and each
-    is written under all its names: BERT's head has a tied bias, too.
+    If `is_untied`, each weight comes under all its names, with the changes of each name.
     """
-    changed = set().union(*all_changes)
-    is_untied = any(len(names) > 1 and changed.intersection(names) for names in aliases.values())
-    for name, tensor in tensors:
-        for alias in aliases[name] if is_untied else (name,):
-            value = tensor
+    for shard in shards:
+        aliases = sharded.weights.aliases[shard.name]
+        gathered = shard.gather()
+        for names in [(alias,) for alias in aliases] if is_untied else [aliases]:
+            value = gathered
             for changes in all_changes:
-                if alias in changes:
-                    value = changes[alias](value)
-            if value is tensor and alias != name:
-                value = tensor.clone()  # safetensors refuses tensors that share memory
-            yield alias, value
+                if names[0] in changes:
+                    value = changes[names[0]](value)
+            yield from sharded.files.as_stored(names, value)
+    for name, buffer in persistent_buffers(sharded.module):
+        yield from sharded.files.as_stored((name,), buffer)
 
 
 def _write_tensors(
-    directory: Path, tensors: Iterable[tuple[str, Tensor]], single: str | None = None
-) -> set[str]:
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    writers: Sequence[int],
+    single: str | None = None,
+) -> tuple[dict[Path, FileFacts], str]:
     """Write tensors to numbered safetensors files and an index, or to one file named `single`.
 
-    Return their names.
+    All ranks go through the tensors. File i is written by rank `writers[i % len(writers)]`, while
+    the tensors of the next file are gathered. A rank holds the tensors of one file at a time.
 
-    This holds those of one file at a time; huggingface_hub.save_torch_state_dict needs all tensors
-    at once.
+    Returns:
+        What the manifest says of the files that this rank has written, and what went wrong, or "".
     """
+    own_rank = distributed.rank()
+    futures: dict[Path, Future[FileFacts]] = {}
     pending: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
+    number = 0
+    num_bytes = 0  # of the present file
     total_bytes = 0
+    with ThreadPoolExecutor(1) as background:
 
-    def flush() -> None:
-        number = len(set(weight_map.values())) + 1
-        path = directory / (single or f"model-{number:05d}.safetensors")
-        path.parent.mkdir(exist_ok=True)
-        # safetensors 0.8 makes a file that only its owner can read, whatever the umask.
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(pending, path, metadata={"format": "pt"})
-        path.chmod(mode)
-        weight_map.update(dict.fromkeys(pending, path.name))
-        pending.clear()
+        def flush() -> None:
+            if pending:
+                path = directory / weight_map[next(iter(pending))]
+                futures[path] = background.submit(_write_file, path, dict(pending))
+                pending.clear()
 
-    for name, tensor in tensors:
-        num_bytes = tensor.nbytes + sum(held.nbytes for held in pending.values())
-        if pending and single is None and num_bytes > MAX_FILE_BYTES:
-            flush()
-        pending[name] = tensor.cpu().contiguous()
-        total_bytes += tensor.nbytes
-        del tensor  # a GPU needs the memory for the next one
-    if pending:
+        for name, tensor in tensors:
+            if num_bytes and single is None and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
+                flush()
+                number += 1
+                num_bytes = 0
+            weight_map[name] = single or f"model-{number + 1:05d}.safetensors"
+            num_bytes += tensor.nbytes
+            total_bytes += tensor.nbytes
+            if writers[number % len(writers)] == own_rank:
+                if not pending:
+                    wait(futures.values())
+                # A copy: safetensors refuses tensors that share memory.
+                pending[name] = tensor.to("cpu", copy=True).contiguous()
+            del tensor  # a GPU needs the memory for the next one
         flush()
-    if weight_map and single is None:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        write_atomically(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
-    return set(weight_map)
+    try:
+        if own_rank == 0 and weight_map and single is None:
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            text = json.dumps(index, indent=1)
+            write_atomically(directory / "model.safetensors.index.json", text)
+        return {path: future.result() for path, future in futures.items()}, ""
+    except (OSError, SafetensorError) as error:
+        return {}, f"{error} (on rank {own_rank})"
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> FileFacts:
+    """Write tensors as a file of safetensors, and hash it while the system has it in memory."""
+    path.parent.mkdir(exist_ok=True)
+    # safetensors 0.8 makes a file that only its owner can read, whatever the umask.
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+    return _file_facts(path)
 
 
 def load_snapshot(sharded: ShardedModel, directory: Path) -> None:
@@ -244,32 +300,52 @@ def _copy_companions(source: Path, temporary: Path) -> None:
     for file in sorted([*source.iterdir(), *templates]):
         is_companion = file.suffix in _COMPANION_SUFFIXES or file.name in ("LICENSE", "NOTICE")
         is_index = ".index." in file.name or file.name == MANIFEST
-        if file.is_file() and is_companion and not is_index:
-            copy = temporary / file.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+        if not file.is_file() or not is_companion or is_index:
+            continue
+        copy = temporary / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+        if file.name.endswith("_config.json"):  # of a tokenizer, or a processor
+            with suppress(*DAMAGE):
+                values = json.loads(file.read_bytes())
+                del values["auto_map"]  # names code, which is not copied
+                copy.write_text(json.dumps(values, indent=2))
 
 
-def _write_config(sharded: ShardedModel, directory: Path, written: set[str]) -> None:
-    """Write the config.json of weights that were written under these names."""
+def _write_config(sharded: ShardedModel, directory: Path, *, is_untied: bool) -> None:
+    """Write the config.json of the weights."""
     config = saved_config(sharded.module, sharded.base.directory)
     # from_pretrained casts the weights to the dtype in the config, so it must be that of the
     # weights.
     config["dtype"] = str(sharded.weights.shards[0].dtype).removeprefix("torch.")
-    if any(len(written.intersection(names)) > 1 for names in sharded.weights.aliases.values()):
+    if is_untied:
         for section in (config, config.get("text_config")):
             if section is not None:
                 section["tie_word_embeddings"] = False  # the head alone has changed
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _publish(temporary: Path, target: Path, facts: Manifest, card: Card | None) -> None:
-    """Sync all files, write the manifest, and rename the directory."""
-    files: dict[str, dict[str, Any]] = {}
+def _publish(
+    temporary: Path,
+    target: Path,
+    facts: Manifest,
+    written: Mapping[str, FileFacts],
+    card: Card | None,
+) -> None:
+    """Sync all files, write the manifest, and rename the directory.
+
+    `written` has the files that the ranks have hashed.
+    """
+    files = dict(written)
+    for name in written:
+        sync(temporary / name)  # which is an error if another node has written it elsewhere
     for path in temporary.rglob("*"):
+        name = str(path.relative_to(temporary))
+        if name in written:
+            continue
         sync(path)  # of a folder, the names of its files
         if path.is_file():
-            files[str(path.relative_to(temporary))] = _file_facts(path)
+            files[name] = _file_facts(path)
     if card is not None:
         # It may replace the README.md of the base model.
         readme = temporary / README
@@ -297,7 +373,7 @@ def _replace_directory(temporary: Path, target: Path) -> None:
     shutil.rmtree(older, ignore_errors=True)
 
 
-def _file_facts(path: Path) -> dict[str, Any]:
+def _file_facts(path: Path) -> FileFacts:
     """Return the size and the SHA-256 of a file, as a manifest has them."""
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 

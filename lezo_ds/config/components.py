@@ -223,14 +223,26 @@ def check_training(config: RunConfig) -> None:
     check_world(config.model_copy(update={"partition_size": None}), world_size=1)
 
 
-def check_data(config: RunConfig) -> None:
-    """Refuse a task of the user's own without records, or without right answers and a reward."""
+def check_data(config: RunConfig, split: str | None = None) -> None:
+    """Refuse a task of the user's own without records, or without right answers and a reward.
+
+    Args:
+        config: The configuration.
+        split: The only split to read, "dev" or "test", or None for all.
+    """
     data = config.data
-    refuse_if(
-        data.task == CUSTOM and data.train is None and data.path is None,
-        "a task of your own needs data.train",
-        "add data.train=FILE",
-    )
+    files = {"dev": data.validation, "test": data.test}
+    if split is None or files[split] is None:
+        refuse_if(
+            data.train is None and any(files.values()),
+            "data.validation and data.test need data.train",
+            "add data.train",
+        )
+        refuse_if(
+            data.task == CUSTOM and data.train is None and data.path is None,
+            "a task of your own needs data.train",
+            "add data.train=FILE",
+        )
     has_answers = not (data.labels is None and data.choices is None and data.completion is None)
     refuse_if(
         data.prompt is not None

@@ -263,11 +263,6 @@ class DataConfig(Section):
             "add data.chat_template=true",
         )
         refuse_if(
-            self.train is None and (self.validation is not None or self.test is not None),
-            "data.validation and data.test need data.train",
-            "add data.train",
-        )
-        refuse_if(
             self.train is not None and self.path is not None,
             "data.train and data.path both say where the data is",
             "remove data.path",

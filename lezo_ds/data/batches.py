@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from lezo_ds.data.tasks import EncodedExample, TokenIds
+from lezo_ds.data.examples import EncodedExample, TokenIds
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 
 Candidate = tuple[EncodedExample, int]

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from lezo_ds.config import RunConfig
-from lezo_ds.data.described import find_tools
 from lezo_ds.data.encode import (
     PromptTokenizer,
     encode_candidates,
@@ -35,8 +34,9 @@ from lezo_ds.data.encode import (
     num_alike,
     without_marks,
 )
-from lezo_ds.data.tasks import ASSISTANT, EncodedExample, Example, Task, TokenIds, Turn
-from lezo_ds.data.template import Record, Template
+from lezo_ds.data.examples import ASSISTANT, EncodedExample, Example, TokenIds, Turn
+from lezo_ds.data.template import Record
+from lezo_ds.data.turns import find_tools
 from lezo_ds.errors import UserError, one_line
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers (5.23) looks for it
@@ -150,9 +150,8 @@ def encode_turns(
     of_assistant = [number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT]
     template = _source(tokenizer, find_tools(example.record))
     texts = "".join(turn["content"] for turn in turns)
-    # Transformers has no mask for a text with marked control tokens.
-    is_marked = _GENERATION.search(template) and not has_marks(texts)
-    if is_marked and list(example.learned) == of_assistant:
+    marks_turns = _GENERATION.search(template) and list(example.learned) == of_assistant
+    if marks_turns and not has_marks(texts):  # transformers has no mask for marked control tokens
         write(tokenizer, turns, example.record)  # refuses what it leaves out
         written = _apply(
             tokenizer,
@@ -239,46 +238,13 @@ def encode_question(tokenizer: PromptTokenizer, config: RunConfig, example: Exam
 
 
 def encode_choices(
-    tokenizer: PromptTokenizer, config: RunConfig, task: Task, example: Example
-) -> EncodedExample:
-    """Return the candidates of an example as answers in a conversation.
-
-    The longest field in a prompt that is too long loses its first characters, so that the template
-    and the words of data.prompt stay.
-
-    Raises:
-        UserError: the template changes a candidate, or the words around it; or the prompt is too
-            long without its fields.
-    """
-    max_length = config.data.max_length
-    encoded = _encode_choices(tokenizer, config, example)
-    fields = dict(example.record)
-    is_cut = False
-    while encoded.num_tokens > max_length:
-        is_cut = True
-        template = getattr(task, "prompt", None)
-        names = template.fields if isinstance(template, Template) else ()
-        texts = {name: str(fields[name]) for name in names if isinstance(fields.get(name), str)}
-        longest = max(texts, key=lambda name: len(texts[name]), default="")
-        num_tokens = len(tokenizer.encode_written([texts.get(longest, "")])[0])
-        num_over = encoded.num_tokens - max_length
-        if num_tokens <= num_over:
-            raise UserError(
-                f"the prompt has {encoded.num_tokens} tokens in the chat template, and "
-                f"data.max_length is {max_length}",
-                fix="raise data.max_length",
-            )
-        num_cut = -(-len(texts[longest]) * num_over // num_tokens)
-        fields[longest] = texts[longest][num_cut:]
-        shorter = replace(example, prompt=task.build_example(fields).prompt)
-        encoded = _encode_choices(tokenizer, config, shorter)
-    return replace(encoded, truncated=is_cut)
-
-
-def _encode_choices(
     tokenizer: PromptTokenizer, config: RunConfig, example: Example
 ) -> EncodedExample:
-    """Return the candidates of an example as answers in a conversation, of any length."""
+    """Return the candidates of an example as answers in a conversation, of any length.
+
+    Raises:
+        UserError: the template changes a candidate, or the words around it.
+    """
     system = config.data.system_prompt
     turns: list[Turn] = [{"role": "user", "content": example.prompt}]
     if system is not None:

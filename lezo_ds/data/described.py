@@ -20,7 +20,6 @@ A record's label is `str` of what a library has read. NaN, null and an empty tex
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import unicodedata
@@ -30,19 +29,10 @@ from typing import Any
 
 from lezo_ds.config import DataConfig
 from lezo_ds.config.schema import CUSTOM
+from lezo_ds.data.examples import ASSISTANT, Example, Turn
 from lezo_ds.data.metrics import REWARD
 from lezo_ds.data.mezo import TASKS
-from lezo_ds.data.tasks import (
-    ASSISTANT,
-    Chat,
-    Classification,
-    Example,
-    Generation,
-    MultipleChoice,
-    SplitSizes,
-    Task,
-    Turn,
-)
+from lezo_ds.data.tasks import Chat, Classification, Generation, MultipleChoice, SplitSizes, Task
 from lezo_ds.data.template import (
     Record,
     Template,
@@ -53,18 +43,15 @@ from lezo_ds.data.template import (
     parse_template,
     shown,
 )
+from lezo_ds.data.turns import read_turns
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.user_code import call_of_user
 
 logger = logging.getLogger(__name__)
 
-_SIZES = SplitSizes(num_train=None, num_dev=None, num_test=None)
-_ROLES = {"human": "user", "gpt": ASSISTANT, "observation": "tool"}
-"""Roles of ShareGPT's files. Any other role is for the chat template to know."""
-_LEARNED = ("weight", "train")
-"""Keys of a turn of the assistant that say by 0 or false that it is context, and not learned."""
 _STORED_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 """Matches a list of turns that a table has as text, as JSON or as Python writes it."""
+_SIZES = SplitSizes(num_train=None, num_dev=None, num_test=None)
 
 
 def find_task(data: DataConfig) -> Task:
@@ -468,105 +455,3 @@ def _turns_of(template: Template, record: Record) -> tuple[Turn, ...]:
         return ()
     turns, _ = read_turns(template.fields[0], value)
     return turns
-
-
-def read_turns(field: str, value: object) -> tuple[tuple[Turn, ...], list[int]]:
-    """Return the turns of a conversation, and the indices of those that are learned.
-
-    Turns have the keys of OpenAI's files, role and content, or of ShareGPT's, from and value. Keys
-    that are null are left out, as TRL does: Arrow fills them in.
-
-    Raises:
-        UserError: the value is not a list of turns, or a turn has no text.
-    """
-    if not isinstance(value, list) or not value:
-        raise UserError(
-            f"column `{field}` is {shown(value)}, not a list of turns such as "
-            '[{"role": "user", "content": "Hello"}]',
-            fix="store lists in .jsonl or .parquet, not as text, and name the column in "
-            "data.messages",
-        )
-    turns = []
-    learned = []
-    for number, each in enumerate(value):
-        turn, is_learned = _read_turn(f"turn {number + 1} in column `{field}`", each)
-        turns.append(turn)
-        if is_learned:
-            learned.append(number)
-    return tuple(turns), learned
-
-
-def _read_turn(where: str, value: object) -> tuple[Turn, bool]:
-    """Return a turn, and whether the model learns it."""
-    keys: dict[str, Any] = without_nulls(value) if isinstance(value, Mapping) else {}
-    role = keys.pop("role", None) or keys.pop("from", None)
-    if not isinstance(role, str):
-        raise UserError(
-            f"{where} is {shown(value)}, without a role",
-            fix="rename its keys to role and content, or to from and value",
-        )
-    content = keys.pop("content", keys.pop("value", ""))
-    if isinstance(content, list):
-        content = "".join(_part_text(where, part) for part in content)
-    if not isinstance(content, str):
-        raise UserError(
-            f"the content of {where} is {shown(content)}, not a text", fix="correct the record"
-        )
-    role = _ROLES.get(role, role)
-    weights = [keys.pop(key) for key in _LEARNED if key in keys]
-    if any(weight not in (0, 1) for weight in weights):
-        raise UserError(f"the weight of {where} is not 0 or 1", fix="correct the record")
-    for call in keys.get("tool_calls", ()):
-        function = call.get("function", call)
-        # OpenAI's files have the arguments as JSON text, and templates want an object.
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = _from_json(f"a call in {where}", function["arguments"])
-    is_learned = role == ASSISTANT and all(weights)
-    if is_learned and not content.strip() and not keys.get("tool_calls"):
-        raise UserError(
-            f"{where} is the assistant's and is empty",
-            fix="fill it in, give it weight 0, or remove the record",
-        )
-    return {"role": role, "content": content, **keys}, is_learned
-
-
-def _part_text(where: str, part: Any) -> str:
-    """Return the text of a part of a content. UserError: it is an image or a sound."""
-    text = part.get("text") if isinstance(part, Mapping) else part
-    if not isinstance(text, str):
-        raise UserError(
-            f"{where} has a part that is not text: {shown(part)}",
-            fix="use a model and records of text alone: no images or sounds are read",
-        )
-    return text
-
-
-def find_tools(record: Record) -> list[Any] | None:
-    """Return the definitions of tools in the field `tools`: a list of objects, or JSON of one."""
-    tools = record.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = _from_json("column `tools`", tools)
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise UserError(
-            f"column `tools` is {shown(tools)}, not a list of definitions of tools",
-            fix="write a list of objects, or JSON of one, or rename the column",
-        )
-    return [without_nulls(tool) for tool in tools]
-
-
-def _from_json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{name} is not JSON: {shown(text)}", fix="correct the record") from error
-
-
-def without_nulls(value: Any) -> Any:
-    """Return lists and dicts of any depth without the keys that are null."""
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return value

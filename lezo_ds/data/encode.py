@@ -39,7 +39,8 @@ from transformers.utils import (
 )
 from transformers.utils.chat_template_utils import mark_control_tokens
 
-from lezo_ds.data.tasks import EncodedExample, Example, TokenIds
+from lezo_ds.checkpoints.tokenizer_check import warn_of_other_tokens
+from lezo_ds.data.examples import EncodedExample, Example, TokenIds
 from lezo_ds.errors import UserError, first_line
 
 NEWLINE = "\n"
@@ -214,6 +215,7 @@ def load_tokenizer(
         raise UserError(
             f"cannot load the tokenizer of {path}: {first_line(error)}", fix=fix
         ) from error
+    warn_of_other_tokens(directory, backend)
     options = template_options or {}
     for name in options:
         if not re.search(rf"\b{re.escape(name)}\b", str(backend.chat_template), re.ASCII):
@@ -237,6 +239,17 @@ def load_tokenizer(
         today=datetime.now() if date is None else datetime.fromisoformat(date),
         template_options=tuple(sorted(options.items())),
     )
+
+
+def refuse_unknown(tokenizer: PromptTokenizer, largest: int, model_config: Any) -> None:
+    """Refuse a token that the model lacks. `largest` is the largest id in its inputs."""
+    size = model_config.get_text_config().vocab_size
+    if largest >= size:
+        token = tokenizer.backend.convert_ids_to_tokens(largest)
+        raise UserError(
+            f"the tokenizer writes {token!r}, id {largest}, and the model has {size}",
+            fix="use the tokenizer of the model, or resize its embedding",
+        )
 
 
 def generation_ends(directory: Path, config: Any) -> list[int]:

@@ -42,8 +42,8 @@ from lezo_ds import distributed
 from lezo_ds.config import GenerationConfig
 from lezo_ds.data.chat import END_OF_THOUGHT, TurnEnd, without_thought
 from lezo_ds.data.encode import NEWLINE, PromptTokenizer
+from lezo_ds.data.examples import TokenIds
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
-from lezo_ds.data.tasks import TokenIds
 from lezo_ds.forward.answer_cache import (
     answer_cache,
     cache_name,

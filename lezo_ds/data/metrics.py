@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from lezo_ds.data.tasks import Example, Prediction, Task, TokenCounts
+from lezo_ds.data.examples import Example, Prediction, TokenCounts
+from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry, names_code
 from lezo_ds.user_code import call_of_user, shown

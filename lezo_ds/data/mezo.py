@@ -11,14 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lezo_ds.data.tasks import (
-    Classification,
-    Example,
-    Generation,
-    MultipleChoice,
-    SplitSizes,
-    Task,
-)
+from lezo_ds.data.examples import Example
+from lezo_ds.data.tasks import Classification, Generation, MultipleChoice, SplitSizes, Task
 from lezo_ds.data.template import Record, Template, field_value, parse_template
 from lezo_ds.registry import Registry
 

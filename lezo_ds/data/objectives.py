@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.metrics import best_f1
 from lezo_ds.data.rewards import Reward, Rewards, judges_answers
-from lezo_ds.data.tasks import EncodedExample, Task
+from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code

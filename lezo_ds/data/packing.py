@@ -174,7 +174,6 @@ def pack(batch: MicroBatch, num_start: int = 0) -> MicroBatch:
         inputs=inputs,
         selection=moved,
         token_examples=placed(example, zeros),  # padding counts as that of any example
-        num_start=num_start,
     )
 
 

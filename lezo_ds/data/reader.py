@@ -22,7 +22,8 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from torch import Tensor
 
-from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
+from lezo_ds.checkpoints.checkpoint import load_model_config, num_positions, resolve_model
+from lezo_ds.checkpoints.tokenizer_check import refuse_second_begin
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import TurnEnd, encode_question, end_of_turn
 from lezo_ds.data.encode import (
@@ -31,10 +32,12 @@ from lezo_ds.data.encode import (
     load_tokenizer,
     num_alike,
     prompt_room,
+    refuse_unknown,
 )
+from lezo_ds.data.examples import EncodedExample, Example, TokenIds
 from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
 from lezo_ds.data.objectives import Objective, training_objective
-from lezo_ds.data.tasks import EncodedExample, Example, Task, TokenIds
+from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch
 
@@ -240,8 +243,7 @@ class EncodedSplit:
 
     def column(self, name: str) -> np.ndarray:
         """Return the numbers of a column of FEATURES, int64 [rows]."""
-        numbers: np.ndarray = self.rows.data.column(name).to_numpy().astype(np.int64)
-        return numbers
+        return np.asarray(self.rows.data.column(name).to_numpy(), dtype=np.int64)
 
     def _example(self, row: int) -> Example:
         values = self.rows[row]
@@ -272,6 +274,12 @@ class EncodedSplit:
     def _prompt(self, row: int) -> TokenIds:
         return tuple(self.rows[row]["prompt"])
 
+    def first(self, size: int) -> EncodedSplit:
+        """Return the first rows. If a row has no right candidate, its first one counts as right."""
+        columns = self.rows[:size]
+        columns["label"] = [max(label, 0) for label in columns["label"]]
+        return EncodedSplit(Dataset.from_dict(columns, self.rows.features), self._of_places)
+
     @cached_property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt; 0 without prompts."""
@@ -300,7 +308,7 @@ class EncodedSplit:
         return digest.hexdigest()[:32]
 
 
-def common_start(sequences: Sequence[Sequence[int]]) -> list[int]:
+def common_start(sequences: Sequence[Any]) -> list[int]:
     """Return the tokens with which all sequences begin."""
     if not sequences:
         return []
@@ -369,21 +377,15 @@ class Reader:
         longest = int(split.lengths.max(initial=0))
         if self.generation is not None:
             longest = max(longest, split.longest_prompt + self.generation.max_new_tokens)
-        text_config = self.model_config.get_text_config()
-        num_positions = getattr(text_config, "max_position_embeddings", None)
-        if num_positions is not None and longest > num_positions:
+        most = num_positions(self.model_config)
+        if most is not None and longest > most:
             raise UserError(
-                f"an input has {longest} tokens, and the model has {num_positions} positions",
-                fix=f"set data.max_length={num_positions}",
+                f"an input has {longest} tokens, and the model has {most} positions",
+                fix=f"set data.max_length={most}",
             )
-        largest = int(split.column("largest").max(initial=0))
-        if largest >= text_config.vocab_size:
-            token = self.tokenizer.backend.convert_ids_to_tokens(largest)
-            raise UserError(
-                f"the tokenizer writes {token!r}, id {largest}, and the model has "
-                f"{text_config.vocab_size}",
-                fix="use the tokenizer of the model, or resize its embedding",
-            )
+        refuse_unknown(
+            self.tokenizer, int(split.column("largest").max(initial=0)), self.model_config
+        )
         return split
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
@@ -437,12 +439,8 @@ def load_reader(task: Task, config: RunConfig, objective: Objective | None = Non
     objective = objective or training_objective(task)
     directory = resolve_model(config.model.path)
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
-    begin = tokenizer.backend.decode(list(tokenizer.begin_ids)).strip()
-    if begin and (data.prompt or "").lstrip().startswith(begin):
-        raise UserError(
-            f"data.prompt begins with {begin}, which the tokenizer writes before each text",
-            fix=f"remove {begin} from it",
-        )
+    if data.prompt is not None and not data.in_chat:
+        refuse_second_begin(tokenizer.backend, data.prompt, tokenizer.begin_ids)
     settings = None
     if task.writes_answers or objective.reads_answers:
         end = end_of_turn(tokenizer) if data.in_chat else TurnEnd()

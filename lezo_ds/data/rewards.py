@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lezo_ds.data.examples import ASSISTANT, Example
 from lezo_ds.data.generation import tidy
-from lezo_ds.data.tasks import ASSISTANT, TRIED_ANSWERS, Example
+from lezo_ds.data.tasks import TRIED_ANSWERS
 from lezo_ds.data.template import Record
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch

@@ -36,6 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
 from lezo_ds.data.batches import all_candidates, teacher_forcing_batch, token_batch
+from lezo_ds.data.examples import EncodedExample, Example, Prediction, TokenCounts, TokenIds
 from lezo_ds.data.generation import ended_answers, tidy
 from lezo_ds.data.metrics import LabelScore, label_scores, load_score, majority_score
 from lezo_ds.data.objectives import (
@@ -45,7 +46,7 @@ from lezo_ds.data.objectives import (
 )
 from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.reader import EncodedSplit, Reader
-from lezo_ds.data.tasks import EncodedExample, Example, Prediction, Task, TokenCounts, TokenIds
+from lezo_ds.data.tasks import Task
 from lezo_ds.forward.batch import MicroBatch, to_device
 
 logger = logging.getLogger(__name__)

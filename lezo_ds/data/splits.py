@@ -29,8 +29,9 @@ import numpy as np
 
 from lezo_ds.config import DataConfig
 from lezo_ds.data.batches import num_earlier
+from lezo_ds.data.examples import Example
 from lezo_ds.data.records import SUFFIXES, read_hub, read_records
-from lezo_ds.data.tasks import Example, SplitSizes, Task
+from lezo_ds.data.tasks import SplitSizes, Task
 from lezo_ds.errors import UserError, cut
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[StoredExam
 
 
 def _records(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, Any]]:
-    if data.train is None and data.path is None:
+    if not any((data.train, data.validation, data.test, data.path)):
         assert task.hub_id is not None
         return read_hub(task.hub_id, task.hub_config, source.rpartition(":")[2])
     return read_records(source, data.separator, data.encoding)

@@ -40,6 +40,7 @@ from lezo_ds.config import RunConfig
 from lezo_ds.data.batches import batch_indices, num_earlier
 from lezo_ds.data.described import columns_of, find_task
 from lezo_ds.data.encode import PromptTokenizer
+from lezo_ds.data.examples import Example
 from lezo_ds.data.metrics import REWARD, try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
@@ -54,7 +55,7 @@ from lezo_ds.data.splits import (
     with_demonstrations,
 )
 from lezo_ds.data.store import key_of, shared_dataset
-from lezo_ds.data.tasks import Example, Task
+from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.registry import names_code
@@ -143,7 +144,13 @@ class TaskData:
             return self._answer_batch(config, of_micro_batch, keys)
 
         weights = self._weights(config, rows)
-        return StepBatch(weights, build, rows.tobytes(), num_examples=len(rows))
+        return StepBatch(
+            weights,
+            build,
+            rows.tobytes(),
+            num_examples=len(rows),
+            may_lack_losses=self.objective.is_reward,
+        )
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the rows of `train` of a step's examples, in the order of the stream."""
@@ -339,8 +346,7 @@ class Examples:
 
 
 def _numbers(rows: Dataset, column: str) -> np.ndarray:
-    numbers: np.ndarray = rows.data.column(column).to_numpy()
-    return numbers
+    return np.asarray(rows.data.column(column).to_numpy())
 
 
 def _write_rows(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features) -> None:

@@ -22,158 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lezo_ds.data.template import Record, field_value, shown
+from lezo_ds.config import RunConfig
+from lezo_ds.data.chat import encode_choices, encode_turns
+from lezo_ds.data.encode import PromptTokenizer, encode_candidates
+from lezo_ds.data.examples import EncodedExample, Example, Predicted, Prediction, TokenCounts
+from lezo_ds.data.template import Record, Template, field_value, shown
 from lezo_ds.errors import UserError
 
 if TYPE_CHECKING:
-    from lezo_ds.config import RunConfig
-    from lezo_ds.data.encode import PromptTokenizer
+    from lezo_ds.data.score import Scorer
 
-Turn = dict[str, Any]
-"""One turn of a conversation, as chat templates read it: role, content and further keys."""
-ASSISTANT = "assistant"
-TokenIds = tuple[int, ...]
-"""The tokens of one sequence."""
 TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
 """What a user's reward or metric judges before weights are loaded."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One record as texts.
-
-    Attributes:
-        prompt: what the model reads.
-        candidates: the possible continuations of the prompt, each with its leading space or
-            newline. A generation task has only the gold text, or nothing if the record has none.
-        label: index of the right candidate, which is the one to train on; None if there is none.
-        index: number of the record among those with an answer of its file, from 0.
-        references: every text that counts as right, if candidates[label] is not the only one.
-        demonstrations: solved examples that the model reads before the prompt, each followed by a
-            blank line.
-        messages: the turns of a conversation, if the tokenizer's chat template writes the example.
-        learned: the indices of the turns in `messages` that the model learns.
-        record: all fields of the record, including those that the task does not read.
-    """
-
-    prompt: str
-    candidates: tuple[str, ...]
-    label: int | None
-    index: int = 0
-    references: tuple[str, ...] = ()
-    demonstrations: str = ""
-    messages: tuple[Turn, ...] = ()
-    learned: tuple[int, ...] = ()
-    record: Record = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def gold_texts(self) -> tuple[str, ...]:
-        """The right candidate, or nothing."""
-        if self.label is None:
-            return ()
-        return (self.candidates[self.label],)
-
-
-@dataclass(frozen=True)
-class EncodedExample:
-    """The candidates of one example as token sequences.
-
-    Attributes:
-        sequences: prompt and candidate for each candidate; empty if the record has no right answer.
-        masks: for each sequence, which of its tokens belong to the candidate, or are learned.
-        label: index of the right candidate; None if there is none.
-        truncated: whether a sequence was cut.
-    """
-
-    sequences: tuple[TokenIds, ...]
-    masks: tuple[tuple[bool, ...], ...]
-    label: int | None
-    truncated: bool = False
-
-    def targets(self, candidate: int) -> list[int]:
-        """Return the positions in a candidate's sequence of the tokens that belong to it."""
-        return [place for place, is_own in enumerate(self.masks[candidate]) if is_own]
-
-    @property
-    def option_lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each sequence that belong to its candidate."""
-        return tuple(map(sum, self.masks))
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the longest sequence; 0 without sequences."""
-        return max(map(len, self.sequences), default=0)
-
-    @property
-    def gold(self) -> int:
-        """Index of the right candidate of a labeled example."""
-        assert self.label is not None
-        return self.label
-
-    def num_gold_tokens(self) -> int:
-        """Return the number of tokens of the right candidate."""
-        return sum(self.masks[self.gold])
-
-
-class TokenCounts(NamedTuple):
-    """Of the learned tokens of a conversation, how many the model predicts.
-
-    Attributes:
-        right: number of tokens that are the model's first choice.
-        total: number of tokens.
-    """
-
-    right: int
-    total: int
-
-
-Prediction = int | float | str | TokenCounts
-"""What a model makes of an example: the index of a candidate, a number, an answer, or counts of
-tokens."""
-
-
-class Predicted(NamedTuple):
-    """What `lezo-ds predict` writes of a record.
-
-    Attributes:
-        answer: what the record holds for the best candidate, or the text that the model wrote.
-        probability: of this candidate among all; None for a text.
-        by_name: the probability of each candidate, by what records hold for it.
-    """
-
-    answer: Any
-    probability: float | None = None
-    by_name: Mapping[Any, float] = {}
-
-
-class Scores(Protocol):
-    """What a model makes of the examples of a split (score.Scorer). Each method is a collective."""
-
-    def choices(self) -> Sequence[int]:
-        """Return the best candidate of each example: that of the largest mean log-probability."""
-
-    def choice_probabilities(self) -> Sequence[Sequence[float]]:
-        """Return the softmax of the scores of each example's candidates."""
-
-    def choice_loss(self) -> float:
-        """Return the mean cross-entropy over candidates."""
-
-    def gold_loss(self) -> float:
-        """Return the mean loss of the right candidates, of many candidates that were scored."""
-
-    def answers(self) -> Sequence[str]:
-        """Return what the model writes after each prompt."""
-
-    def objective_loss(self) -> float:
-        """Return the mean of the training objective, by forward passes of its own."""
-
-    def token_counts(self) -> Sequence[TokenCounts]:
-        """Return how many learned tokens of each conversation are the model's first choice."""
-
-    def token_loss(self) -> float:
-        """Return the mean loss of these tokens."""
 
 
 @dataclass(frozen=True)
@@ -304,18 +166,16 @@ class Task:
         self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
     ) -> list[EncodedExample]:
         """Return an example as token ids: one sequence for each candidate."""
-        from lezo_ds.data.encode import encode_candidates
-
         return [encode_candidates(tokenizer, example, config.data.max_length)]
 
-    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
         """Return the mean of the task's own loss over a split, and a prediction for each example.
 
         A collective.
         """
         raise NotImplementedError
 
-    def predict(self, scorer: Scores, examples: Sequence[Example]) -> list[Predicted]:
+    def predict(self, scorer: Scorer, examples: Sequence[Example]) -> list[Predicted]:
         """Return what the model makes of examples without right answers. A collective."""
         raise NotImplementedError
 
@@ -336,13 +196,43 @@ class _Choice(Task):
     def encode(
         self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
     ) -> list[EncodedExample]:
-        from lezo_ds.data.chat import encode_choices
+        if not config.data.chat_template:
+            return super().encode(tokenizer, config, example)
+        encoded = encode_choices(tokenizer, config, example)
+        fields = dict(example.record)
+        is_cut = False
+        while encoded.num_tokens > config.data.max_length:
+            is_cut = True
+            num_over = encoded.num_tokens - config.data.max_length
+            fields |= self._shortened(tokenizer, fields, num_over)
+            shorter = replace(example, prompt=self.build_example(fields).prompt)
+            encoded = encode_choices(tokenizer, config, shorter)
+        return [replace(encoded, truncated=is_cut)]
 
-        if config.data.chat_template:
-            return [encode_choices(tokenizer, config, self, example)]
-        return super().encode(tokenizer, config, example)
+    def _shortened(
+        self, tokenizer: PromptTokenizer, fields: Record, num_over: int
+    ) -> dict[str, str]:
+        """Return the longest field of the prompt without its first characters.
 
-    def predict(self, scorer: Scores, examples: Sequence[Example]) -> list[Predicted]:
+        So the chat template and the words of data.prompt stay.
+
+        Raises:
+            UserError: the field does not have so many tokens.
+        """
+        template = getattr(self, "prompt", None)
+        names = template.fields if isinstance(template, Template) else ()
+        texts = {name: str(fields[name]) for name in names if isinstance(fields.get(name), str)}
+        longest = max(texts, key=lambda name: len(texts[name]), default="")
+        (ids,) = tokenizer.encode_written([texts.get(longest, "")])
+        if len(ids) <= num_over:
+            raise UserError(
+                f"the prompt has {num_over} tokens more than data.max_length in the chat template",
+                fix="raise data.max_length",
+            )
+        num_cut = -(-len(texts[longest]) * num_over // len(ids))
+        return {longest: texts[longest][num_cut:]}
+
+    def predict(self, scorer: Scorer, examples: Sequence[Example]) -> list[Predicted]:
         rows = []
         for example, choice, shares in zip(
             examples, scorer.choices(), scorer.choice_probabilities(), strict=True
@@ -370,7 +260,7 @@ class Classification(_Choice):
     loss = "candidates"
     has_classes = True
 
-    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
         return scorer.choice_loss(), scorer.choices()
 
 
@@ -381,7 +271,7 @@ class MultipleChoice(_Choice):
     kind = "multiple_choice"
     metrics = ("accuracy",)
 
-    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
         return scorer.gold_loss(), scorer.choices()
 
 
@@ -404,15 +294,13 @@ class Generation(Task):
         self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
     ) -> list[EncodedExample]:
         if example.messages and example.learned:
-            from lezo_ds.data.chat import encode_turns
-
             return encode_turns(tokenizer, config, example)
         return super().encode(tokenizer, config, _ended(tokenizer, config, example))
 
-    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
         return scorer.objective_loss(), scorer.answers()
 
-    def predict(self, scorer: Scores, examples: Sequence[Example]) -> list[Predicted]:
+    def predict(self, scorer: Scorer, examples: Sequence[Example]) -> list[Predicted]:
         del examples
         return [Predicted(answer) for answer in scorer.answers()]
 
@@ -448,11 +336,9 @@ class Chat(Task):
     def encode(
         self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
     ) -> list[EncodedExample]:
-        from lezo_ds.data.chat import encode_turns
-
         return encode_turns(tokenizer, config, example)
 
-    def score(self, scorer: Scores) -> tuple[float, Sequence[Prediction]]:
+    def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
         return scorer.token_loss(), scorer.token_counts()
 
     def shown(self, example: Example, predicted: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import warnings
@@ -17,8 +16,6 @@ from deepspeed.comm.torch import TorchBackend
 from torch import Tensor
 
 from lezo_ds.errors import LezoError, UserError, cut, one_line
-
-logger = logging.getLogger(__name__)
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -106,13 +103,6 @@ def fix_arithmetic() -> None:
     reproducibility"). torch gives it one, which CUBLAS_WORKSPACE_CONFIG can only change. The
     variable is not set here: torch 2.11 reads it again at every product, 0.2 ms each on an H200.
     """
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first and _WORKSPACE in os.environ and get_accelerator().device_name() == "cuda":
-        logger.warning(
-            "%s is set: torch 2.11 reads it again at every matrix product, 0.2 ms each; unset it: "
-            "torch gives cuBLAS a workspace of a fixed size in any case",
-            _WORKSPACE,
-        )
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -33,22 +33,21 @@ def barrier() -> None:
 
 
 def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
-    """Return rank 0's `data`, of length `num_bytes`, on every rank. One broadcast.
+    """Return rank 0's `data`, of length `num_bytes`, on every rank. One broadcast between hosts.
 
-    The `data` of other ranks does not count.
+    The `data` of other ranks does not count. No rank waits for its GPU.
     """
     content = bytearray(num_bytes)
     if rank() == 0:
         content[:] = data
-    buffer = torch.frombuffer(content, dtype=torch.uint8).to(device())
-    comm.broadcast(buffer, 0)
-    return bytes(buffer.cpu().numpy())
+    comm.broadcast(torch.frombuffer(content, dtype=torch.uint8), 0)
+    return bytes(content)
 
 
 def broadcast_object(value: Any) -> Any:
     """Return rank 0's value on every rank. Pickling it is too slow for every step."""
     box = [value]
-    comm.broadcast_object_list(box, 0, device=device())
+    comm.broadcast_object_list(box, 0, device=torch.device("cpu"))
     return box[0]
 
 

@@ -3,6 +3,7 @@
 A launcher says who a rank is by variables of the environment:
 
     deepspeed, torchrun    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    Kubeflow               the same without LOCAL_RANK: one process a node
     srun                   SLURM_PROCID and others, which become those
     mpirun                 OMPI_*, PMI_*; DeepSpeed asks MPI for those
     none, or any for one   this process is the only rank
@@ -19,12 +20,14 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
+import psutil
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from torch.distributed import (  # type: ignore[attr-defined]
     DistError,
     PrefixStore,
@@ -43,7 +46,8 @@ _LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused"
     r"|gloo/transport|Socket closed"
 )
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# As torch.distributed reads them.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _heartbeats: list[heartbeat.Heartbeat] = []
 
 
@@ -59,6 +63,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     adapt_to_cpu()
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
+    os.environ.setdefault("LOCAL_RANK", "0")
     # Before the first message: otherwise every rank would send it from GPU 0.
     take_device()
     # Before the heartbeat: this sets variables, which its threads read without a lock.
@@ -69,7 +74,10 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
         _heartbeats.append(heartbeat.Heartbeat(int(os.environ["RANK"]), num_ranks, limit))
         _heartbeats[0].start()
     comm.init_distributed(
-        timeout=timedelta(seconds=timeout_seconds), init_method=method, verbose=False
+        dist_backend=_backends(),
+        timeout=timedelta(seconds=timeout_seconds),
+        init_method=method,
+        verbose=False,
     )
     # A rank that ends at once (bad input) would break the connections of the ranks that still join.
     barrier()
@@ -77,15 +85,25 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
         each.all_joined = True
 
 
+def _backends() -> str:
+    """Return what sends the messages: hosts speak gloo with each other, and GPUs their own."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{accelerator.device_name()}:{accelerator.communication_backend_name()}"
+
+
 def shut_down() -> None:
     """Leave the process group.
 
-    A collective: a rank that leaves early would break the messages of the others.
+    A collective: a rank that leaves early would break the messages of the others. The heartbeat
+    watches them while they wait for each other.
     """
+    if comm.is_initialized():
+        barrier()
     while _heartbeats:
         _heartbeats.pop().stopped.set()
     if comm.is_initialized():
-        barrier()
         comm.destroy_process_group()
     if "mpi4py.MPI" in sys.modules:
         # Without it, mpirun treats the process as crashed.
@@ -126,6 +144,13 @@ def _set_rank_variables() -> None:
     elif launcher == "srun":
         os.environ.update(slurm_rank_variables(os.environ))
     else:
+        given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+        if given:
+            missing = [name for name in _RANK_VARIABLES if name not in os.environ]
+            raise UserError(
+                f"the environment has {' and '.join(given)} without {', '.join(missing)}",
+                fix=f"set {', '.join(_RANK_VARIABLES)}, or unset them all to start one process",
+            )
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")  # any free port
 
@@ -189,12 +214,21 @@ def prepare_rendezvous() -> str:
 
     torch's own store is not authenticated and listens on every address (PyTorch issue 173909, torch
     2.13). Ours listens at MASTER_ADDR only. If that is the loopback, gloo and NCCL use it, too,
-    unless told otherwise. Ranks that torchrun started use torchrun's own store.
+    unless told otherwise. Else gloo uses the interface towards it: by itself, it takes that of this
+    machine's name, which others may not reach. Ranks that torchrun started use torchrun's own
+    store.
     """
-    if is_loopback(os.environ["MASTER_ADDR"]):
+    host = os.environ["MASTER_ADDR"]
+    if is_loopback(host):
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, loopback)
+    else:
+        with suppress(OSError):  # nobody knows the host: rank 0 says so
+            own = address_towards(host, int(os.environ["MASTER_PORT"]))
+            for name, addresses in psutil.net_if_addrs().items():
+                if own in (each.address for each in addresses) and not is_loopback(own):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return "env://"
     return "lezo://"

@@ -8,6 +8,6 @@
 All ranks call the same methods in the same order: most of them exchange messages ("a collective").
 """
 
-from lezo_ds.engine.model import ModelEngine, Parts, load_parts
+from lezo_ds.engine.model import ModelEngine, Parts, check_losses, load_parts
 from lezo_ds.engine.replay import ReplayEngine
-from lezo_ds.engine.training import MAX_SKIPPED_STEPS, LezoEngine, check_losses, initialize
+from lezo_ds.engine.training import MAX_SKIPPED_STEPS, LezoEngine, initialize

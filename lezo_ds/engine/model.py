@@ -25,7 +25,8 @@ from lezo_ds.config import (
 from lezo_ds.config.deepspeed import offloads_weights, tensor_parallel_size
 from lezo_ds.data.generation import generate
 from lezo_ds.distributed.workers import Ranks, Workers
-from lezo_ds.forward.batch import MicroBatch, StepBatch, to_device
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.directions import directions_of
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
@@ -129,6 +130,22 @@ class ModelEngine:
         if micro_batch.prompts is not None:
             call = partial(generate, self.module, micro_batch)
         return self._perturbed(micro_batch, perturbation, call)
+
+    def losses_at(
+        self, batch: MicroBatch, perturbation: Perturbation | None, loss_function: LossFunction
+    ) -> list[Tensor]:
+        """Return the summed loss of each example of a micro-batch at each probe. A collective.
+
+        Args:
+            batch: on any device.
+            perturbation: the probes; None for one pass at the weights themselves.
+            loss_function: (logits or generated tokens, micro-batch) -> losses, [examples].
+        """
+        batch = to_device(batch, self.device)
+        losses = [loss_function(output, batch) for output in self.run(batch, perturbation)]
+        for of_probe in losses:
+            check_losses(of_probe, batch)
+        return losses
 
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
         """Return what a training pass makes of a micro-batch at theta. A collective."""
@@ -250,6 +267,20 @@ class ModelEngine:
     def _cut_journal(self, num_good: int) -> None:
         if self.journal is not None:
             self.journal.cut(num_good)
+
+
+def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
+    """Refuse what is no tensor of a loss for each example, such as their mean.
+
+    Its sum would be another number than that which the weight of the micro-batch divides.
+    """
+    number = micro_batch.num_examples
+    shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if not isinstance(losses, Tensor) or losses.shape[:1] != (number,):
+        raise UserError(
+            f"the loss function returned {shape}, not one loss for each of {number} examples",
+            fix="return a tensor with their losses, or name the examples in MicroBatch.examples",
+        )
 
 
 def load_parts(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lezo_ds import agreement, distributed
-from lezo_ds.checkpoints.snapshots import SnapshotOwner, newest_snapshot, snapshot_path
+from lezo_ds.checkpoints.snapshots import SnapshotOwner, newest_snapshot, read_facts, snapshot_path
 from lezo_ds.config import ZoConfig
 from lezo_ds.engine.model import LAST_RESULT, ModelEngine, Parts
 from lezo_ds.errors import UserError
@@ -112,26 +112,45 @@ class ReplayEngine(ModelEngine):
                 rank 0 counts. None uses any snapshot: the caller vouches for those in `load_dir`.
 
         Raises:
-            UserError: `steps` has fewer than `step` records.
+            UserError: `steps` has fewer than `step` records or is not in order, or a snapshot is of
+                another base model.
             LezoError: a snapshot's weights do not have the digest in its manifest.
         """
         records: tuple[StepRecord, ...] = distributed.broadcast_object(tuple(steps))
         target = len(records) if step is None else step
         if not 0 <= target <= len(records):
             raise UserError(f"step {target} is not in the journal, which has 0 to {len(records)}")
+        if [getattr(record, "step", None) for record in records] != list(range(len(records))):
+            raise UserError(
+                "the records are not the steps 0, 1, 2, ... of a run",
+                fix="pass all steps of one journal, in order",
+            )
         self._load_nearest(Path(load_dir), records[:target], owner)
         self.records = list(records[:target])
         self.apply(target)
         if self._witness is not None:
             self.watch_weights()
 
+    def _newest(self, root: Path, target: int, owner: SnapshotOwner | None) -> int | None:
+        """Return the step of the newest snapshot up to `target`. UserError: it has another base."""
+        found = newest_snapshot(root, target, owner)
+        if found is not None:
+            directory = snapshot_path(root, found)
+            base = (read_facts(directory) or {}).get("base")
+            if base != self.base.fingerprint:
+                raise UserError(
+                    f"{directory} is of another base model: its fingerprint is {base}, and this "
+                    f"one's {self.base.fingerprint}",
+                    fix="open the base model that it was trained on",
+                )
+        return found
+
     def _load_nearest(
         self, root: Path, records: Sequence[StepRecord], owner: SnapshotOwner | None
     ) -> None:
         """Load the newest weights from which `records` lead to the target, unless they are here."""
         target = len(records)
-        newest = newest_snapshot(root, target, owner) if self.global_rank == 0 else None
-        snapshot: int | None = distributed.broadcast_object(newest)
+        snapshot = distributed.on_rank_zero(lambda: self._newest(root, target, owner))
         are_on_the_way = list(records[: self.global_steps]) == self.records[: self.global_steps]
         if are_on_the_way and self.global_steps <= target:
             # At step 0 a snapshot of step 0 is loaded, too. The initial values of a prefix come

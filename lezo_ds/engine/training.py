@@ -24,11 +24,11 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.engine.model import Parts, load_parts
 from lezo_ds.engine.replay import ReplayEngine
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
-from lezo_ds.forward.directions import PROBES_AT_ONCE
+from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.user_code import call_of_user
-from lezo_ds.zo.keys import direction_key, step_key
+from lezo_ds.zo.estimators import Probe
+from lezo_ds.zo.keys import direction_keys, step_key
 from lezo_ds.zo.layers import LayerSample
 from lezo_ds.zo.passes import Groups, KeyedProbe, Pass
 from lezo_ds.zo.records import StepPlan, StepRecord
@@ -36,6 +36,8 @@ from lezo_ds.zo.step import PlanFormat, Step
 
 T = TypeVar("T")
 
+FAR_FROM_THETA = 0.1
+"""A scale at which a model's output is another one, and yet finite in 16 bits."""
 MAX_SKIPPED_STEPS = 10
 """Number of steps in a row that may be skipped before the run ends."""
 
@@ -75,15 +77,18 @@ class LezoEngine(ReplayEngine):
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
         """Return the output at a probe of scale 0, with the layers and groups of the next step.
 
-        It is that of the last of two copies of the batch, if a pass of a step has several.
+        If a pass of a step has several probes, it is that of the last of two. The first is far from
+        theta, so that a row that meets the wrong probe shows.
         """
         num_examples = micro_batch.num_examples
         size = min(self.config.examples_per_direction or num_examples, num_examples)
+        groups = Groups.of(1, num_examples, size)
         key = step_key(self.seed, self.global_steps)
-        keys = tuple(direction_key(key, group) for group in range(num_examples // size))
-        probes = (KeyedProbe(keys, scale=0.0),) * min(PROBES_AT_ONCE, self._probes_per_pass)
-        dropped = self._sample().dropped
-        return self.run(micro_batch, Perturbation(probes, frozenset(dropped)))[-1]
+        keys = direction_keys(key, groups.number)
+        scales = (FAR_FROM_THETA, 0.0)[-self._probes_per_pass :]
+        probes = tuple(KeyedProbe(keys, scale) for scale in scales)
+        dropped = frozenset(self._sample().dropped)
+        return self.run(micro_batch, Perturbation(probes, dropped))[-1]
 
     @torch.no_grad()
     def train_batch(
@@ -129,11 +134,29 @@ class LezoEngine(ReplayEngine):
             self._agree_on_settings(len(batch))
         message = b""
         if self.global_rank == 0:
-            probes = self._call("estimator", self.estimator.probes, self.records)
+            probes = self._call("estimator", self._probes)
             message = self.plan_format.pack(self._decide(), probes)
         message = distributed.broadcast_bytes(message, self.plan_format.num_bytes)
         plan, probes = self.plan_format.unpack(message)
-        return Step(plan, probes, self.estimator, groups, self._probes_per_pass, batch.total_weight)
+        return Step(
+            plan,
+            probes,
+            self.estimator,
+            groups,
+            self._probes_per_pass,
+            batch.total_weight,
+            batch.may_lack_losses,
+        )
+
+    def _probes(self) -> tuple[Probe, ...]:
+        probes = self.estimator.probes(self.records)
+        if len(probes) != self.plan_format.num_probes:
+            raise UserError(
+                f"{type(self.estimator).__name__} has {len(probes)} probes at step "
+                f"{self.global_steps} and {self.plan_format.num_probes} at step 0",
+                fix="return equally many from Estimator.probes for any records",
+            )
+        return probes
 
     def _decide(self) -> StepPlan:
         """Return the plan of the next step, a function of the run's seed and its records so far."""
@@ -166,28 +189,15 @@ class LezoEngine(ReplayEngine):
         return Perturbation(step.probes_of(forward_pass), dropped)
 
     def _measure(self, step: Step, batch: StepBatch, loss_function: LossFunction) -> Tensor:
-        """Run this rank's passes.
+        """Run this rank's passes; return their losses, and 0 for those of other ranks' passes.
 
-        Returns:
-            float64 [num_losses], with 0 for the losses of other ranks' passes, so that the sum over
-            all ranks has every loss.
+        So the sum over all ranks, float64 [num_losses], has every loss.
         """
         losses = torch.zeros(step.num_losses, dtype=torch.float64, device=self.device)
-        passes = self.passes_of_rank(self.global_rank, step.passes)
-        # All inputs are copied before the first pass, because a copy from the host waits for queued
-        # GPU work.
-        indices = {forward_pass.micro_batch for forward_pass in passes}
-        inputs = {index: to_device(batch[index], self.device) for index in indices}
-        for forward_pass in passes:
-            index = forward_pass.micro_batch
-            outputs = self.run(inputs[index], self.perturbation(step, forward_pass))
-            for probe, output in zip(forward_pass.probes, outputs, strict=True):
-                of_examples = loss_function(output, inputs[index])
-                check_losses(of_examples, inputs[index])
-                of_groups = of_examples.double().chunk(step.groups.per_micro_batch)
-                for group, of_group in enumerate(of_groups):
-                    if forward_pass.counts:
-                        losses[step.place(index, group, probe)] = of_group.sum()
+        for forward_pass in self.passes_of_rank(self.global_rank, step.passes):
+            perturbation = self.perturbation(step, forward_pass)
+            micro_batch = batch[forward_pass.micro_batch]
+            step.add(losses, forward_pass, self.losses_at(micro_batch, perturbation, loss_function))
         return losses
 
     def _sum(self, losses: Tensor, step: Step, batch: StepBatch) -> list[float]:
@@ -233,20 +243,6 @@ class LezoEngine(ReplayEngine):
         claims |= self._last_result()
         self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), claims)
         self._settings_agreed = True
-
-
-def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
-    """Refuse what is no tensor of a loss for each example, such as their mean.
-
-    Its sum would be another number than that which the weight of the micro-batch divides.
-    """
-    number = micro_batch.num_examples
-    shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-    if not isinstance(losses, Tensor) or losses.shape[:1] != (number,):
-        raise UserError(
-            f"the loss function returned {shape}, not one loss for each of {number} examples",
-            fix="return a tensor with their losses, or name the examples in MicroBatch.examples",
-        )
 
 
 def initialize(

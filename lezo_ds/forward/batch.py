@@ -106,7 +106,6 @@ class MicroBatch:
         token_examples: int64 [rows, tokens] on the CPU, the index of the example that each token
             belongs to; [rows, 1] if all tokens of a row belong to one. None: each example has the
             same number of rows, one after the other.
-        num_start: number of columns of each row with which all sequences of the row begin.
     """
 
     inputs: Tensors
@@ -116,7 +115,6 @@ class MicroBatch:
     prompts: Prompts | None = None
     examples: tuple[Any, ...] = ()
     token_examples: Tensor | None = None
-    num_start: int = 0
 
     def __post_init__(self) -> None:
         for name, tensors in (("inputs", self.inputs), ("labels", self.labels)):
@@ -157,10 +155,13 @@ LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return the micro-batch with all its tensors on `device`."""
+    """Return the micro-batch with all its tensors on `device`.
+
+    A copy to a GPU does not wait for work that is queued there.
+    """
 
     def move(tensors: Tensors) -> dict[str, Tensor]:
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
     selection = batch.selection
     if selection is not None:
@@ -178,6 +179,7 @@ class StepBatch:
         content: identifies the batch, by the indices of its examples. Ranks compare it, or the
             tensors of all micro-batches if it is None.
         num_examples: in all micro-batches; None if they have unequally many.
+        may_lack_losses: whether a loss may be NaN, as that of an answer that no reward judges.
 
     Attributes:
         read: the indices of the micro-batches that have been read.
@@ -189,10 +191,13 @@ class StepBatch:
         build: Callable[[int], MicroBatch],
         content: bytes | None,
         num_examples: int | None,
+        *,
+        may_lack_losses: bool = False,
     ) -> None:
         self.weights = weights
         self.content = content
         self.num_examples = num_examples
+        self.may_lack_losses = may_lack_losses
         self.read: set[int] = set()
         self._build = build
         self._built: dict[int, MicroBatch] = {}

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.module_calls import PRODUCTS
 from lezo_ds.sharding.gather import used_together
 from lezo_ds.sharding.quantization import GROUP
+from lezo_ds.sharding.tensor_parallel import is_linear
 from lezo_ds.zo.laws import TrainedPart
 
 _OTHER_INPUTS = re.compile("vision|visual|image|img|video|audio|speech")
@@ -143,7 +143,7 @@ def _matrices_of_products(blocks: nn.Module, path: str) -> set[nn.Parameter]:
     matrices = set()
     for name, module in blocks.named_modules():
         # Of a list of experts, each runs on some of the tokens only.
-        is_product = type(module).forward in PRODUCTS and "experts" not in name.split(".")
+        is_product = is_linear(module) and "experts" not in name.split(".")
         for own_name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or parameter.dim() == 1:
                 continue
@@ -164,7 +164,7 @@ def quantized_matrices(model: nn.Module, layout: BlockLayout) -> frozenset[str]:
     """
     names = set()
     for name, module in model.get_submodule(layout.path).named_modules():
-        if type(module).forward in PRODUCTS and module.weight.numel() % GROUP == 0:
+        if is_linear(module) and module.weight.numel() % GROUP == 0:
             names.add(f"{layout.path}.{name}.weight")
     return frozenset(names)
 

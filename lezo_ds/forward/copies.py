@@ -1,16 +1,18 @@
-"""Copies of a batch, one for each probe: cutting out some of them, and one run for all of them.
+"""Copies of a batch, one for each probe: runs on each of them, or once for all of them.
 
 Tensors of a pass have the rows of all copies, one copy after the other: [copies * rows, ...].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lezo_ds.errors import UserError
@@ -23,102 +25,124 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 """Its arguments by name."""
 
-_LAYERS_OF_KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
+_KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
 
 
-def has_batch(args: Args, kwargs: Kwargs) -> bool:
-    """Return whether any tensor has rows of the batch, and is not the same for all of them."""
-    leaves = tree_leaves((list(args), dict(kwargs)))
-    return any(isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[0] > 1 for leaf in leaves)
+class CopiedBatch(NamedTuple):
+    """The sizes of a batch in a pass: `copies` times `rows` rows of `tokens` tokens."""
 
+    copies: int
+    rows: int
+    tokens: int
 
-def probe_slice(
-    rows: int, tokens: int, total: int, first: int, num_copies: int
-) -> Callable[[Any], Any]:
-    """Return the function that takes the copies [first, first + num_copies) from a value.
+    def run_each(self, run: Forward, args: Args, kwargs: Kwargs) -> Any:
+        """Run a module on each copy, and join the outputs.
 
-    Args:
-        rows: number of rows of one copy.
-        tokens: number of tokens of a row.
-        total: number of copies in the tensor.
-        first: index of the first copy to take.
-        num_copies: how many copies to take.
+        Args:
+            run: (*args, **kwargs) -> output, called once for each copy, in order.
+            args: inputs for all copies (see `_take`).
+            kwargs: likewise. What the module leaves for later blocks in a UserDict is joined, too.
 
-    A tensor [total * rows, ...] or [total * rows * tokens, ...] is cut. A tensor [1, ...] that all
-    rows share, such as position ids, is expanded to the rows of a single copy, for models that
-    index it by row. Values that are no tensors, and scalars, stay as they are. A vector is refused:
-    its only dimension may be the rows or their tokens. So is a tensor of any other length: a
-    mixture may have the tokens once for each expert, [experts * total * rows * tokens, ...].
-    """
-    all_rows = total * rows
+        Raises:
+            UserError: each copy would extend the key-value cache of all copies.
+        """
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            raise UserError(
+                "a block extends a key-value cache in a pass of several probes",
+                fix="set zo.probes_per_pass=1 for this model",
+            )
+        return self._run(run, args, kwargs, range(self.copies))
 
-    def take(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
+    def run_once(self, run: Forward, args: Args, kwargs: Kwargs, cache_layer: int) -> Any:
+        """Run a block on one of equal copies; return its output for all of them.
+
+        Args:
+            run: the forward method of the block.
+            args: inputs for all copies.
+            kwargs: likewise.
+            cache_layer: index of the layer of a key-value cache that the block extends, if there is
+                a cache. It has the rows of all copies, before and after.
+        """
+        layers: Sequence[Any] = ()
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Cache):
+                layers = value.layers[cache_layer : cache_layer + 1]
+                if not layers or type(layers[0]) not in _KEYS_AND_VALUES:
+                    return run(*args, **kwargs)  # the state may be more than keys and values
+        for layer in layers:
+            layer.batch_select_indices(torch.arange(self.rows))
+        output = self._run(run, args, kwargs, [0] * self.copies)
+        for layer in layers:
+            of_all = torch.arange(self.rows, device=layer.device).repeat(self.copies)
+            layer.batch_select_indices(of_all)
+        return output
+
+    def _run(self, run: Forward, args: Args, kwargs: Kwargs, copies: Sequence[int]) -> Any:
+        """Return the outputs of some copies, of which each runs once, in the order of `copies`."""
+        outputs: dict[int, Any] = {}
+        shared: dict[int, list[UserDict[Any, Any]]] = {}
+        for index in dict.fromkeys(copies):
+            take = partial(self._take, index)
+            own_args = map_tensors(take, args)
+            own_kwargs = dict(zip(kwargs, map_tensors(take, kwargs.values()), strict=True))
+            outputs[index] = run(*own_args, **own_kwargs)
+            shared[index] = [own for own in own_kwargs.values() if isinstance(own, UserDict)]
+        of_all = [value for value in kwargs.values() if isinstance(value, UserDict)]
+        for place, mapping in enumerate(of_all):
+            parts = [dict(shared[index][place]) for index in copies]
+            mapping.update(tree_map(self._join, *parts))
+        return tree_map(self._join, *(outputs[index] for index in copies))
+
+    def _take(self, index: int, value: Any) -> Any:
+        """Return the part of a value that belongs to one copy.
+
+        A tensor without a dimension of all rows is the same for all of them. Such are tensors
+        [1, ...], for example of positions. Values that are no tensors stay as they are.
+        """
+        if isinstance(value, UserDict):
+            return type(value)(tree_map(partial(self._take, index), dict(value)))
+        if not isinstance(value, Tensor):
             return value
-        length, *others = value.shape
-        if others and length == 1:
-            return value.expand(rows, *others) if num_copies == 1 else value
-        if others and length in (all_rows, all_rows * tokens):
-            size = length // total
-            return value[first * size : (first + num_copies) * size]
-        raise UserError(
-            f"a module gets a tensor {tuple(value.shape)} without a batch dimension of "
-            f"{all_rows} rows",
-            fix="set zo.probes_per_pass=1 for this model",
-        )
+        dimension = _dimension_of_rows(value, self.copies * self.rows, self.tokens)
+        if dimension is None:
+            return value
+        size = value.shape[dimension] // self.copies
+        return value.narrow(dimension, index * size, size)
 
-    return take
-
-
-def run_once(
-    run: Forward,
-    args: Args,
-    kwargs: Kwargs,
-    rows: int,
-    total: int,
-    cache_layer: int | None,
-) -> Any:
-    """Run a block on one of `total` equal copies of a batch; return its output for all of them.
-
-    Args:
-        run: the forward method of the block.
-        args: its inputs for all copies: tensors [total * rows, ...], or [1, ...] for all rows.
-        kwargs: likewise.
-        rows: number of rows of one copy.
-        total: number of copies.
-        cache_layer: index of the layer of a key-value cache that the block reads and extends; None
-            if it has no cache. The cache has the rows of all copies, before and after.
-    """
-    layers: Sequence[Any] = ()
-    if cache_layer is not None:
-        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        if caches:
-            layers = caches[0].layers[cache_layer : cache_layer + 1]
-        if not layers or type(layers[0]) not in _LAYERS_OF_KEYS_AND_VALUES:
-            return run(*args, **kwargs)  # the state may be more than keys and values
-
-    def first_copy(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() > 1 and len(value) % (rows * total) == 0:
-            return value[: len(value) // total]
-        return value
-
-    def all_copies(value: Any) -> Any:
-        return torch.cat([value] * total) if isinstance(value, Tensor) else value
-
-    for layer in layers:
-        layer.batch_select_indices(torch.arange(rows))
-    output = run(*map_tensors(first_copy, args), **map_tensors(first_copy, kwargs))
-    for layer in layers:
-        layer.batch_select_indices(torch.arange(rows, device=layer.device).repeat(total))
-    return tree_map(all_copies, output)
+    def _join(self, *parts: Any) -> Any:
+        """Return the outputs of all copies as one; of scalars and other values, the first."""
+        first = parts[0]
+        if not isinstance(first, Tensor) or first.dim() == 0:
+            return first
+        dimension = _dimension_of_rows(first, self.rows, self.tokens)
+        if dimension is None and len(first) == 1:  # made of tensors that all rows share
+            parts = tuple(part.expand(self.rows, *part.shape[1:]) for part in parts)
+        return torch.cat(parts, dimension or 0)
 
 
-def map_tensors(function: Callable[[Any], Any], values: Any) -> Any:
-    """Return arguments (list) or keyword arguments (dict) with `function` called on tensors."""
-    if isinstance(values, Mapping):
-        return dict(zip(values, map_tensors(function, values.values()), strict=True))
+def map_tensors(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
+    """Return values with `function` called on their leaves."""
     # Nearly all values are tensors. One tree_map over all would take a fifth of a step's host time.
     return [
         function(value) if isinstance(value, Tensor) else tree_map(function, value)
         for value in values
     ]
+
+
+def _dimension_of_rows(value: Tensor, num_rows: int, num_tokens: int) -> int | None:
+    """Return the dimension that has all rows; None if the tensor is the same for all rows.
+
+    That is the first one of most tensors, [rows, ...] or [rows * tokens, ...], and of Bloom's
+    biases of positions, [rows * heads, 1, tokens]. Gemma 3n stacks streams of hidden states,
+    [streams, rows, tokens, width].
+    """
+    if value.dim() == 0:
+        return None
+    length, *others = value.shape
+    if length in (num_rows, num_rows * num_tokens):
+        return 0
+    if len(others) == 3 and length > 1 and others[:2] == [num_rows, num_tokens]:
+        return 1
+    if length % num_rows == 0 and others == [1, num_tokens]:
+        return 0
+    return None

@@ -6,8 +6,9 @@ The wrappers (wrappers.py) decide when a module runs, and on which copies of the
     Directions.start_pass  ->  Perturber   runs a module whose parameters are perturbed
     Directions.update                      changes a shard
 
-`DenseDirections` (dense.py) make a copy of each weight for each probe. `LowRankDirections`
-(low_rank.py) run the module once, on the rows of all probes, and add thin products.
+`DenseDirections` (dense.py) run a whole block once for each probe, with copies of its parameters.
+`LowRankDirections` (low_rank.py) run a linear module once, on the rows of all probes, and add thin
+products.
 """
 
 from __future__ import annotations
@@ -19,36 +20,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.forward.copies import Args, Forward, Kwargs, map_tensors, probe_slice
-from lezo_ds.forward.probes import AT_THETA, Perturbation, TrainedParameter
+from lezo_ds.forward.copies import Args, Forward, Kwargs
+from lezo_ds.forward.probes import AT_THETA, Perturbation, Place
 from lezo_ds.noise import Kernels, UpdateTarget, kernels_of
 from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
-
-PROBES_AT_ONCE = 2
-"""Most probes of which copies of a weight, or logits, are in memory at a time.
-
-The bits of a matrix product depend on its number of rows. With this limit, the losses of a pass of
-more probes are those of passes of two, under a law that copies weights.
-"""
 
 
 class PassState:
     """What the wrappers of one model know of the pass that runs.
 
+    Args:
+        blocks: the transformer blocks of the model.
+
     Attributes:
         current: the pass, or the part of it that runs now.
-        perturber: runs the modules with perturbed parameters; None at theta.
+        perturber: runs what has perturbed parameters; None at theta.
         selection: the logits that the pass needs; None stands for all.
         log_probabilities: what the head has returned if the selection has targets.
         num_equal_blocks: all copies of the batch are equal before this block, because no block
             before it is perturbed. These blocks run on one copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = frozenset(blocks)
         self.finish()
 
     def finish(self) -> None:
@@ -59,54 +56,46 @@ class PassState:
         self.log_probabilities: Tensor | None = None
         self.num_equal_blocks = 0
 
-    def active(self, owned: Sequence[TrainedParameter]) -> Sequence[TrainedParameter]:
-        """Return those of a module's trained parameters that are perturbed now."""
+    def active(self, places: Sequence[Place]) -> Sequence[Place]:
+        """Return those of a module's places whose parameters are perturbed now."""
         if not self.current.probes:
             return ()
         dropped = self.current.dropped_layers
-        return [entry for entry in owned if entry.block not in dropped]
+        return [place for place in places if place.trained.block not in dropped]
 
-    @property
-    def runs_at_once(self) -> bool:
-        """Whether a module runs on all copies of the batch at a time."""
-        if self.perturber is None or self.current.writes_answers:
-            return True  # the bits of logits do not show in the tokens of answers
-        return len(self.current.probes) <= self.perturber.probes_at_once
-
-    def run_in_parts(
+    def run_module(
         self,
-        num_probes: int,
-        run: Callable[..., Any],
+        module: nn.Module,
+        own_forward: Forward,
+        places: Sequence[Place],
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """Call `run` on the copies of `num_probes` probes at a time, and concatenate the outputs.
+        """Run a module on all copies; each meets the weights of its probe."""
+        active = self.active(places)
+        if not active:
+            return own_forward(*args, **kwargs)
+        assert self.perturber is not None
+        return self.perturber.run_module(module, own_forward, active, args, kwargs)
 
-        Args:
-            num_probes: most copies of the batch in one call.
-            run: (*args, **kwargs) -> output. While it runs, `current` has the probes of the call
-                only.
-            args: of the module, with the rows of all copies.
-            kwargs: likewise.
+    def run_each_probe(self, run: Forward, args: Args, kwargs: Kwargs) -> Any:
+        """Call `run` on each copy of the batch, and join the outputs.
+
+        While it runs, `current` has the probe of its copy only.
         """
         whole = self.current
-        total = len(whole.probes)
-        if total <= num_probes:
+        if len(whole.probes) == 1:
             return run(*args, **kwargs)
-        outputs = []
+        probes = iter(whole.probes)
+
+        def run_probe(*args: Any, **kwargs: Any) -> Any:
+            self.current = whole._replace(probes=(next(probes),))
+            return run(*args, **kwargs)
+
         try:
-            for first in range(0, total, num_probes):
-                probes = whole.probes[first : first + num_probes]
-                self.current = whole._replace(probes=probes)
-                take = probe_slice(whole.rows, whole.tokens, total, first, len(probes))
-                outputs.append(run(*map_tensors(take, args), **map_tensors(take, kwargs)))
+            return whole.copied_batch.run_each(run_probe, args, kwargs)
         finally:
             self.current = whole
-        return tree_map(_concatenate, *outputs)
-
-
-def _concatenate(*outputs: Any) -> Any:
-    return torch.cat(outputs) if isinstance(outputs[0], Tensor) else outputs[0]
 
 
 class Perturber(ABC):
@@ -114,74 +103,59 @@ class Perturber(ABC):
 
     `state.current` has the probes that run. In the methods, k is their number and n =
     `current.rows`.
-
-    Attributes:
-        probes_at_once: most probes whose copies of the batch a module may run on at a time.
-        takes_blocks: whether `begin_block` is worth the memory of all that it prepares.
     """
 
-    probes_at_once: int
-
-    def __init__(self, state: PassState, *, takes_blocks: bool = False) -> None:
+    def __init__(self, state: PassState) -> None:
         self.state = state
-        self.takes_blocks = takes_blocks
 
     @abstractmethod
     def run_module(
         self,
         module: nn.Module,
         own_forward: Forward,
-        active: Sequence[TrainedParameter],
+        active: Sequence[Place],
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
         """Return the output of a module, k * n rows, each row at the weights of its probe.
 
         Args:
-            module: holds theta; its weights are gathered.
+            module: holds theta; its weights are gathered. A transformer block, or a module outside
+                the blocks; with `Directions.runs_linear_modules`, a linear module.
             own_forward: its forward method without our wrapper.
-            active: those of its parameters that are perturbed, at least one.
+            active: where it, or a module in it, reads perturbed parameters. At least one.
             args: its inputs for all copies of the batch: tensors [k * n, ...], or [1, ...] if all
                 rows share them.
             kwargs: likewise.
         """
 
-    # Only a law that perturbs weights outside the blocks is asked for these two.
-
-    def rows_of(self, table: TrainedParameter, rows: Tensor) -> Tensor:
+    def rows_of(self, place: Place, rows: Tensor) -> Tensor:
         """Return some rows of a perturbed matrix at the one probe that runs (k = 1).
 
+        Only a law that perturbs weights outside the blocks is asked for them.
+
         Args:
-            table: a matrix [num_rows, width].
+            place: of a matrix [num_rows, width] or a vector [num_rows].
             rows: int64 of any shape, indices in [0, num_rows).
 
         Returns:
-            [*rows.shape, width], in the dtype of the matrix.
+            [*rows.shape, width] or [*rows.shape], in the dtype of the parameter.
         """
-        raise NotImplementedError
-
-    def vector_of(self, entry: TrainedParameter) -> Tensor:
-        """Return a perturbed vector at the one probe that runs (k = 1): float32 [size]."""
-        raise NotImplementedError
-
-    # Only if `takes_blocks`.
-
-    def begin_block(self, active: Sequence[TrainedParameter]) -> None:
-        """Prepare all perturbed parameters of a transformer block, whose weights are gathered."""
-        raise NotImplementedError
-
-    def end_block(self) -> None:
-        """Free what `begin_block` prepared."""
         raise NotImplementedError
 
 
 class Directions(ABC):
-    """What a run does with the random directions of its law. It has no state.
+    """What a run does with the random directions of its law.
 
     Attributes:
         law: says what a direction is.
         kernels_of: (device) -> the kernels that draw and apply z there.
+        runs_linear_modules: whether a perturber runs single linear modules on the rows of all
+            probes. Else it runs whole blocks, and the modules outside them, and the probes write
+            answers one after the other, because a block extends one key-value cache.
     """
+
+    runs_linear_modules = False
 
     def __init__(
         self, law: PerturbationLaw, kernels_of: Callable[[torch.device], Kernels] = kernels_of

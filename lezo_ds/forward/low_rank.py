@@ -37,18 +37,18 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.directions import Directions, PassState, Perturber
-from lezo_ds.forward.module_calls import add_before_sum
-from lezo_ds.forward.probes import Perturbation, TrainedParameter
+from lezo_ds.forward.probes import Perturbation, Place, TrainedParameter
 from lezo_ds.noise import Elements, Region, UpdateTarget
+from lezo_ds.sharding.tensor_parallel import add_before_sum
 from lezo_ds.zo.laws import FIRST_OF_COLUMNS
 from lezo_ds.zo.passes import group_of
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
-_NO_LIMIT = 2**30
-
 
 class LowRankDirections(Directions):
     """z of a matrix is a sum of outer products."""
+
+    runs_linear_modules = True
 
     def start_pass(
         self, state: PassState, perturbation: Perturbation, batch: MicroBatch
@@ -119,8 +119,6 @@ class LowRankPerturber(Perturber):
     last token.
     """
 
-    probes_at_once = _NO_LIMIT
-
     def __init__(
         self,
         state: PassState,
@@ -152,13 +150,13 @@ class LowRankPerturber(Perturber):
         self,
         module: nn.Module,
         own_forward: Forward,
-        active: Sequence[TrainedParameter],
+        active: Sequence[Place],
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        (weight,) = active  # `blocks.freeze_all_but` leaves nothing else
+        (place,) = active  # `blocks.freeze_all_but` leaves nothing else
         (inputs,) = [*args, *kwargs.values()]  # nn.Linear calls its argument `input`
-        of_inputs, of_outputs = self._vectors(weight, transposed=isinstance(module, Conv1D))
+        of_inputs, of_outputs = self._vectors(place.trained, transposed=isinstance(module, Conv1D))
         flat = inputs.reshape(-1, inputs.shape[-1])
         through = flat @ of_inputs.t()  # [N, directions * rank]
         through *= self._signs_of(module, len(flat)).to(through.dtype)

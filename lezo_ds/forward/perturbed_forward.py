@@ -3,16 +3,16 @@
 One pass of k probes gathers each weight once, and runs all probes (probes.py draws the rows):
 
     batch ──repeat k times──► wrapped model ──► logits [k * rows, ...] ──cut──► k outputs
-                              │ wrappers.py: when a module, a block or the head runs at the probes └
-                              a Perturber: how its rows meet the weights of their probes
+                              │ wrappers.py: what runs at the probes: blocks, modules, the head
+                              └ a Perturber: how its rows meet the weights of their probes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,18 +20,22 @@ from torch import Tensor, nn
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.answer_cache import cache_name, takes_padding
-from lezo_ds.forward.answer_tokens import check_contexts, read_contexts
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.copies import Args, Kwargs
 from lezo_ds.forward.directions import Directions, PassState
-from lezo_ds.forward.module_calls import children_read_by
-from lezo_ds.forward.probes import Perturbation, ProbePass, TrainedParameter
+from lezo_ds.forward.probes import (
+    Perturbation,
+    ProbePass,
+    TrainedParameter,
+    is_norm,
+    places_in,
+)
 from lezo_ds.forward.rope import own_positions, rope_limit
+from lezo_ds.forward.swap import widen_norm
 from lezo_ds.forward.wrappers import (
     SelectingHead,
-    parameters_read_by,
+    share_block,
     target_log_probabilities,
-    wrap_block,
     wrap_module,
 )
 
@@ -42,17 +46,11 @@ class PerturbedForward:
     Args:
         model: with its parameters sharded or not. Its modules get new forward methods.
         trainable: what may be perturbed. A tied parameter appears once.
-        blocks: the transformer blocks, in order. Where the perturber `takes_blocks` (on a GPU), one
-            kernel perturbs all weights of a block when the block begins; they must be gathered by
-            then.
+        blocks: the transformer blocks, in order. All weights of a block must be gathered when it
+            begins.
         directions: perturb them. None if no pass is perturbed.
         shares_start: whether the blocks before the first perturbed one run on one copy of the
             batch. Then nothing outside the blocks may be trainable.
-        reads_contexts: whether a pass that is perturbed reads what comes before answers at theta
-            (answer_tokens.py).
-
-    Raises:
-        UserError: the model cannot do so.
     """
 
     def __init__(
@@ -63,42 +61,49 @@ class PerturbedForward:
         *,
         directions: Directions | None = None,
         shares_start: bool = False,
-        reads_contexts: bool = False,
     ) -> None:
-        if reads_contexts:
-            check_contexts(model)
         num_blocks = len(blocks)
         assert not shares_start or all(entry.block < num_blocks for entry in trainable)
         entries = {entry.parameter: entry for entry in trainable}
         self._model: Any = model
         self._num_blocks = num_blocks
         self._shares_start = shares_start
-        self._reads_contexts = reads_contexts
         self.directions = directions
         self._num_unperturbed = 0  # blocks before the first perturbed one
-        self._state = PassState()
+        self._state = PassState(blocks)
         config: Any = getattr(model, "config", None)
         self._has_rope_limit = config is not None and rope_limit(config) is not None
-        self._trains_what_changes_caches = False
         get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = get_head()
         self._own_forwards = {
             module: module.forward for module in model.modules() if module not in (model, head)
         }
-        for module in model.modules():
-            owns_any = any(parameter is not None for parameter in module._parameters.values())
-            if owns_any or children_read_by(module):
-                if cache_name(module) and parameters_read_by(module, entries):
-                    self._trains_what_changes_caches = True
-                wrap_module(module, self._state, entries)
-        for index, block in enumerate(blocks):
-            wrap_block(block, index, self._state, entries)
+        for unit, modules in self._units().items():
+            places = places_in(modules, entries)
+            if unit is head:
+                head.forward = SelectingHead(head, self._state, places).forward
+            elif places:
+                wrap_module(unit, self._state, places)
+        for index, block in enumerate(blocks if shares_start else ()):
+            share_block(block, index, self._state)
         model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
         # Whether the model returns what its head returns. Some scale or cap the logits first; the
         # first pass shows it.
         self._ends_with_head = True
-        if head is not None:  # a causal language model has one
-            head.forward = SelectingHead(head, self._state, entries).forward
+
+    def _units(self) -> dict[nn.Module, list[nn.Module]]:
+        """Return what runs at the probes as a whole, and the modules of each that own parameters.
+
+        These are linear modules, or the blocks and each module outside them.
+        """
+        modules = list(self._model.modules())
+        if self.directions is None or self.directions.runs_linear_modules:
+            return {module: [module] for module in modules}
+        for norm in filter(is_norm, modules):
+            widen_norm(norm)
+        units = {block: list(block.modules()) for block in self._state.blocks}
+        inside = set(chain.from_iterable(units.values()))
+        return units | {module: [module] for module in modules if module not in inside}
 
     @contextmanager
     def own_forwards(self) -> Iterator[None]:
@@ -134,29 +139,13 @@ class PerturbedForward:
             selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
             it selects, [targets]; or new tokens, int64 [rows, tokens].
         """
-        if perturbation is None or not self._reads_contexts or batch.selection is None:
-            return self._run(batch, perturbation, call)
-
-        def run_at_theta(contexts: MicroBatch, arguments: Mapping[str, Any]) -> None:
-            self._run(contexts, None, partial(call, **arguments))
-
-        answers, arguments = read_contexts(self._model, batch, run_at_theta)
-        return self._run(answers, perturbation, partial(call, **arguments))
-
-    def _run(
-        self,
-        batch: MicroBatch,
-        perturbation: Perturbation | None,
-        call: Callable[..., Any],
-    ) -> tuple[Tensor, ...]:
-        """Run all tokens of a batch at the probes; see `__call__`."""
         writes_answers = batch.prompts is not None
         if perturbation is not None and writes_answers:
             self._assert_rows_keep_their_directions(perturbation)
-            # A module that runs once for each probe would change the cache of all probes each time.
-            if len(perturbation.probes) > 1 and self._trains_what_changes_caches:
+            assert self.directions is not None
+            if len(perturbation.probes) > 1 and not self.directions.runs_linear_modules:
                 singles = perturbation.one_by_one()
-                return tuple(self._run(batch, single, call)[0] for single in singles)
+                return tuple(self(batch, single, call)[0] for single in singles)
         state = self._state
         num_copies = 1
         if perturbation is not None:
@@ -187,11 +176,13 @@ class PerturbedForward:
         if targets is None:
             return copies
         if of_head is None:
-            return tuple(target_log_probabilities(logits, targets) for logits in copies)
+            return tuple(
+                target_log_probabilities(logits, targets, lambda part: part) for logits in copies
+            )
         if found.shape == of_head.shape and found.data_ptr() == of_head.data_ptr():
             return copies
         self._ends_with_head = False
-        return self._run(batch, perturbation, call)
+        return self(batch, perturbation, call)
 
     def _assert_rows_keep_their_directions(self, perturbation: Perturbation) -> None:
         """Refuse groups of rows with directions of their own if rows are continued by length."""

@@ -6,23 +6,22 @@ its batch k times, so that one gather of a weight serves all of them:
     rows of the input   [0, n)      [n, 2n)     ...   [(k - 1) n, k n)
     copy of the batch   of probe 0  of probe 1  ...   of probe k - 1
 
-A module without perturbed parameters runs once, on all k * n rows. For any other module, a
-`Perturber` decides how the copies meet the weights of their probes.
+What has no perturbed parameters runs once, on all k * n rows. For all else, a `Perturber` decides
+how the copies meet the weights of their probes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
+from lezo_ds.forward.copies import CopiedBatch
 from lezo_ds.noise import Elements
 from lezo_ds.zo.passes import KeyedProbe
-
-PerturbedWeights = Mapping[str, Sequence[Tensor]]
-"""The perturbed copies of a module's parameters, one for each probe, by the parameter's name."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,13 @@ class Perturbation:
 
 
 class TrainedParameter(NamedTuple):
-    """A parameter of a module that may be perturbed.
+    """A parameter that may be perturbed.
 
     Attributes:
-        name: in the module that reads it, for example "weight", or "conv1d.weight" of a child.
-        parameter: holds theta while the module runs.
+        name: in the model.
+        parameter: holds theta while a module that reads it runs.
         block: index of its transformer block, or of its group of layers outside the blocks.
-        elements: those that the module computes with on this rank.
+        elements: those that modules compute with on this rank.
     """
 
     name: str
@@ -65,12 +64,51 @@ class TrainedParameter(NamedTuple):
     elements: Elements
 
 
+Trainable = Mapping[nn.Parameter, TrainedParameter]
+
+
+class Place(NamedTuple):
+    """Where a trained parameter is read: it is `owner._parameters[key]`.
+
+    A tied parameter is read in several places.
+
+    Attributes:
+        dtype_of_copies: of its perturbed copies: float32 in norms, else its own. Around 1.0, a
+            16-bit weight of a norm is too coarse to hold theta + mu z.
+    """
+
+    owner: nn.Module
+    key: str
+    trained: TrainedParameter
+    dtype_of_copies: torch.dtype
+
+
+def places_in(modules: Iterable[nn.Module], trainable: Trainable) -> list[Place]:
+    """Return where some modules read trained parameters of their own."""
+    places = []
+    for module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter in trainable:
+                dtype = torch.float32 if is_norm(module) else parameter.dtype
+                places.append(Place(module, key, trainable[parameter], dtype))
+    return places
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module holds nothing but vectors, at least one."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    has_children = next(module.children(), None) is not None
+    # A parameter that ZeRO-3 has sharded is empty. DeepSpeed keeps its full shape in ds_shape.
+    shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in own]
+    return bool(own) and not has_children and all(len(shape) == 1 for shape in shapes)
+
+
 class ProbePass(NamedTuple):
-    """The forward pass that runs, or the part of it that runs some of its probes.
+    """The forward pass that runs, or the part of it that runs one of its probes.
 
     Attributes:
         probes: none if the pass runs at theta.
-        rows: number of rows of one copy of the batch.
+        rows: number of rows of one copy.
         tokens: number of tokens of a row.
         dropped_layers: indices of the blocks that stay at theta.
         writes_answers: whether the model runs once for each new token, at the same probes.
@@ -82,17 +120,9 @@ class ProbePass(NamedTuple):
     dropped_layers: frozenset[int] = frozenset()
     writes_answers: bool = False
 
+    @property
+    def copied_batch(self) -> CopiedBatch:
+        return CopiedBatch(len(self.probes), self.rows, self.tokens)
+
 
 AT_THETA = ProbePass()
-
-
-def trained_parameters(
-    modules: Iterable[nn.Module], trainable: Mapping[nn.Parameter, TrainedParameter]
-) -> list[TrainedParameter]:
-    """Return the parameters that modules own themselves and that may be perturbed."""
-    return [
-        trainable[parameter]._replace(name=name)
-        for module in modules
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter in trainable
-    ]

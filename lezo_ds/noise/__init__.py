@@ -139,6 +139,20 @@ Copies = list[list[Tensor]]
 """For each weight, its perturbed copies, each of theta's shape or of the rows."""
 
 
+_ALIGNMENT = 512
+"""Of copies, in bytes, like that of torch's allocator: matrix products may depend on it."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Round a number of bytes up to a multiple of the alignment of copies."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def bytes_of_copies(weights: Sequence[Weight]) -> int:
+    """Return what one copy of each weight takes in memory. The copies lie one after the other."""
+    return sum(aligned(weight.theta.numel() * weight.out_dtype.itemsize) for weight in weights)
+
+
 class UpdateTarget(NamedTuple):
     """What an update changes in place: elements that a rank stores.
 
@@ -158,13 +172,7 @@ class Kernels(ABC):
     """What one kind of device computes with z. All kinds compute the same bits.
 
     Element indices are 0 to 2**40. Tensors are on the device.
-
-    Attributes:
-        takes_blocks: whether one call for all weights of a transformer block is worth the memory
-            for all their copies.
     """
-
-    takes_blocks = False
 
     @abstractmethod
     def perturb(
@@ -174,10 +182,24 @@ class Kernels(ABC):
         key: int,
         scale: float,
         num_signs: int,
+        memory: Tensor | None = None,
     ) -> Copies:
         """Return theta + scale * z of each weight and, with two signs, theta - scale * z.
 
         Product and sum are rounded to fp32, each on its own, and then to the copy's dtype.
+
+        Args:
+            entries: the distribution of the numbers.
+            weights: whole ones, or some rows of each.
+            key: of the direction.
+            scale: not 0.
+            num_signs: 1 or 2.
+            memory: uint8 [at least num_signs * bytes_of_copies(weights)], where the copies of whole
+                weights are written; None allocates it. plus is theta + scale * z, and minus the
+                other:
+
+                    plus of weight 0 | plus of weight 1 | ... | minus of weight 0 | ...
+                    <-------- bytes_of_copies(weights) ------>
         """
 
     @abstractmethod
@@ -211,7 +233,6 @@ class Kernels(ABC):
             region: which numbers.
         """
 
-    @abstractmethod
     def subtract(
         self,
         target: UpdateTarget,
@@ -232,7 +253,33 @@ class Kernels(ABC):
             update: has the factor, and the key of the words by which 16-bit values are rounded at
                 random. The terms have its coefficient.
             precision: how 16-bit values are stored.
+
+        Raises:
+            UserError: a law of the user's gives u or b of another shape, dtype or device.
         """
+        rows, columns = target.elements.rows_and_columns()
+        device = target.values.device
+        for name, values, lines in (("u", u, rows), ("b", b, columns)):
+            shape = (len(u), len(lines))
+            if (values.dtype, values.shape, values.device) != (torch.float32, shape, device):
+                raise UserError(
+                    f"{name} of Kernels.subtract is {values.dtype} {list(values.shape)} on "
+                    f"{values.device}, expected torch.float32 {list(shape)} on {device}",
+                    fix="correct Directions.update of the law that zo.law names",
+                )
+        # The kernels read addresses: a transposed or expanded tensor has others.
+        self._subtract(target, u.contiguous(), b.contiguous(), update, precision)
+
+    @abstractmethod
+    def _subtract(
+        self,
+        target: UpdateTarget,
+        u: Tensor,
+        b: Tensor,
+        update: Update,
+        precision: UpdatePrecision,
+    ) -> None:
+        """Do the work of `subtract` with checked, contiguous u and b."""
 
 
 class Updater(Protocol):
@@ -278,27 +325,14 @@ def _triton_kernels(device: torch.device) -> Kernels:
         target = UpdateTarget(torch.zeros(1, device=device), Elements.all_of(0, [1]))
         kernels.update("normal", [target], [Update(key=0, coefficient=1.0)], "stochastic")
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise _triton_refusal(error) from error
+        # Triton compiles its launcher with a C compiler, and writes it to its cache.
+        raise UserError(
+            f"the noise kernels cannot run on this GPU: {type(error).__name__}: {error}",
+            fix="check with nvidia-smi that the GPU is there and has free memory; pip install "
+            "triton; apt-get install gcc python3-dev, or conda install gcc; set TRITON_CACHE_DIR "
+            "to a folder with space that you may write to",
+        ) from error
     return kernels
-
-
-def _triton_refusal(error: Exception) -> UserError:
-    """Return what the user can do about an error of Triton's first launch."""
-    said = f"{type(error).__name__}: {error}"
-    # Triton asks for a compiler in words; one that CC names may be no program, or fail.
-    lacks_compiler = isinstance(error, ImportError | FileNotFoundError | subprocess.SubprocessError)
-    if lacks_compiler or "compiler" in str(error):
-        return UserError(
-            f"Triton needs a C compiler and Python's headers; {said}",
-            fix="pip install triton; apt-get install gcc python3-dev, or conda install gcc",
-        )
-    if isinstance(error, torch.OutOfMemoryError):
-        fix = "free memory of this GPU: nvidia-smi shows which programs use it"
-    elif isinstance(error, OSError) or "cache dir" in str(error):
-        fix = "set TRITON_CACHE_DIR to a folder that you may write to, on a disk with space"
-    else:
-        fix = "check with nvidia-smi that the GPU is there and that its driver fits PyTorch"
-    return UserError(f"the noise kernels cannot run on this GPU; {said}", fix=fix)
 
 
 _PACKED_UPDATE = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])

@@ -3,7 +3,7 @@
 The library lies in the user's cache under a name that is a hash of its source, its flags, and what
 the compiler says of itself and of this processor. A new version of any of them is another file.
 
-A call passes the address of one structure, which has the fields of its namesake in cpu_kernels.cpp.
+A call passes the address of one structure, whose fields are read from cpu_kernels.cpp.
 Memory belongs to PyTorch, and the kernels never keep an address.
 """
 
@@ -13,13 +13,13 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from lezo_ds.noise import (
     Region,
     UpdateTarget,
     Weight,
+    aligned,
+    bytes_of_copies,
     pack_updates,
 )
 from lezo_ds.zo.laws import Distribution
@@ -59,75 +61,23 @@ PRECISIONS: dict[UpdatePrecision, int] = {"stochastic": 0, "fp32_master": 1}
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class Call(ctypes.Structure):
-    """The elements that a kernel works on; see cpu_kernels.cpp for the fields of all structures."""
-
-    _fields_: ClassVar[Sequence[Any]] = (
-        ("num_rows", c_int64),
-        ("width", c_int64),
-        ("stride", c_int64),
-        ("start", c_int64),
-        ("parameter_id", c_uint32),
-        ("format", c_int32),
-        ("distribution", c_int32),
-        ("num_threads", c_int32),
-    )
+def _structure(name: str) -> Any:
+    """Return a structure of cpu_kernels.cpp, whose fields are its keyword arguments."""
+    pattern = rf"struct {name} (?:: (\w+) )?{{(.*?)}};"
+    ((base, body),) = re.findall(pattern, SOURCE.read_text(), re.DOTALL)
+    fields = []
+    for type_name, field in re.findall(r"^ +([^;/]*[ *])(\w+);", body, re.MULTILINE):
+        is_pointer = "*" in type_name
+        c_type = "c_void_p" if is_pointer else f"c_{type_name.strip().removesuffix('_t')}"
+        fields.append((field, getattr(ctypes, c_type)))
+    bases = (_structure(base) if base else ctypes.Structure,)
+    return type(name, bases, {"_fields_": fields})
 
 
-class PerturbCall(Call):
-    """What `lezo_perturb` is called with."""
-
-    _fields_ = (
-        ("theta", c_void_p),
-        ("rows", c_void_p),
-        ("plus", c_void_p),
-        ("minus", c_void_p),
-        ("key", c_uint64),
-        ("scale", c_float),
-        ("out_format", c_int32),
-    )
-
-
-class UpdateCall(Call):
-    """What `lezo_update` is called with."""
-
-    _fields_ = (
-        ("theta", c_void_p),
-        ("low", c_void_p),
-        ("updates", c_void_p),
-        ("num_updates", c_int64),
-        ("precision", c_int32),
-    )
-
-
-class EntriesCall(Call):
-    """What `lezo_entries` is called with."""
-
-    _fields_ = (
-        ("out", c_void_p),
-        ("keys", c_void_p),
-        ("num_keys", c_int64),
-    )
-
-
-class SubtractCall(Call):
-    """What `lezo_subtract` is called with."""
-
-    _fields_ = (
-        ("theta", c_void_p),
-        ("low", c_void_p),
-        ("rows", c_void_p),
-        ("columns", c_void_p),
-        ("num_terms", c_int64),
-        ("num_matrix_rows", c_int64),
-        ("num_matrix_columns", c_int64),
-        ("first_row", c_int64),
-        ("first_column", c_int64),
-        ("parameter_width", c_int64),
-        ("dither_key", c_uint64),
-        ("factor", c_float),
-        ("precision", c_int32),
-    )
+PerturbCall = _structure("PerturbCall")
+UpdateCall = _structure("UpdateCall")
+EntriesCall = _structure("EntriesCall")
+SubtractCall = _structure("SubtractCall")
 
 
 class CpuKernels(Kernels):
@@ -147,11 +97,21 @@ class CpuKernels(Kernels):
         key: int,
         scale: float,
         num_signs: int,
+        memory: Tensor | None = None,
     ) -> Copies:
         copies = []
+        num_bytes = bytes_of_copies(weights)
+        offset = 0
         for theta, elements, out_dtype, rows in weights:
             theta = theta.contiguous()
             shape = theta.shape
+            of_weight = []
+            if rows is None and memory is not None:
+                size = theta.numel() * out_dtype.itemsize
+                for sign in range(num_signs):
+                    first = offset + sign * num_bytes
+                    of_weight.append(memory[first : first + size].view(out_dtype).view(shape))
+                offset += aligned(size)
             if rows is not None:
                 rows = rows.contiguous()
                 if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
@@ -159,7 +119,8 @@ class CpuKernels(Kernels):
                 shape = torch.Size((len(rows), theta.shape[1]))
                 region = Region(elements.region.start, len(rows), shape[1], shape[1])
                 elements = elements._replace(region=region)
-            of_weight = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
+            if not of_weight:
+                of_weight = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
             call = PerturbCall(
                 *_fields_of(elements, theta.dtype, entries),
                 theta=theta.data_ptr(),
@@ -211,7 +172,7 @@ class CpuKernels(Kernels):
         self._library.lezo_entries(ctypes.byref(call))
         return out
 
-    def subtract(
+    def _subtract(
         self,
         target: UpdateTarget,
         u: Tensor,

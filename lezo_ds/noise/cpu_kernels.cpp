@@ -310,11 +310,12 @@ struct Fp16 {
 
   private:
     // Chooses between the results for normal and subnormal numbers, and adds the sign of `bits`.
+    // Every NaN becomes the same one: processors differ in the sign of those that they compute.
     static uint16_t finish(uint32_t bits, uint32_t magnitude, uint32_t normal,
                            uint32_t subnormal) {
         uint32_t stored = magnitude < SMALLEST_NORMAL_FP16 ? subnormal : std::min(normal, 0x7C00u);
-        stored = magnitude > 0x7F800000 ? 0x7E00u : stored;
-        return static_cast<uint16_t>(stored | ((bits >> 16) & 0x8000));
+        stored |= (bits >> 16) & 0x8000;
+        return static_cast<uint16_t>(magnitude > 0x7F800000 ? 0x7E00u : stored);
     }
 
     // The biased fp32 exponent of one unit of `low`, which is 2**-15 of the last place of `high`.
@@ -592,8 +593,7 @@ void with_format(int32_t format, Body body) {
 
 }  // namespace
 
-// What the functions below are called with. cpu.py has the same fields in the same order; a test
-// compares them.
+// What the functions below are called with. cpu.py reads the types and names of the fields here.
 
 // The elements that a call works on: `num_rows` rows of `width` elements, which are contiguous in
 // memory. In the full parameter, row i begins at element start + i * stride.

@@ -22,6 +22,8 @@ from lezo_ds.noise import (
     Region,
     UpdateTarget,
     Weight,
+    aligned,
+    bytes_of_copies,
     pack_updates,
 )
 from lezo_ds.noise import triton_kernels as kernels
@@ -32,8 +34,6 @@ from lezo_ds.zo.updates import Update, UpdatePrecision
 # Blocks of a tile, which one program handles.
 BLOCKS_OF_TILE: dict[Distribution, int] = {"normal": 512, "rademacher": 32}
 _BLOCKS_OF_SUBTRACTION = 512  # of 4 elements
-# Of copies, in bytes, like that of torch's allocator: matrix products may depend on it.
-_ALIGNMENT = 512
 # In FIRST_PROGRAM of the unused columns of a table.
 _NO_PROGRAM = 1 << 62
 Constants = tuple[tuple[str, Any], ...]
@@ -89,8 +89,6 @@ class TritonKernels(Kernels):
     Indices of rows that are out of range are not caught: that would wait for the GPU.
     """
 
-    takes_blocks = True
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -101,19 +99,15 @@ class TritonKernels(Kernels):
         key: int,
         scale: float,
         num_signs: int,
+        memory: Tensor | None = None,
     ) -> Copies:
-        """Return the copies, which lie in one piece of memory.
-
-        plus of weight 0 | plus of weight 1 | ... | minus of weight 0 | minus of weight 1 | ...
-        <---------------- num_bytes ------------> <---------------- num_bytes ------------->
-        """
         if weights[0].rows is not None:
             return [
                 self._perturb_rows(entries, weight, key, scale, num_signs) for weight in weights
             ]
         thetas = [weight.theta.contiguous() for weight in weights]
         parts = []
-        num_bytes = 0
+        offset = 0
         for theta, weight in zip(thetas, weights, strict=True):
             is_fp32 = weight.out_dtype == torch.float32
             # One kernel writes copies in fp32 and in one other dtype.
@@ -124,12 +118,14 @@ class TritonKernels(Kernels):
                     parameter_id=weight.elements.parameter_id,
                     region=weight.elements.region,
                     address=theta.data_ptr(),
-                    copy_offset=num_bytes,
+                    copy_offset=offset,
                     copy_is_fp32=is_fp32,
                 )
             )
-            num_bytes += _aligned(theta.numel() * weight.out_dtype.itemsize)
-        memory = torch.empty(num_signs * num_bytes, dtype=torch.uint8, device=self._device)
+            offset += aligned(theta.numel() * weight.out_dtype.itemsize)
+        num_bytes = bytes_of_copies(weights)
+        if memory is None:
+            memory = torch.empty(num_signs * num_bytes, dtype=torch.uint8, device=self._device)
         for launch in _launches(kernels.perturb_kernel, tuple(parts), entries, self._device):
             launch.run(None, memory, key, scale, num_bytes)
         copies = []
@@ -169,7 +165,7 @@ class TritonKernels(Kernels):
             tiles_of_row=tiles_of_row,
         )
         (of_one_row,) = _launches(kernels.perturb_kernel, (part,), entries, self._device)
-        num_bytes = _aligned(len(rows) * width * out_dtype.itemsize)
+        num_bytes = aligned(len(rows) * width * out_dtype.itemsize)
         memory = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=self._device)
         num_programs = len(rows) * tiles_of_row
         launch = of_one_row._replace(num_programs=num_programs)
@@ -230,7 +226,7 @@ class TritonKernels(Kernels):
         )
         return out
 
-    def subtract(
+    def _subtract(
         self,
         target: UpdateTarget,
         u: Tensor,
@@ -264,8 +260,8 @@ class TritonKernels(Kernels):
             (region.num_rows * tiles_of_row, 1, 1),
             values,
             low,
-            u.contiguous(),
-            b.contiguous(),
+            u,
+            b,
             update.factor,
             update.key,
             elements.parameter_id,
@@ -315,11 +311,11 @@ def _launches(
     alike: dict[Constants, list[_Part]] = {}
     for part in parts:
         unit = _unit(part.region.size, part.address, part.copy_offset, part.low_address)
-        layout = "any"
+        is_aligned = _is_aligned(part.region, PER_BLOCK[distribution])
         if part.region.num_rows > 1:
-            layout = "rows"
-        elif part.region.start % PER_BLOCK[distribution] == 0:
-            layout = "aligned"
+            layout = "aligned rows" if is_aligned else "rows"
+        else:
+            layout = "aligned" if is_aligned else "any"
         kind = (*part.constants, ("layout", layout), ("unit", unit))
         alike.setdefault(kind, []).append(part)
     launches = []
@@ -368,13 +364,20 @@ def num_tiles(region: Region, per_block: int, blocks_of_tile: int) -> int:
     """Return how many programs cover a region."""
     if region.size == 0:
         return 0
-    if region.num_rows > 1:
+    if region.num_rows > 1 and not _is_aligned(region, per_block):
         # All blocks that a row may touch, as in `triton_kernels._elements_of_rectangle`.
         blocks_of_row = (region.width + 2 * (per_block - 1)) // per_block
         num_blocks = region.num_rows * blocks_of_row
     else:
         num_blocks = -(-(region.start % per_block + region.size) // per_block)
     return -(-num_blocks // blocks_of_tile)
+
+
+def _is_aligned(region: Region, per_block: int) -> bool:
+    """Return whether each row of a region begins where a block begins, and blocks fill the rows."""
+    if region.num_rows == 1:
+        return region.start % per_block == 0
+    return not any(number % per_block for number in (region.start, region.width, region.stride))
 
 
 def _tiles_of_row(width: int, per_block: int, blocks_of_tile: int) -> int:
@@ -385,11 +388,6 @@ def _tiles_of_row(width: int, per_block: int, blocks_of_tile: int) -> int:
 def _unit(*numbers: int) -> int:
     """Return 16 if all numbers are multiples of it, which makes a kernel faster, else 1."""
     return 1 if any(number % 16 for number in numbers) else 16
-
-
-def _aligned(num_bytes: int) -> int:
-    """Round a number of bytes up to a multiple of _ALIGNMENT."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 # All blocks of a step have the same updates and keys, so one copy to the GPU serves them all.

@@ -15,7 +15,8 @@ def split_master(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     bf16: `high` is the nearest bf16 (ties away from zero) and `low` is the difference of the bit
     patterns, so that every number survives, and each NaN becomes the same one. fp16: `high` is the
-    nearest fp16 (ties to even) and `low` is the difference in units of 2**-15 of high's last place.
+    nearest fp16 (ties to even; 0x7E00 for each NaN) and `low` is the difference in units of 2**-15
+    of high's last place.
     This is exact for 2**-14 <= |x| < 65520 and within 2**-40 for smaller |x|; for larger |x|, high
     is infinite and low is 0.
     """
@@ -25,7 +26,7 @@ def split_master(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         high_bits = (bits + 0x8000) >> 16
         low = bits - (high_bits << 16)
         return high_bits.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
-    high = values.to(torch.float16)
+    high = values.to(torch.float16).masked_fill(values.isnan(), torch.nan)
     wide = high.to(torch.float32)
     exponent = ((wide.view(torch.int32) >> 23) & 0xFF).clamp(min=127 - 14)
     # One unit of low is 2**(exponent - 127 - 10 - 15). Its reciprocal has the opposite exponent.

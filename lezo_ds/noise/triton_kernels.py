@@ -19,9 +19,10 @@ blocks) work on which. It is int64 [11, num_columns], with a column for each ten
 A program handles one tile: the elements of consecutive blocks of Philox. Its number less
 FIRST_PROGRAM is the number of its tile in its tensor. `layout` says how tiles lie:
 
-    aligned   one row of elements, which begins where a block begins
-    any       one row, which may begin within a block: the tile's first elements are masked
-    rows      a rectangle: each of its rows begins within a block of its own
+    aligned        one row of elements, which begins where a block begins
+    any            one row, which may begin within a block: the tile's first elements are masked
+    aligned rows   a rectangle, each of whose rows is whole blocks
+    rows           a rectangle, each of whose rows begins within a block of its own
 
 Compiled for compute capability 9.0, "aligned" with `unit` 16 takes 59 instructions for each element
 of a perturbed copy in bf16, "any" 79, and "aligned" with `unit` 1 76.
@@ -283,7 +284,9 @@ def _split_master(value, dtype: tl.constexpr):
         low = (bits - (high_bits << 16)).to(tl.int16)
         high = high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        high = value.to(tl.float16)
+        # A GPU would convert a NaN to 0x7FFF.
+        nan = tl.full([], 0x7E00, tl.int16).to(tl.float16, bitcast=True)
+        high = tl.where(value != value, nan, value.to(tl.float16))
         per_unit = _from_bits((254 << 23) - _low_unit(high))
         lost = value - high.to(tl.float32)
         # The difference and its product are exact. Adding 1.5 * 2**23 rounds to an integer in the
@@ -394,7 +397,19 @@ def _elements(
 ):
     """Return the elements of a tile of the tensor in a column, as `_elements_of_row` does."""
     start = tl.load(column_ptr + START * num_columns)
-    if layout == "rows":
+    if layout == "aligned rows":
+        blocks_of_row = tl.load(column_ptr + WIDTH * num_columns) // per_block
+        stride = tl.load(column_ptr + STRIDE * num_columns) // per_block
+        # In the tensor, rows follow each other. Only the tile's first block takes 64-bit divisions.
+        first = tile * num_blocks
+        block, position, inside = _elements_of_row(
+            tile, first * 0, count, "aligned", per_block, num_blocks
+        )
+        place = (first % blocks_of_row).to(tl.int32) + tl.arange(0, num_blocks)
+        rows_on = place // blocks_of_row.to(tl.int32)
+        row = first // blocks_of_row + rows_on
+        block = start // per_block + row * stride + place - rows_on * blocks_of_row
+    elif layout == "rows":
         width = tl.load(column_ptr + WIDTH * num_columns)
         stride = tl.load(column_ptr + STRIDE * num_columns)
         block, position, inside = _elements_of_rectangle(

@@ -1,19 +1,15 @@
 """The link to torchft's lighthouse, which makes a quorum of the replicas that ask at the same time.
 
 The lighthouse waits with a quorum for every replica whose heart beats. So a replica that is away is
-silent, and so is one that hangs.
-
-An id is NUMBER@HOST:PORT, with the address of the replica's journal transport.
+silent, and so is one that hangs. Members are in the order of their ids.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import re
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from contextlib import suppress
@@ -23,23 +19,15 @@ from typing import Any
 
 from torchft.coordination import LighthouseClient
 
-from lezo_ds.errors import LezoError, LostRankError, cut
+from lezo_ds.distributed.workers import NoQuorumError
+from lezo_ds.errors import LostRankError, cut
 from lezo_ds.replicas.patience import in_background
-from lezo_ds.replicas.transport import NO_ANSWER
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _NOTICE_SECONDS = 10.0
 _BEAT_SECONDS = 0.1
-_MOST_PAGE_BYTES = 4 << 20
-_ID = r"\d{4,}@([\w.-]+:\d+)"
-_LAST_MEMBER = re.compile(rf"<b>\s*{_ID}\s*</b>")
-_BEATING = re.compile(rf'class="heartbeat\s*">\s*{_ID}:')
-
-
-class NoQuorumError(LezoError):
-    """There is no quorum yet, and the replica was asked to wait no longer."""
 
 
 class Lighthouse:
@@ -71,8 +59,6 @@ class Lighthouse:
     ) -> list[Any]:
         """Return what the members of the next quorum say of themselves, in the order of their ids.
 
-        Other programs at this lighthouse have other ids, and are left out.
-
         Args:
             statement: what this replica says of itself, in JSON's types.
             gives_up: whether to wait no longer. It is asked every ten seconds.
@@ -96,8 +82,7 @@ class Lighthouse:
                     logger.warning("waiting for replicas, or for the lighthouse %s", self._url)
                     if gives_up():
                         raise NoQuorumError
-                members = asked.result().participants
-                return [member.data for member in members if re.fullmatch(_ID, member.replica_id)]
+                return [member.data for member in asked.result().participants]
             except (RuntimeError, OSError) as error:
                 if time.monotonic() > deadline:
                     raise LostRankError(
@@ -108,25 +93,3 @@ class Lighthouse:
                 if gives_up():
                     raise NoQuorumError from error
                 time.sleep(1)
-
-    def live_addresses(self) -> list[str]:
-        """Return the addresses of replicas that may have lines; none if the lighthouse is away.
-
-        They are those whose hearts beat, and the members of the last quorum: one may be away to
-        evaluate. All others have ended, and their ports may be those of other programs by now.
-
-        torchft (nightly 2026.10.26) has no call that names the replicas, so this reads its page for
-        people:
-
-            <b>0001@10.0.0.7:41234</b>                           a member of the last quorum
-            <li class="heartbeat">0001@10.0.0.7:41234: seen ...  its heart beats
-            <li class="heartbeat old">0002@10.0.0.8:45678: ...   its heart has stopped, for good
-        """
-        # A proxy would not know a private network.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(f"{self._url}/status", timeout=_CONNECT_SECONDS) as answer:
-                page = answer.read(_MOST_PAGE_BYTES).decode("utf-8", "replace")
-        except NO_ANSWER:
-            return []
-        return list(dict.fromkeys(_BEATING.findall(page) + _LAST_MEMBER.findall(page)))

@@ -18,12 +18,16 @@ number of the journal's lines says how far it is. Only rank 0 talks to other rep
 If a member dies on the way, the sum fails everywhere. No journal has the step then, and those that
 are left repeat the round.
 
-A replica that starts, catches up or evaluates is away. When it asks for a quorum, its journal
-decides, compared with that of the leader:
+A replica that starts, catches up or evaluates is away. Before it asks for a quorum, it takes over
+the lines of the members of the last one, and of the journals on this disk. In the quorum, its
+journal decides, compared with that of the leader:
 
     all lines                    takes part
     lacks at most FEW_LINES      takes them over, then takes part
     lacks more, or has others    leaves and takes them over
+
+A new replica knows no members, so its first quorum tells it where the lines are. The others lose
+this round, and repeat it.
 """
 
 from __future__ import annotations
@@ -43,12 +47,13 @@ from typing import NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 from lezo_ds import distributed
-from lezo_ds.distributed.workers import Workers
+from lezo_ds.distributed.workers import Lines, StepLostError, Workers
 from lezo_ds.errors import DesyncError, LezoError, LostRankError, UserError
-from lezo_ds.journal import EvaluationRecord, Journal, header_checksum
-from lezo_ds.replicas.group import ReplicaGroup
+from lezo_ds.journal import EvaluationRecord, header_checksum
+from lezo_ds.replicas.group import ReplicaGroup, reaches
 from lezo_ds.replicas.lighthouse import Lighthouse
 from lezo_ds.replicas.member import (
+    FEW_LINES,
     Member,
     is_far,
     leader_of,
@@ -56,17 +61,13 @@ from lezo_ds.replicas.member import (
     right_checksum,
 )
 from lezo_ds.replicas.patience import Patience, in_background
-from lezo_ds.replicas.transport import JournalTransport, Lines
+from lezo_ds.replicas.transport import JournalTransport, whole_lines
 from lezo_ds.zo.passes import Pass
 
 logger = logging.getLogger(__name__)
 
 _CHECKSUM_BYTES = 6  # float64 holds 48 bits exactly
 _SEARCH_SECONDS = 10.0
-
-
-class StepLostError(LezoError):
-    """A replica left during the round. It has changed nothing, and the others repeat it."""
 
 
 class Role(NamedTuple):
@@ -77,37 +78,36 @@ class Role(NamedTuple):
         first_worker: number of the workers of the members before this one.
         num_workers: number of the workers of all members.
         learning_rate: of the round's step, which is the leader's.
-        addresses: HOST:PORT of the members' journal transports.
         evaluations: that members bring along.
-        lines: to take over before anything else, or None.
-        has_left: whether this replica is far behind and out of the quorum, and the others go on.
     """
 
     position: int
     first_worker: int
     num_workers: int
     learning_rate: float
-    addresses: Sequence[str]
     evaluations: Sequence[EvaluationRecord]
-    lines: Lines | None
-    has_left: bool
 
 
 class Replicas(Workers):
     """The link of this replica to the others, whose methods are collectives of its ranks.
 
     Attributes:
-        role: of this replica in the last round that it met for.
-        journal: on rank 0, the run's journal. The run sets it before the first `meet`.
-        evaluations: to bring along to the next round. The run fills and empties it.
+        role: of this replica in the last round that it met for; None while it is far behind.
         num_workers: workers of this replica. The run sets it.
-        own_learning_rate: of this replica's next step. The run sets it before each `meet`.
         stops_all: whether this replica votes that all replicas stop.
         digest: of the weights, in a step that checks them, else "".
-        gives_up: on rank 0, whether to wait no longer for a quorum that does not come.
     """
 
-    def __init__(self, lighthouse: str, number: int, journal: Path, seconds: float) -> None:
+    are_shared = True
+
+    def __init__(
+        self,
+        lighthouse: str,
+        number: int,
+        journal: Path,
+        seconds: float,
+        journals: Callable[[], Sequence[Path]] = tuple,
+    ) -> None:
         """Start to listen for other replicas. The lighthouse does not know this one yet.
 
         Args:
@@ -115,19 +115,21 @@ class Replicas(Workers):
             number: of this replica. Those with lower numbers come first in a round.
             journal: the path of its journal, from which others take lines.
             seconds: to wait for the lighthouse, and at most for a replica.
+            journals: finds those of all replicas on this disk.
 
         Raises:
             UserError: the address is no address, or the secret of several machines is missing.
         """
+        super().__init__()
         self.role: Role | None = None
-        self.journal: Journal | None = None
-        self.evaluations: list[EvaluationRecord] = []
         self.num_workers = 1
-        self.own_learning_rate = 0.0
         self.stops_all = False
         self.digest = ""
-        self.gives_up: Callable[[], bool] = lambda: False
         self._seconds = seconds
+        self._journals = journals
+        self._is_away = True
+        self._evaluator = ""  # address of the last replica that left to evaluate
+        self._brought: Sequence[EvaluationRecord] = ()
         distributed.on_rank_zero(lambda: self._listen(lighthouse, number, journal))
 
     def _listen(self, lighthouse: str, number: int, journal: Path) -> None:
@@ -175,42 +177,58 @@ class Replicas(Workers):
         return self.role.learning_rate
 
     def newer_lines(self) -> Lines | None:
-        """Return, on rank 0, lines that a live replica has and this journal lacks, or None."""
         with suppress(TimeoutError):  # the quorum will tell who has lines
-            return in_background(self._search_lines).result(_SEARCH_SECONDS)
-        return None
+            lines = in_background(self._search_lines).result(_SEARCH_SECONDS)
+            if lines is not None:
+                return lines
+        own = whole_lines(self._transport.journal)
+        others = [whole_lines(path) for path in self._journals()]
+        longest = max((lines for lines in others if lines.startswith(own)), key=len, default=own)
+        return Lines(len(own), longest[len(own) :]) if len(longest) > len(own) else None
 
     def _search_lines(self) -> Lines | None:
-        for address in self._lighthouse.live_addresses():
-            try:
-                lines = self._transport.fetch(address)
-            except OSError:  # that replica has ended
-                continue
-            except LezoError as error:  # its port has another owner by now, or the secrets differ
-                logger.warning("no lines from a replica: %s", error)
-                continue
-            if lines.data:
-                return lines
+        """Return lines of a member of the last quorum."""
+        for member in self._members:
+            # It has ended, or its port has another owner by now.
+            with suppress(OSError, LezoError):
+                lines = self._transport.fetch(member.address)
+                if lines.data:
+                    return lines
         return None
 
-    def meet(self) -> Role:
-        """Join the quorum of the next round, and return this replica's role in it.
+    def meet(self, learning_rate: float, *, stops_all: bool) -> Lines | None:
+        """Join the quorum of the next round, as `Workers.meet` says.
 
         Raises:
-            StepLostError: a member has died, or leaves to take over many lines. Meet again.
             NoQuorumError: there is no quorum yet, and this replica gives up.
             LostRankError: there is no lighthouse, or too few replicas; or members do not reach each
                 other, and this one is the last of them.
         """
-        self.role = distributed.on_rank_zero(self._meet)
-        return self.role
+        self.stops_all = stops_all
+        self.digest = ""
+        self.role, lines = distributed.on_rank_zero(lambda: self._meet(learning_rate))
+        return lines
 
-    def _meet(self) -> Role:
+    def _meet(self, learning_rate: float) -> tuple[Role | None, Lines | None]:
+        if self._is_away:
+            lines = self.newer_lines()
+            if lines is not None:
+                self._is_away = lines.data.count(b"\n") > FEW_LINES
+                return None, lines
+        self._is_away = False
+        while True:
+            try:
+                return self._join(learning_rate)
+            except StepLostError as error:
+                logger.info("the replicas meet again: %s", error)
+
+    def _join(self, learning_rate: float) -> tuple[Role | None, Lines | None]:
+        """Join the next quorum. StepLostError: a member has died, or leaves. Meet again."""
         assert self.journal is not None
         statement = Member(
             run=header_checksum(self.journal.header),
             lines=len(self.journal.records),
-            learning_rate=self.own_learning_rate,
+            learning_rate=learning_rate,
             workers=self.num_workers,
             evaluations=tuple(self.evaluations),
             age=self._patience.num_rounds,
@@ -222,8 +240,7 @@ class Replicas(Workers):
         )
         statements = self._lighthouse.wait_for_quorum(asdict(statement), self.gives_up)
         members = read_members(statements)
-        addresses = [member.address for member in members]
-        position = addresses.index(self._transport.address)
+        position = [member.address for member in members].index(statement.address)
         self._members = members
         self._position = position
         leader = leader_of(members)
@@ -241,25 +258,55 @@ class Replicas(Workers):
                 lines = in_background(fetch).result(self._seconds)
         except (RuntimeError, OSError):
             self._lose_round()
-        if not has_left:
-            self._patience.start_round(min(member.longest for member in members))
-            # If this replica hangs, the others need not wait for it.
-            self._lighthouse.beats_until = time.monotonic() + self._patience.seconds
+        if has_left:
+            return None, lines
+        self._patience.start_round(min(member.longest for member in members))
+        # If this replica hangs, the others need not wait for it.
+        self._lighthouse.beats_until = time.monotonic() + self._patience.seconds
         workers = [member.workers for member in members]
-        return Role(
+        role = Role(
             position=position,
             first_worker=sum(workers[:position]),
             num_workers=sum(workers),
             learning_rate=leader.learning_rate,
-            addresses=addresses,
             evaluations=[evaluation for member in members for evaluation in member.evaluations],
-            lines=lines,
-            has_left=has_left,
         )
+        return role, lines
+
+    def compare(self, digest: Callable[[], str]) -> None:
+        self.digest = digest()
+
+    def takes_turn(self, *, is_over: bool) -> bool:
+        """Return whether this is the first replica of the last round, which leaves to evaluate.
+
+        All others note who that is. While there are steps, the next replica evaluates what is due
+        next. After the last step, all wait for the one that is away, as long as it lives.
+        """
+        if self.role is None:  # before the first round, nobody knows who is the first
+            return False
+        is_first = self.role.position == 0
+        if not distributed.on_rank_zero(lambda: self._is_free(is_over=is_over)) or not is_first:
+            return False
+        self.leave()
+        return True
+
+    def _is_free(self, *, is_over: bool) -> bool:
+        """Return whether the first replica may evaluate, and note who that is."""
+        addresses = [member.address for member in self._members]
+        if is_over and self._evaluator not in ("", *addresses) and reaches(self._evaluator):
+            return False
+        self._evaluator = addresses[0]
+        return True
+
+    def brought(self) -> Sequence[EvaluationRecord]:
+        found = self._brought
+        self._brought = ()
+        return found
 
     def leave(self) -> None:
         """Leave the quorum at once. The next `meet` joins it again."""
         if distributed.rank() == 0:
+            self._is_away = True
             self._lighthouse.beats_until = -math.inf
             self._group.leave()
 
@@ -279,7 +326,11 @@ class Replicas(Workers):
             StepLostError: a replica has left, or disagrees. The round has changed nothing.
             DesyncError: this replica disagrees with those that are right.
         """
-        return distributed.on_rank_zero(lambda: self._sum(values, claims))
+        sums = distributed.on_rank_zero(lambda: self._sum(values, claims))
+        assert self.role is not None
+        self._brought = self.role.evaluations
+        self.evaluations = []
+        return sums
 
     def _sum(self, values: Sequence[float], claims: Mapping[str, str]) -> list[float]:
         assert self.journal is not None

@@ -22,8 +22,8 @@ import threading
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NamedTuple
 
+from lezo_ds.distributed.workers import Lines
 from lezo_ds.errors import LezoError
 
 NO_ANSWER = (OSError, http.client.HTTPException, ValueError, OverflowError)
@@ -36,18 +36,6 @@ _SILENCE_SECONDS = 3.0  # after which nobody is at the other end
 _PROOF = "X-Proof"
 _NONCE = "X-Nonce"
 _START = "X-Start"
-
-
-class Lines(NamedTuple):
-    """Whole lines of a journal: those after the asker's own, or all if the asker has other lines.
-
-    Attributes:
-        start: byte of the journal where they begin: the length of the asker's own lines, or 0.
-        data: the lines; empty if the asker lacks none.
-    """
-
-    start: int
-    data: bytes
 
 
 class JournalTransport(ThreadingHTTPServer):

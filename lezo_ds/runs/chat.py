@@ -1,7 +1,7 @@
 """Talk to a model, for lezo-ds chat.
 
 The tokenizer's chat template writes the whole conversation anew for each answer. Rank 0 reads the
-lines of the user and prints the answers; all ranks run the model.
+lines of the user and prints the answers, word by word; all ranks run the model.
 """
 
 from __future__ import annotations
@@ -17,26 +17,18 @@ from transformers import TextStreamer
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
-from lezo_ds.data.chat import encode_question, end_of_turn, find_thought
-from lezo_ds.data.control_tokens import ControlTokens
+from lezo_ds.data.chat import encode_question, end_of_turn
 from lezo_ds.data.encode import (
     PromptTokenizer,
-    cut_prompts,
     load_tokenizer,
     prompt_room,
     refuse_unknown,
 )
-from lezo_ds.data.generation import (
-    after_thought,
-    generation_settings,
-    prompt_batch,
-    read_answers,
-)
+from lezo_ds.data.examples import ASSISTANT, Example, TokenIds, Turn
+from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import Prompts, Thought
+from lezo_ds.forward.batch import Prompts
 from lezo_ds.runs.opening import Opened
-from lezo_ds.data.tasks import Example, Message, TokenIds
-from lezo_ds.tasks.conversations import ASSISTANT, USER, with_system
 from lezo_ds.zo.keys import sample_key
 
 logger = logging.getLogger(__name__)
@@ -59,65 +51,39 @@ def chat(opened: Opened) -> None:
             `data.max_length` count.
 
     Raises:
-        UserError: the model has no chat template.
+        UserError: the model has no chat template, or a line is too long.
     """
     config = opened.fitted()
     data = config.data
     tokenizer = load_tokenizer(
         str(resolve_model(config.model.path)), data.date, data.chat_template_kwargs
     )
-    settings = generation_settings(tokenizer, config.generation, *end_of_turn(tokenizer))
-    settings = replace(settings, thought=find_thought(tokenizer))
+    settings = generation_settings(
+        tokenizer, config.generation, end_of_turn(tokenizer), in_chat=True
+    )
     prompt_room(data.max_length, settings.max_new_tokens)  # before weights are loaded
-    control_tokens = ControlTokens(tokenizer.backend, in_chat=True)
     engine = opened.load_engine()
     logger.info("Write a line to the model. An empty line or Ctrl-D ends the chat.")
-    turns: list[Message] = []
+    turns: list[Turn] = []
     for line in iter(lambda: distributed.on_rank_zero(_read_line), ""):
-        turns.append(Message(USER, control_tokens.mark(line)))
+        turns.append(_turn(tokenizer, "user", line))
         ids = _encode_last_turns(config, tokenizer, turns)
-        refuse_unknown(tokenizer, [ids], engine.module.config)
+        refuse_unknown(tokenizer, max(ids), engine.module.config)
         if distributed.rank() == 0:
-            settings = replace(settings, streamer=_AnswerStreamer(tokenizer, settings.thought))
+            streamer = TextStreamer(tokenizer.backend, skip_prompt=True, skip_special_tokens=True)
+            settings = replace(settings, streamer=streamer)
         batch = prompt_batch([ids], settings)
         if config.generation.temperature > 0:
             key = sample_key(config.seed, len(turns), 0, 0)
             prompts = Prompts(settings, sample_keys=torch.tensor([key]))
             batch = replace(batch, prompts=prompts)
         (answer,) = read_answers(engine.forward(batch), settings, tokenizer)
-        turns.append(Message(ASSISTANT, control_tokens.mark(answer)))
+        turns.append(_turn(tokenizer, ASSISTANT, answer))
 
 
-class _AnswerStreamer:
-    """A streamer of transformers that prints an answer word by word, after its thought.
-
-    If the model writes thoughts, an answer without one is known and printed only at its end.
-    """
-
-    def __init__(self, tokenizer: PromptTokenizer, thought: Thought | None) -> None:
-        self._printer = TextStreamer(tokenizer.backend, skip_prompt=True, skip_special_tokens=True)
-        self._tokenizer = tokenizer
-        self._thought = thought
-        self._has_prompt = False
-        self._held: list[int] = []
-        self._is_answering = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the tokens of the prompt, and then each new token."""
-        if self._thought is None or self._is_answering or not self._has_prompt:
-            self._has_prompt = True
-            self._printer.put(value)
-            return
-        self._held += value.tolist()
-        written = self._tokenizer.backend.decode(self._held)
-        self._is_answering = self._thought.closing in written
-
-    def end(self) -> None:
-        """Print what is left of an answer."""
-        if self._thought is not None and not self._is_answering:
-            ids = after_thought(self._held, self._thought, self._tokenizer)
-            self._printer.on_finalized_text(self._tokenizer.decode(ids))
-        self._printer.end()
+def _turn(tokenizer: PromptTokenizer, role: str, text: str) -> Turn:
+    """Return a turn. The text of a control token in it stays text."""
+    return {"role": role, "content": tokenizer.marked(text)}
 
 
 def _read_line() -> str:
@@ -137,20 +103,25 @@ def _read_line() -> str:
 
 
 def _encode_last_turns(
-    config: RunConfig, tokenizer: PromptTokenizer, turns: Sequence[Message]
+    config: RunConfig, tokenizer: PromptTokenizer, turns: Sequence[Turn]
 ) -> TokenIds:
     """Return the token ids of the last turns that fit, after the system prompt.
 
-    The line of the user is cut on the left if it does not fit alone.
+    Raises:
+        UserError: the last turn does not fit alone.
     """
-    max_length = config.data.max_length
-    max_new_tokens = config.generation.max_new_tokens
+    system: list[Turn] = []
+    if config.data.system_prompt is not None:
+        system = [{"role": "system", "content": config.data.system_prompt}]
     for first in range(0, len(turns), 2):
-        messages = with_system(tuple(turns[first:]), config.data.system_prompt)
-        ids = encode_question(tokenizer, Example("", (), None, 0, messages=messages))
-        if len(ids) <= max_length - max_new_tokens:
-            break
-    if first > 0:
-        logger.warning("The first %d turns do not fit any more and are left out.", first)
-    (fitting,) = cut_prompts(tokenizer, [ids], max_length, max_new_tokens)
-    return fitting
+        example = Example("", (), None, messages=(*system, *turns[first:]))
+        try:
+            ids = encode_question(tokenizer, config, example)
+        except UserError:
+            if first + 1 == len(turns):
+                raise
+            continue
+        if first > 0:
+            logger.warning("The first %d turns do not fit any more and are left out.", first)
+        return ids
+    raise AssertionError("a conversation has a turn")

@@ -1,12 +1,10 @@
 """The directory of a run: its paths, its lock, and its small files.
 
-Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
+Rank 0 writes all of it:
 
     .lock                     held by the process that writes here
     config.yaml               the configuration of the last start
-    journal.jsonl             the records of a run that is not first-order (zeroth_order.py)
-    training_state.json       the records of a first-order run, which name its checkpoint
-    checkpoints/checkpoint-N/ the Trainer's checkpoint (first_order.py)
+    journal.jsonl             the records of the run (run.py)
     snapshots/step-N/         a model in the format of transformers or peft
     predictions/step-N.jsonl  the answers to the test examples
     samples.jsonl             some answers of each evaluation, with their rewards
@@ -17,7 +15,7 @@ Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
     STOP                      the user makes this file to ask for a stop
     .stopped                  its time is when STOP was found; what was starting then stops, too
     earlier-N/                files of another run that were here
-    replicas/N/               all this again for replica N > 0 (elastic.py)
+    replicas/N/               all this again for replica N > 0 (replicas)
 """
 
 from __future__ import annotations
@@ -60,21 +58,21 @@ class RunDirectory:
     Attributes:
         path: the directory.
         number: of the replica. Replica 0 has the run's own directory.
-        journal, training_state, results, config, metrics, samples, harness_scores: files of these
-            names.
-        snapshots, checkpoints, predictions, monitors: folders of these names.
+        name: of the run and, of others than replica 0, the replica.
+        journal, results, config, metrics, samples, harness_scores: files of these names.
+        snapshots, predictions, monitors: folders of these names.
         stop_file: by which the user asks for a stop.
     """
 
     def __init__(self, path: str | Path, number: int = 0) -> None:
         self.path = Path(path)
+        self.name = self.path.name
         if number > 0:
+            self.name += f"-replica-{number}"
             self.path = self.path / _REPLICAS / str(number)
         self.number = number
         self.journal = self.path / "journal.jsonl"
         self.snapshots = self.path / "snapshots"
-        self.training_state = self.path / "training_state.json"
-        self.checkpoints = self.path / "checkpoints"
         self.stop_file = self.path / "STOP"
         self.results = self.path / "results.json"
         self.monitors = self.path / "monitors"
@@ -170,23 +168,12 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def outputs(self) -> list[Path]:
-        """Return what a run has written besides its journal or training state."""
-        outputs = [
-            self.metrics,
-            self.samples,
-            self.predictions,
-            self.results,
-            self.snapshots,
-            self.checkpoints,
-        ]
+        """Return what a run has written besides its journal."""
+        outputs = [self.metrics, self.samples, self.predictions, self.results, self.snapshots]
         if any(path.exists() for path in outputs):
             # The configuration of a run may be there before the run.
             outputs = [self.config, *outputs]
         return [path for path in outputs if path.exists()]
-
-    def has_records(self) -> bool:
-        """Return whether a run has begun here, so that the next one resumes it."""
-        return self.journal.exists() or self.training_state.exists()
 
     def set_aside(self, paths: Sequence[Path]) -> None:
         """Move files of another run, or of unrecorded steps, to a new folder `earlier-N`."""

@@ -50,7 +50,9 @@ from lezo_ds.runs.records import (
     is_worse_than_base,
     read_run,
     refuse_code,
+    refuse_other_release,
 )
+from lezo_ds.runs.results import method_name
 from lezo_ds.runs.screen import WORSE
 
 MAX_JOURNAL_BYTES = 1 << 30
@@ -136,9 +138,11 @@ def export_run(
         texts=own_texts(run.config),
         card=partial(
             model_card,
-            run,
-            number,
-            merged=merge,
+            run.config,
+            f"fine-tuned on {run.config.data.task}",
+            _origin(run, number, merged=merge),
+            _scores(run),
+            kind="none" if merge else run.config.peft.kind,
             opened_by=auto_class(engine.module.config).__name__,
             license_of=engine.base.directory,
         ),
@@ -146,6 +150,34 @@ def export_run(
         recipe=recipe_of(run.config),
     )
     return number
+
+
+def _origin(run: RecordedRun, step: int, *, merged: bool) -> str:
+    """Return how the weights were made, for their card."""
+    config = run.config
+    sentences = [
+        f"lezo_ds trained it with {method_name(config)}, by forward passes only.",
+        f"These are the weights after {step} of {run.num_steps} steps.",
+    ]
+    if merged:
+        sentences.append("The adapter is added to the weights.")
+    if config.model.bits:
+        sentences.append(
+            f"They were trained and scored on a base in {config.model.bits} bits. On the base in "
+            "16 bits, scores differ."
+        )
+    if is_worse_than_base(evaluations_of(run.records)):
+        sentences.append(f"{WORSE}.")
+    return " ".join(sentences)
+
+
+def _scores(run: RecordedRun) -> list[tuple[str, str, str]]:
+    """Return the rows of the table of scores, for the card."""
+    rows = []
+    for record in evaluations_of(run.records):
+        scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+        rows.append((record.split, f"step {record.step}", scores))
+    return rows
 
 
 def refuse_taken(target: Path) -> None:
@@ -160,17 +192,17 @@ def refuse_taken(target: Path) -> None:
         raise UserError(problem, fix="set another --out")
 
 
-def own_texts(run: RunConfig) -> dict[str, str]:
+def own_texts(config: RunConfig) -> dict[str, str]:
     """Return the files of an export of a chat that are not those of its base model, by name.
 
     The chat template has the run's values as defaults. The token that ends a turn, which a base
     model may not know as an end, ends answers of `generate`.
     """
     texts: dict[str, str] = {}
-    if not run.data.in_chat:
+    if not config.data.in_chat:
         return texts
-    directory = resolve_model(run.model.path)
-    options = run.data.chat_template_kwargs
+    directory = resolve_model(config.model.path)
+    options = config.data.chat_template_kwargs
     tokenizer = load_tokenizer(str(directory), None, options)
     defaults = ""
     for name, value in sorted(options.items()):
@@ -224,9 +256,9 @@ def write_journal(path: Path, file: Path) -> int:
     """
     run = read_run(path)
     if not is_replayable(run.config):
-        kind = f"peft.kind={run.config.peft.kind}"
         raise UserError(
-            f"run {path} cannot be replayed from a base model and a journal: {kind}",
+            f"run {path} cannot be replayed from a base model and a journal: "
+            f"peft.kind={run.config.peft.kind}",
             fix="share the directory that lezo-ds export --out writes",
         )
     # The reader has neither the paths of this machine nor its number of ranks.
@@ -238,9 +270,10 @@ def write_journal(path: Path, file: Path) -> int:
         "elastic": {"lighthouse": None},
         "digests": {str(step): digest for step, digest in run.digests.items()},
     }
-    for key in keys_with("path") - {"run_dir", "deepspeed"}:
-        section, name = key.split(".")
-        config[section] = {**config[section], name: public_name(config[section][name])}
+    for key in keys_with("path"):
+        section, _, name = key.partition(".")
+        if name and config[section][name] is not None:
+            config[section] = {**config[section], name: public_name(config[section][name])}
     content = encode_journal(replace(run.header, config=config), run.records)
     write_output(file, content)
     return len(content)
@@ -262,6 +295,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             raise ValueError(f"it has more than {MAX_JOURNAL_BYTES} bytes")
         lines = scan_journal(file, _MAX_LINE_BYTES)
         header: Header = next(lines).item
+        refuse_other_release(header, file)
         # Of the header, only the types of its members have been checked.
         digests = {}
         for step, digest in header.config.get("digests", {}).items():

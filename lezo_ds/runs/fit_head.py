@@ -11,6 +11,9 @@ the lowest loss of the validation examples. What is written is the whole model, 
 to the rows of the labels. A head that was tied to the embedding is tied no more. A LoRA adapter is
 merged, as `lezo-ds export --merge` does it.
 
+A label of several tokens is answered by its first token, or if two labels begin alike, by a letter:
+data.labels of the recipe that is written maps each label to this text.
+
 Sources: MeZO (Malladi et al. 2023, Table 1) compares with linear probing. Kumar et al. 2022 (arXiv
 2202.10054) combine it with fine-tuning.
 """
@@ -18,7 +21,9 @@ Sources: MeZO (Malladi et al. 2023, Table 1) compares with linear probing. Kumar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,23 +33,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lezo_ds import distributed
-from lezo_ds.config import check_data
+from lezo_ds.config import RunConfig, check_data
 from lezo_ds.data.batches import shared_candidates
-from lezo_ds.data.metrics import load_score
-from lezo_ds.data.reader import EncodedSplit
+from lezo_ds.data.metrics import Score, load_score
+from lezo_ds.data.reader import EncodedSplit, Reader
 from lezo_ds.data.score import Scorer
-from lezo_ds.data.task_data import load_examples
+from lezo_ds.data.task_data import Examples
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter
+from lezo_ds.runs.cross_check import check_scoring
 from lezo_ds.runs.export import own_texts, refuse_taken
-from lezo_ds.runs.model_card import head_card
+from lezo_ds.runs.model_card import model_card
 from lezo_ds.runs.opening import Opened, recipe_of
-from lezo_ds.data.metrics import Score
 
 DECAYS = (1e4, 3e3, 1e3, 3e2, 1e2, 3e1, 1e1, 3.0, 1.0)
 """Strongest first: each fit starts from the one before."""
 _MOST_ITERATIONS = 200  # of L-BFGS, for each decay
+_MOST_SHOWN = 10  # kinds of wrong answers
 _UNLIKE = 0.01
 """The share of the logits' deviation from their means that may be left besides their rounding."""
 
@@ -116,29 +122,21 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
         The metric, and what changed on the splits "validation" and "test".
 
     Raises:
-        UserError: the task has no labels of one token each, the weights have a prefix, the model
-            changes what its head returns, or `target` is not empty.
+        UserError: the task has no labels, the weights have a prefix, the model changes what its
+            head returns, or `target` is not empty.
         LezoError: the directory cannot be written.
     """
     opened.refuse_code("data.task", "data.metric", "train.objective")
     distributed.on_rank_zero(partial(refuse_taken, target))
     config = opened.config
+    if config.data.num_demonstrations:
+        raise UserError("fit-head shows no solved examples", fix="remove data.num_demonstrations")
     check_data(config)
-    if config.data.num_demonstrations > 0:
-        raise UserError("fit-head shows no solved examples", fix="set data.num_demonstrations=0")
-    reader, splits = load_examples(config)
+    reader, encoded = _encode(config)
+    tokens = _label_tokens(encoded)
+    if tokens is None:
+        config, reader, encoded, tokens = _with_answers(config, reader, encoded["training"])
     task = reader.task
-    if not task.has_classes:
-        raise UserError(
-            f"fit-head needs labels, and task {task.name} is of kind {task.kind}",
-            fix="use lezo-ds train",
-        )
-    encoded = {
-        "training": reader.encode(splits.train, is_training=True),
-        "validation": reader.encode(splits.dev),
-        "test": reader.encode(splits.test),
-    }
-    tokens = _label_tokens(encoded["training"], encoded.values())
     engine = opened.load_engine()
     adapter = engine.sharded.adapter
     if isinstance(adapter, PrefixAdapter):
@@ -152,6 +150,7 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
             "them",
             fix="remove model.bits",
         )
+    check_scoring(engine, reader, encoded["training"], config)
     head, rows = _head_of(engine, tokens)
     read = {
         name: _read(Scorer(engine, reader, split, config.train.eval_batch_size), tokens, rows)
@@ -166,9 +165,23 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     stored = fitted.double() - rows.double()  # what rounding to the model's dtype leaves
     scores = {name: read[name].scores(score, stored) for name in ("validation", "test")}
     changes = {head: _row_setter(tokens, fitted)} if added.any() else {}
+    if distributed.rank() == 0:
+        _show_wrong(read["test"], stored)
+    made = "lezo-ds fit-head changed the rows of the output head that belong to the labels."
+    if not changes:
+        made = "lezo-ds fit-head changed nothing, because no fit had a lower validation loss."
+    if "step" in opened.source:
+        made = f"These are the weights after {opened.source['step']} steps of training. {made}"
     engine.write_model(
         target,
-        card=partial(head_card, engine.base, opened.source, task.metric, scores, bool(changes)),
+        card=partial(
+            model_card,
+            config,
+            "its output head fitted to labels",
+            made,
+            _rows_of(scores, task.metric),
+            license_of=engine.base.directory,
+        ),
         texts=own_texts(config),
         merge=adapter is not None,
         changes=changes,
@@ -177,18 +190,74 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     return task.metric, scores
 
 
-def _label_tokens(train: EncodedSplit, splits: Iterable[EncodedSplit]) -> list[int]:
-    """Return the token of each label, or refuse labels that are no token each."""
-    tokens = shared_candidates([each for split in splits for each in split.encoded])
-    if tokens is None:
-        lengths = train.encoded[0].option_lengths
-        candidate = train.examples[0].candidates[lengths.index(max(lengths))]
+def _encode(config: RunConfig) -> tuple[Reader, dict[str, EncodedSplit]]:
+    """Return how a model reads the records of a task with labels, and the splits."""
+    examples = Examples(config)
+    reader = examples.reader
+    task = reader.task
+    if not task.has_classes:
         raise UserError(
-            "fit-head needs labels that the model reads as one token each, and the same ones after "
-            f"all prompts; it reads {candidate!r} as {max(lengths)}",
-            fix="map each label to a word of one token in data.labels, or use lezo-ds train",
+            f"fit-head needs labels, and task {task.name} is of kind {task.kind}",
+            fix="use lezo-ds train",
         )
-    return tokens
+    return reader, {
+        "training": examples.split("train"),
+        "validation": examples.split("dev"),
+        "test": examples.split("test"),
+    }
+
+
+def _label_tokens(encoded: Mapping[str, EncodedSplit]) -> list[int] | None:
+    """Return the token of each label, or None if one of them is no token of its own."""
+    tokens = shared_candidates([each for split in encoded.values() for each in split.encoded])
+    return tokens if tokens is not None and len(set(tokens)) == len(tokens) else None
+
+
+def _with_answers(
+    config: RunConfig, reader: Reader, train: EncodedSplit
+) -> tuple[RunConfig, Reader, dict[str, EncodedSplit], list[int]]:
+    """Return all that a fit needs, with another text of one token for each label."""
+    labels = list(config.data.labels or ())
+    first = train.encoded[0]
+    beginnings = [
+        reader.tokenizer.decode([ids[-length]]).strip()
+        for ids, length in zip(first.sequences, first.option_lengths, strict=True)
+    ]
+    for texts in (beginnings, list(string.ascii_uppercase[: len(labels)])):
+        if len(set(texts) - {""}) != len(labels):
+            continue
+        data = config.data.model_copy(update={"labels": dict(zip(labels, texts, strict=True))})
+        changed = config.model_copy(update={"data": data})
+        reader, encoded = _encode(changed)
+        tokens = _label_tokens(encoded)
+        if tokens is not None:
+            logger.info("labels of several tokens are answered by: %s", data.labels)
+            return changed, reader, encoded, tokens
+    raise UserError(
+        "fit-head needs labels that the model answers by one token each",
+        fix="map each label to a word of one token in data.labels, or use lezo-ds train",
+    )
+
+
+def _rows_of(scores: Mapping[str, SplitScores], metric: str) -> list[tuple[str, str, str]]:
+    """Return the rows of the table of scores, for the card."""
+    rows = []
+    for split, found in scores.items():
+        name = f"{split}, {found.num_examples} examples"
+        before = f"{metric} {found.before:.4f}, loss {found.loss_before:.4f}"
+        after = f"{metric} {found.after:.4f}, loss {found.loss_after:.4f}"
+        rows += [(name, "before", before), (name, "after", after)]
+    return rows
+
+
+def _show_wrong(read: _Split, added: Tensor) -> None:
+    """Show which labels of a split are taken for which, the most frequent first."""
+    names = [str(text).strip() for text in read.split.examples[0].candidates]
+    predicted = read.logits(added).argmax(dim=1).tolist()
+    pairs = zip(read.golds.tolist(), predicted, strict=True)
+    wrong = Counter((names[gold], names[choice]) for gold, choice in pairs if gold != choice)
+    for (right, taken), number in wrong.most_common(_MOST_SHOWN):
+        logger.info("%d test examples: %s is taken for %s", number, right, taken)
 
 
 def _head_of(engine: ModelEngine, tokens: Sequence[int]) -> tuple[str, Tensor]:

@@ -130,7 +130,8 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
         raise UserError(f"--lm-eval: {error}", fix="see lm-eval ls tasks") from error
     config = opened.config
     engine = opened.load_engine()
-    model = ShardedLM(engine, str(resolve_model(config.model.path)), config.train.eval_batch_size)
+    directory = str(resolve_model(config.model.path))
+    model = ShardedLM(engine, directory, config.train.eval_batch_size)
     with ExitStack() as hidden:
         if engine.global_rank > 0:  # rank 0 shows the progress
             hidden.enter_context(redirect_stdout(io.StringIO()))

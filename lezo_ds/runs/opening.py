@@ -10,7 +10,7 @@ these, and from overrides:
 The export of an adapter names its base model, and `model.path=` says where that is now.
 
 A run and an export may come from anyone. Of an export's recipe, only the keys with the property
-of_export count. A module that a run or an export names is imported only if the command line names
+`of_export` count. A module that a run or an export names is imported only if the command line names
 it, too.
 """
 
@@ -18,24 +18,24 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.checkpoints.checkpoint import DTYPES, load_model_config, resolve_model
-from lezo_ds.checkpoints.snapshots import (
-    MANIFEST,
-    damage_of,
-    load_weights,
-    read_facts,
+from lezo_ds.checkpoints.checkpoint import (
+    load_model_config,
+    num_positions,
+    resolve_model,
+    stored_dtype,
 )
+from lezo_ds.checkpoints.snapshots import MANIFEST, damage_of, load_weights, read_facts
 from lezo_ds.config import (
-    Dtype,
     PeftConfig,
     RunConfig,
     ZoConfig,
@@ -49,12 +49,14 @@ from lezo_ds.config import (
 from lezo_ds.config.deepspeed import ds_config_of, shared_by
 from lezo_ds.config.load import read_override
 from lezo_ds.config.schema import KEYS
-from lezo_ds.data.score import evaluate
-from lezo_ds.data.task_data import load_examples, warn_of_unreachable
+from lezo_ds.data.score import evaluate, prediction_rows
+from lezo_ds.data.task_data import Examples, warn_of_unreachable
 from lezo_ds.engine import ModelEngine, Parts, ReplayEngine, load_parts
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter, read_adapter, start_of
 from lezo_ds.noise import NOISE_VERSION
+from lezo_ds.runs.cross_check import check_scoring
+from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.records import (
     RecordedRun,
     assert_same_model_config,
@@ -62,17 +64,18 @@ from lezo_ds.runs.records import (
     refuse_code,
     steps_of,
 )
+from lezo_ds.runs.results import RunResults, method_name, peak_memory_bytes
 
 logger = logging.getLogger(__name__)
+
+_WEIGHTS = (".safetensors", LoraAdapter.config_file, PrefixAdapter.config_file)
+"""How the names of files end that decide the weights of an export."""
 
 _READING_KEYS = frozenset(key for key in KEYS if key.startswith(("data.", "generation."))) | {
     "seed",
     "train.objective",
 }
 """The keys by which a recorded run reads and answers a record. None of them decides its weights."""
-
-_WEIGHTS = (".safetensors", LoraAdapter.config_file, PrefixAdapter.config_file)
-"""How the names of files end that decide the weights of an export."""
 
 _TASK_OVERRIDES = ("data.task=", "data.prompt=", "data.messages=")
 """How an override begins that names or describes a task."""
@@ -83,7 +86,7 @@ class Opened(NamedTuple):
 
     Attributes:
         source: what was opened: {"run": directory, "step": number}, or {"model": name}.
-        config: of the run, or of the model: how it reads records and answers them.
+        config: how the model reads records and answers them; of a run, its configuration.
         load_engine: loads the weights. A collective.
         named: the overrides that may name modules to import; None if the recipe may, too.
         fingerprints: of the examples of a run, by split; empty if they may be others.
@@ -98,27 +101,20 @@ class Opened(NamedTuple):
     def refuse_code(self, *keys: str) -> None:
         """Refuse to import a module that only the run or the export names in one of some keys."""
         if self.named is not None:
-            data = self.config.data
-            values = {
-                "data.task": data.task,
-                "data.metric": data.metric,
-                "train.objective": self.config.train.objective,
-            }
-            refuse_code({key: values[key] for key in keys}, self.named)
+            values = flatten(self.config.model_dump())
+            refuse_code({key: values.get(key) for key in keys}, self.named)
 
     def fitted(self) -> RunConfig:
         """Return the configuration, cut to what the model can read, with room for a prompt."""
-        config = self.config
-        text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
-        max_length = config.data.max_length
-        num_positions = getattr(text_config, "max_position_embeddings", None) or max_length
-        max_length = min(max_length, num_positions)
-        generation = config.generation
+        data = self.config.data
+        generation = self.config.generation
+        most = num_positions(load_model_config(resolve_model(self.config.model.path)))
+        max_length = min(data.max_length, most or data.max_length)
         if generation.max_new_tokens > max_length - 2:
-            shorter = {"max_new_tokens": max(1, max_length // 2)}
-            generation = generation.model_copy(update=shorter)
-        data = config.data.model_copy(update={"max_length": max_length})
-        return config.model_copy(update={"data": data, "generation": generation})
+            fewer = {"max_new_tokens": max(1, max_length // 2)}
+            generation = generation.model_copy(update=fewer)
+        data = data.model_copy(update={"max_length": max_length})
+        return self.config.model_copy(update={"data": data, "generation": generation})
 
 
 def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
@@ -168,7 +164,7 @@ def open_model(
     has_adapter = bool(sections)
     if not has_adapter:
         directory = resolve_model(model)
-        of_model = {"path": model, "dtype": _stored_dtype(directory)}
+        of_model = {"path": model, "dtype": _dtype_of(directory)}
         sections = {"model": of_model, "peft": {"kind": "none"}}
     facts = read_facts(directory) or {}
     if has_adapter:
@@ -186,12 +182,14 @@ def open_model(
         exported = facts.get("recipe")
         if isinstance(exported, dict):  # of a task, and another one needs other keys
             # A directory may come from anyone: no other key that may be there counts.
-            values = {key: exported[key] for key in keys_with("of_export") if key in exported}
+            values = {key: exported[key] for key in keys_with("of_export") & exported.keys()}
         if needs_task and not values:
-            raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
-    # The model is scored as it is, not as the recipe would train it.
-    values = {"run_dir": "", **nest(values), **sections}
-    config = config_from_dict(values, where, overrides, folder)
+            raise UserError(
+                f"{model} names no task",
+                fix="add --config RECIPE, data.task=... or data.prompt=...",
+            )
+        values = values or {"data.messages": "messages"}  # for a chat, with any of its keys
+    config = config_from_dict({"run_dir": "", **nest(values), **sections}, where, overrides, folder)
 
     def load_engine() -> ModelEngine:
         shared = shared_by(distributed.world_size(), config)
@@ -200,13 +198,13 @@ def open_model(
             _load_adapter(engine, directory, facts.get("base"))
         return engine
 
-    named = None if recipe is not None else overrides
-    return Opened({"model": model}, config, load_engine, named)
+    may_import = None if recipe is not None else overrides
+    return Opened({"model": model}, config, load_engine, may_import)
 
 
 def load(
     config: RunConfig,
-    peft: PeftConfig | None,
+    peft: PeftConfig,
     ds_config: dict[str, Any] | None = None,
     zo: ZoConfig | None = None,
 ) -> Parts:
@@ -214,9 +212,9 @@ def load(
 
     Args:
         config: of a run, or of a model.
-        peft: the adapter of the model; None if it has none.
+        peft: the adapter of the model.
         ds_config: the DeepSpeed JSON, if it is known.
-        zo: of training; None changes no weight.
+        zo: of training; None perturbs and updates no weight.
     """
     logger.info("loading %s", config.model.path)
     return load_parts(config, ds_config or prepare(config), peft, zo)
@@ -269,8 +267,7 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
             "hash of its parameters' names, is another",
             fix="add model.path=... with the directory of the base model",
         )
-    snapshots = run.directory.snapshots
-    engine.load_checkpoint(snapshots, steps_of(run.records), step, run.owner)
+    engine.load_checkpoint(run.directory.snapshots, steps_of(run.records), step, run.owner)
     return engine
 
 
@@ -324,23 +321,37 @@ def recipe_of(config: RunConfig) -> dict[str, Any]:
     return recipe
 
 
-def score(opened: Opened, split: str) -> dict[str, Any]:
+def _dtype_of(directory: Path) -> str:
+    """Return the dtype in the model's config if it can be computed with, and fp32 otherwise.
+
+    fp32 keeps all bits of fp16, in which some processors have no arithmetic.
+    """
+    stored = stored_dtype(directory)
+    return "fp32" if stored == "fp16" and not distributed.supports_fp16() else stored
+
+
+# Scores.
+
+
+def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]:
     """Score weights on a split, "dev" or "test". A collective.
+
+    Args:
+        opened: the weights. With data.num_demonstrations, each question follows solved examples.
+        split: the examples to score.
+        out: a directory to write, as a run of no steps: config.yaml, results.json, predictions/.
 
     Returns:
         What --json prints.
     """
+    began = time.monotonic()
     opened.refuse_code("data.task", "data.metric", "train.objective")
     config = opened.config
-    check_data(config)
     data = config.data
-    is_only_tested = "model" in opened.source and split == "test"
-    if is_only_tested and not data.train and data.num_demonstrations == 0:
-        # A directory may have only a few training and validation examples.
-        data = data.model_copy(update={"num_train": 1, "num_dev": 1})
-        config = config.model_copy(update={"data": data})
-    reader, splits = load_examples(config)
-    chosen = reader.encode(splits.dev if split == "dev" else splits.test)
+    check_data(config, split)
+    examples = Examples(config, only=split)
+    reader = examples.reader
+    chosen = examples.split(split)
     if split == "test":
         warn_of_unreachable(reader, chosen)
     if opened.fingerprints.get(split, chosen.fingerprint()) != chosen.fingerprint():
@@ -348,14 +359,53 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
             "the %s examples have changed since the run: this score does not compare with its own",
             split,
         )
-    result = evaluate(opened.load_engine(), reader, chosen, config.train.eval_batch_size)
+    engine = opened.load_engine()
+    check_scoring(engine, reader, chosen, config)
+    result = evaluate(engine, reader, chosen, config.train.eval_batch_size)
+    if out is not None:
+        # All ranks add to the numbers; rank 0 writes.
+        shown = data.num_demonstrations
+        method = f"{shown} solved examples" if shown else "zero-shot"
+        results = RunResults(
+            task=reader.task.name,
+            method=method_name(config) if "run" in opened.source else method,
+            peft=config.peft.kind,
+            metric=reader.task.metric,
+            protocol=data.protocol,
+            finished=True,
+            zero_shot=None if shown or "run" in opened.source else result.score,
+            test=result.score,
+            majority_class=result.majority_class,
+            macro_f1=result.macro_f1,
+            by_label=result.by_label,
+            best_step=opened.source.get("step"),
+            best_dev_loss=None,
+            steps=0,
+            early_stop_step=None,
+            seed=config.seed,
+            seconds=round(time.monotonic() - began, 3),
+            peak_memory_bytes=peak_memory_bytes(),
+            skipped_steps=0,
+            model_fingerprint=engine.base.fingerprint,
+            weights_digest=engine.weights.digest(),
+            world_size=engine.world_size,
+        )
+        directory = RunDirectory(out)
+        rows = prediction_rows(reader.task, chosen.examples, result.predicted)
+
+        def write() -> None:
+            directory.write_predictions(results.best_step or 0, rows)
+            directory.write_config(opened.config.model_copy(update={"run_dir": str(out)}))
+            directory.write_json(directory.results, asdict(results))
+
+        distributed.on_rank_zero(write)
     return {
         **opened.source,
         "task": reader.task.name,
         "num_demonstrations": data.num_demonstrations,
         "protocol": data.protocol,
         "split": split,
-        "num_examples": len(chosen.examples),
+        "num_examples": len(chosen),
         "metric": reader.task.metric,
         "score": result.score,
         "majority_class": result.majority_class,
@@ -364,10 +414,3 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         "objective": config.train.objective,
         "loss": result.loss,
     }
-
-
-def _stored_dtype(directory: Path) -> Dtype:
-    """Return the dtype in the model's config if the engine supports it, and fp32 otherwise."""
-    stored = getattr(load_model_config(directory), "dtype", None)
-    names: Sequence[Dtype] = get_args(Dtype)
-    return next((name for name in names if DTYPES[name] == stored), "fp32")

@@ -1,13 +1,11 @@
 """What a run records, which runs can continue it, and what follows from its evaluations.
 
-A header has all inputs of a run: the configuration, and hashes of the base weights, the tokenizer
-and the data. Who resumes a run builds the header anew and compares it with the recorded one. Where
-the records are depends on the method:
+The header of a journal has all inputs of a run: the configuration, and hashes of the base weights,
+the tokenizer, the data and the code of modules that the recipe names. Who resumes a run builds the
+header anew and compares it with the recorded one. `read_run` reads a run for commands that use it
+and do not continue it.
 
-    journal.jsonl          header, steps and evaluations (lezo_ds/journal.py)
-    training_state.json    header, evaluations and the step of the checkpoint (TrainingState)
-
-`read_run` reads either as a `RecordedRun`, for commands that use a run and do not continue it.
+A run is read by the release that wrote it, and by no other one.
 """
 
 from __future__ import annotations
@@ -24,42 +22,47 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
-from pydantic import TypeAdapter
-
-import lezo_ds
-from lezo_ds import distributed
+from lezo_ds import __version__, distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.checkpoints.sharded_model import BaseModel
 from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots
 from lezo_ds.config import RunConfig, config_from_dict, may_differ_on_resume
 from lezo_ds.config.deepspeed import tensor_parallel_of
-from lezo_ds.config.load import default_of
-from lezo_ds.config.schema import KEYS
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
-from lezo_ds.files import read_regular
+from lezo_ds.files import sha256_file
 from lezo_ds.forward.adapters import start_of
-from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, header_checksum, read_journal
+from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, read_journal
 from lezo_ds.noise import NOISE_VERSION
-from lezo_ds.registry import names_code
+from lezo_ds.registry import file_of, names_code
 from lezo_ds.runs.directory import RunDirectory, library_versions
 from lezo_ds.runs.results import RunResults
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
-_INPUTS = ("tokenizer", "adapter", "model_config", "data_fingerprints", "digests")
+_INPUTS = ("tokenizer", "adapter", "model_config", "data_fingerprints", "code", "digests")
 """Entries of a header's configuration that are no keys. Only an exported journal has digests."""
+
+CODE_KEYS = (
+    ("data", "task"),
+    ("data", "metric"),
+    ("train", "objective"),
+    ("zo", "estimator"),
+    ("zo", "law"),
+    ("zo", "layer_policy"),
+    ("zo", "lr_schedule"),
+)
+"""Keys that may name a module."""
 
 _SHORT = Repr()  # of a value that may be long, or deep
 _SHORT.maxstring = 100
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
-
-_BEFORE_TRAINER = ("0.1.", "0.2.", "0.3.", "0.4.", "0.5.")
-"""Beginnings of the versions with checkpoints of their own for AdamW."""
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 """Keys of a model's config.json that change if the model is only copied or saved again."""
+_SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+"""Keys of a model's config.json in which another model differs first."""
 
 
 # Headers.
@@ -92,6 +95,7 @@ def make_header(
         "dev": data.dev.fingerprint(),
         "test": data.test.fingerprint(),
     }
+    inputs["code"] = code_of(inputs)
     arithmetic = distributed.describe_arithmetic(distributed.device())
     size = tensor_parallel_of(config)
     if size > 1:  # a sum over ranks has other last bits than one rank's
@@ -106,21 +110,40 @@ def make_header(
     )
 
 
+def code_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SHA-256 of the file of each module that nested values of a recipe name, by name.
+
+    What a module imports is not part of it.
+    """
+    names: set[str] = set()
+    for section, key in CODE_KEYS:
+        value = values[section][key] or ()
+        names.update([value] if isinstance(value, str) else value)  # or a map of rewards
+    return {name: sha256_file(file_of(name)) for name in sorted(names) if names_code(name)}
+
+
 def with_start_date(config: RunConfig) -> RunConfig:
     """Return the configuration of a run to start or to resume, with the day on which it started.
 
-    Chat templates may write the day, and a run goes on with the texts that it started with. An
-    older version of this package recorded none: its run has the day of today.
+    Chat templates may write the day, and a run goes on with the texts that it started with.
     """
     if not config.data.in_chat or config.data.date is not None:
         return config
-    recorded = _read_records(RunDirectory(config.run_dir))
-    day: str | None = datetime.date.today().isoformat()
-    if recorded is not None:
-        data = recorded.header.config.get("data")
-        day = data.get("date") if isinstance(data, dict) else None
-    data = config.data.model_copy(update={"date": day})
-    return config.model_copy(update={"data": data})
+    journal = RunDirectory(config.run_dir).journal
+    day = datetime.date.today().isoformat()
+    if journal.exists():
+        day = RunRecords.of_journal(journal).header.config["data"]["date"]
+    return config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
+
+
+def refuse_other_release(header: Header, where: Path) -> None:
+    """Refuse to read a run that another release has written."""
+    version = str(header.libraries.get("lezo_ds"))
+    if version.split(".")[:2] != __version__.split(".")[:2]:
+        raise UserError(
+            f"{where} was written by lezo_ds {version}, and this is {__version__}",
+            fix=f"pip install lezo_ds=={version}, or train again",
+        )
 
 
 def config_of(
@@ -141,12 +164,8 @@ def config_of(
         UserError: a value cannot be read, or an override may not change it.
     """
     recorded = {key: value for key, value in header.config.items() if key not in _INPUTS}
-    where = f"run {run_dir}"
     values = {**recorded, "run_dir": str(run_dir)}
-    # A refusal names both versions: an older one had keys and values that are gone.
-    version = header.libraries.get("lezo_ds")
-    if version != lezo_ds.__version__:
-        where += f" (written by lezo_ds {version}; this is {lezo_ds.__version__})"
+    where = f"run {run_dir}"
     config = config_from_dict(values, where, overrides)
     # No step follows. So the schedule, which may be in a module of anyone, decides nothing.
     constant = config.zo.model_copy(update={"lr_schedule": "constant"})
@@ -191,71 +210,30 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
     Raises:
         UserError: the first input that differs, with both values.
     """
-    _refuse_older_training(recorded, ours)
     for key, old, new in _differences(_inputs_of(recorded), _inputs_of(ours)):
-        # A key that is younger than the run had its default.
-        default = _SHORT.repr(default_of(key) if key in KEYS else None)
-        had_default = old == _SHORT.repr("absent") and new == default
-        if key in may_differ or had_default:
+        if key in may_differ:
             continue
-        written_by = ""
-        version = recorded.libraries.get("lezo_ds")
-        own_version = ours.libraries["lezo_ds"]
-        if version != own_version:
-            written_by = f", written by lezo_ds {version} (this is {own_version})"
+        fix = "use the inputs that the run was started with"
+        if key.startswith("code."):
+            fix = "restore the file"
+        elif key == "train.steps":
+            fix = f"add train.steps={old}, on which zo.lr_schedule depends"
         raise UserError(
-            f"{key} differs from the journal's{written_by}: it is {new}, and was {old}",
-            fix=f"{_inputs_to_add(key, recorded)}, or use another run_dir",
+            f"{key} differs from the journal's: it is {new}, and was {old}",
+            fix=f"{fix}, or use another run_dir",
         )
     recorded_machine = recorded.libraries | recorded.arithmetic
     for key, old, new in _differences(recorded_machine, ours.libraries | ours.arithmetic):
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
 
 
-def _refuse_older_training(recorded: Header, ours: Header) -> None:
-    """Refuse to continue a run of an older version that trained in another way."""
-    version = str(recorded.libraries.get("lezo_ds"))
-    own_version = ours.libraries["lezo_ds"]
-    zo = recorded.config.get("zo")
-    if not isinstance(zo, dict) or version == own_version:
-        return
-    change = ""
-    if version == "0.5.0" and zo.get("estimator") == "fzoo" and zo.get("examples_per_direction"):
-        change = "in zo.estimator=fzoo, groups of examples share one deviation since 0.6.0"
-    if recorded.config.get("method") == "adamw" and version.startswith(_BEFORE_TRAINER):
-        change = "method=adamw has checkpoints of transformers' Trainer since 0.6.0"
-    if change:
-        raise UserError(
-            f"{change}, and the run was written by lezo_ds {version} (this is {own_version})",
-            fix=f"resume the run with lezo_ds {version}, or use another run_dir",
-        )
-
-
-def _inputs_to_add(key: str, recorded: Header) -> str:
-    """Return what a command adds to continue a run whose input `key` is not the command's."""
-    if key.startswith("generation."):
-        older = recorded.config["generation"]
-        stop = shlex.quote(f"generation.stop={json.dumps(older['stop'])}")
-        return f"add {stop} generation.max_new_tokens={older['max_new_tokens']}"
-    if key == "train.steps":
-        steps = recorded.config["train"]["steps"]
-        schedule = recorded.config["zo"]["lr_schedule"]
-        return f"add train.steps={steps}, since zo.lr_schedule={schedule} depends on the number"
-    if key == "zo.probes_per_pass":
-        return f"add {key}={recorded.config['zo']['probes_per_pass']}"
-    data = recorded.config.get("data")
-    if key.startswith("data_fingerprints") and isinstance(data, dict) and "splits" not in data:
-        return "add data.splits=random, as the splits of this run were drawn"
-    return "use the inputs that the run was started with"
-
-
 def _inputs_of(header: Header) -> dict[str, Any]:
     """Return what decides the weights of a run, by the names that errors use."""
     return {
+        **header.config,
         "noise_version": header.noise_version,
         "model_fingerprint": header.model_fingerprint,
         "parameters": header.parameter_table_hash,
-        **header.config,
     }
 
 
@@ -272,12 +250,11 @@ def assert_same_model_config(recorded: Header, model: str) -> None:
     directory = resolve_model(model)
     # The recorded value need not be a dict: an exported journal may come from anyone.
     recorded_config = {"": recorded.config.get("model_config")}
-    difference = next(_differences(recorded_config, {"": _model_config(directory)}), None)
-    if difference is not None:
-        key, old, new = difference
+    found = list(_differences(recorded_config, {"": _model_config(directory)}))
+    if found:
+        key, old, new = min(found, key=lambda each: each[0].rpartition(".")[2] not in _SIZES)
         raise UserError(
-            f"{key[1:]} in {directory / 'config.json'} differs from the run's: "
-            f"it is {new}, and was {old}",
+            f"{directory} is another model: {key[1:]} is {new}, and the run's is {old}",
             fix="add model.path=... with the directory of the base model",
         )
 
@@ -312,20 +289,6 @@ def steps_of(records: Iterable[JournalRecord]) -> list[StepRecord]:
 def evaluations_of(records: Iterable[JournalRecord]) -> list[EvaluationRecord]:
     """Return the evaluations among the records of a journal."""
     return [record for record in records if isinstance(record, EvaluationRecord)]
-
-
-def owner_of(header: Header, step_checksums: Sequence[str] = ()) -> SnapshotOwner:
-    """Return the owner of a run's snapshots.
-
-    Args:
-        header: the header of the run.
-        step_checksums: those of its journal. Without a journal, as of AdamW, all snapshots have the
-            checksum of the header.
-    """
-    return SnapshotOwner(header.model_fingerprint, step_checksums or (header_checksum(header),))
-
-
-# Evaluations.
 
 
 def best_evaluation(
@@ -376,37 +339,6 @@ def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None)
     return None
 
 
-# First-order runs.
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """The content of training_state.json: the records of AdamW.
-
-    Attributes:
-        header: the inputs of the run.
-        world_size: number of ranks; the checkpoint has one shard of the optimizer states for each.
-        step: number of steps that the checkpoint has seen; 0 if there is no checkpoint yet.
-        evaluations: all of them, oldest first. Those after `step` are done again on resumption.
-    """
-
-    header: Header
-    world_size: int
-    step: int = 0
-    evaluations: tuple[EvaluationRecord, ...] = ()
-
-    @classmethod
-    def read(cls, path: Path) -> TrainingState:
-        """Return the content of a file. UserError: it is damaged."""
-        try:
-            return TypeAdapter(cls).validate_json(read_regular(path), strict=True)
-        except (OSError, ValueError) as error:  # pydantic's error is a ValueError
-            raise UserError(
-                f"{path} cannot be read: {type(error).__name__}",
-                fix="restore it from a copy, or use another run_dir",
-            ) from error
-
-
 # Recorded runs.
 
 
@@ -416,23 +348,25 @@ class RunRecords:
 
     Attributes:
         header: the inputs of the run.
-        records: of the journal; of a first-order run, its evaluations.
-        num_steps: number of steps; of a first-order run, up to its last checkpoint.
+        records: of the journal.
         owner: of the snapshots.
-        num_ranks: number of ranks that must resume the run; None if any can.
     """
 
     header: Header
     records: Sequence[JournalRecord]
-    num_steps: int
     owner: SnapshotOwner
-    num_ranks: int | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps."""
+        return len(steps_of(self.records))
 
     @classmethod
     def of_journal(cls, path: Path) -> RunRecords:
-        """Return the records of a journal."""
+        """Return the records of a journal. UserError: another release wrote it."""
         header, records, step_checksums = read_journal(path)
-        return cls(header, records, len(steps_of(records)), owner_of(header, step_checksums))
+        refuse_other_release(header, path)
+        return cls(header, records, SnapshotOwner(header.model_fingerprint, step_checksums))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,10 +389,10 @@ class RecordedRun(RunRecords):
         """Return the number of steps for "best" (lowest validation loss), "last" or a number.
 
         Raises:
-            UserError: the run has no such step, or no weights after it.
+            UserError: the run has no such step.
         """
         run_dir = self.directory.path
-        found = int(step) if step.isdecimal() else None
+        found = int(step) if step.isdecimal() else -1
         if step == "last":
             found = self.num_steps
         if step == "best":
@@ -470,11 +404,16 @@ class RecordedRun(RunRecords):
                     fix="use --step last, or resume the run",
                 )
             found = best.step
-        available: Sequence[int] = range(self.num_steps + 1)
-        expected = f"0 to {self.num_steps}"
-        if found is None or found not in available:
+            logger.info("step %d has the lowest validation loss", found)
+            if found == 0:
+                logger.warning(
+                    "the best step of %s is 0, the base model: no step has a lower validation loss",
+                    run_dir,
+                )
+        if not 0 <= found <= self.num_steps:
             raise UserError(
-                f"run {run_dir} has no step {step}", fix=f"set --step to best, last, or {expected}"
+                f"run {run_dir} has no step {step}",
+                fix=f"set --step to best, last, or 0 to {self.num_steps}",
             )
         return found
 
@@ -488,17 +427,16 @@ def read_run(
     them and `reading_keys`, see `config_of`.
 
     Raises:
-        UserError: it has no run, its records cannot be read, or an override may not be.
+        UserError: it has no run, another release wrote it, or an override may not be.
         JournalError: its journal is damaged.
     """
     directory = RunDirectory(path)
-    recorded = _read_records(directory)
-    if recorded is None:
+    if not directory.journal.exists():
         raise UserError(
-            f"{path} is not the directory of a run: it has no journal.jsonl and no "
-            "training_state.json",
+            f"{path} is not the directory of a run: it has no journal.jsonl",
             fix="use the run_dir that lezo-ds train printed",
         )
+    recorded = RunRecords.of_journal(directory.journal)
     # The digests of weights that the run has noted.
     own, _ = own_snapshots(directory.snapshots, recorded.owner)
     digests = {
@@ -513,29 +451,15 @@ def read_run(
     )
 
 
-def _read_records(directory: RunDirectory) -> RunRecords | None:
-    """Return the records of a run, or None if the directory has none."""
-    if directory.training_state.exists():
-        state = TrainingState.read(directory.training_state)
-        owner = owner_of(state.header)
-        return RunRecords(state.header, state.evaluations, state.step, owner, state.world_size)
-    if directory.journal.exists():
-        return RunRecords.of_journal(directory.journal)
-    return None
-
-
-def check_records(
-    config: RunConfig, data: TaskData, directory: RunDirectory, num_ranks: int
-) -> None:
+def check_records(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
     """Refuse, before weights are loaded, to resume a run as another one.
 
     Raises:
-        UserError: the inputs are not those of the run, it has more steps already, or AdamW's
-            checkpoint has another number of ranks.
+        UserError: the inputs are not those of the run, or it has more steps already.
     """
-    recorded = _read_records(directory)
-    if recorded is None:
+    if not directory.journal.exists():
         return
+    recorded = RunRecords.of_journal(directory.journal)
     header = recorded.header
     ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
     assert_same_run(header, ours, may_differ_on_resume(config))
@@ -544,9 +468,4 @@ def check_records(
         raise UserError(
             f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}",
             fix=f"set train.steps={num_done} or more, or larger train.epochs, or another run_dir",
-        )
-    if num_done > 0 and recorded.num_ranks not in (None, num_ranks):
-        raise UserError(
-            f"the checkpoint of a first-order run has {recorded.num_ranks} ranks, not {num_ranks}",
-            fix=f"start {recorded.num_ranks} ranks, or use another run_dir",
         )

@@ -1,23 +1,27 @@
 """results.json: the outcome of a run in one small file.
 
 Rank 0 writes the file when a process of the run ends in order, finished or asked to stop, and
-replaces that of the process before. `lezo-ds train` prints the same values. A resumed run reads its
-own file, and `export`, `sweep` and `report` read those of others, which may be damaged or come from
-anyone.
+replaces that of the process before. `lezo-ds train` prints the same values, and `lezo-ds evaluate
+--out` writes such a file of a model. A resumed run reads its own file, and `export` and `report`
+read those of others, which may be damaged or come from anyone.
 """
 
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import torch
 from pydantic import TypeAdapter
 
-from lezo_ds.files import DAMAGE, read_regular
+from lezo_ds import distributed
+from lezo_ds.config import RunConfig
 from lezo_ds.data.metrics import LabelScore
+from lezo_ds.files import DAMAGE, read_regular
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,22 +32,22 @@ class RunResults:
 
     Attributes:
         task: name of the task.
-        method: the configuration's `method`, such as "lezo" or "zero_shot".
+        method: how the weights were made or read, such as "LeZO" (`method_name`) or "zero-shot".
         peft: kind of the adapter, "none" if all weights were trained.
         metric: name of the task's metric.
         protocol: the configuration's `data.protocol`, which says how examples were chosen.
         finished: whether the run did all that it was asked for; false if it was asked to stop.
-        zero_shot: score of the base model on the test split; None for in-context learning.
-        test: score on the test split, at `best_step` if the run trains; None until it is finished.
+        zero_shot: score of the base model on the test split; None with solved examples in prompts.
+        test: score on the test split, at `best_step`; None until the run is finished.
         majority_class: score of always giving the most frequent label; None if there are no
             classes.
         macro_f1: mean F1 of the labels where `test` was measured; None if the task is no
             classification.
         by_label: the scores of each label there; None if another launch has done this test.
-        best_step: step with the lowest validation loss, 0 for the base model; None if the run does
-            not train, or is not finished.
+        best_step: step with the lowest validation loss, 0 for the base model; None if nothing was
+            trained, or the run is not finished.
         best_dev_loss: validation loss at `best_step`; None if it was not finite.
-        trained_dev_loss: lowest validation loss after step 0. Runs of version 0.3 lack it.
+        trained_dev_loss: lowest validation loss after step 0.
         worse_than_base: whether no step had a lower validation loss than the base model.
         steps: number of steps, including skipped ones.
         early_stop_step: step at which train.patience ended the run; None if it did not.
@@ -104,3 +108,47 @@ class RunResults:
             return TypeAdapter(cls).validate_json(read_regular(path), strict=True)
         except DAMAGE:  # pydantic's error is a ValueError
             return None
+
+
+_ESTIMATORS = {
+    "one-sided": "one-sided differences",
+    "fzoo": "FZOO",
+    "grzo": "GRZO",
+    "evolution-strategies": "evolution strategies",
+}
+"""Methods that an estimator has given a name. Two-sided differences are LeZO, or MeZO."""
+
+
+def method_name(config: RunConfig) -> str:
+    """Return the name of a method of training, from the keys of its recipe.
+
+    Such as "LeZO", "FZOO with LoRA", or "evolution strategies on rank-1 directions of 50% of the
+    blocks".
+    """
+    zo = config.zo
+    dropped = zo.sparsity or 0.0
+    name = "LeZO" if dropped else "MeZO"
+    if zo.estimator != "spsa":
+        name = _ESTIMATORS.get(zo.estimator, zo.estimator)
+    if zo.noise_rank:
+        name += f" on rank-{zo.noise_rank} directions"
+    if dropped and name != "LeZO":
+        place = "the last " if zo.layer_policy == "fixed" else ""
+        name += f" of {place}{1 - dropped:.0%} of the blocks"
+    if config.peft.kind != "none":
+        name += f" with {'LoRA' if config.peft.kind == 'lora' else 'a prefix'}"
+    return name
+
+
+def peak_memory_bytes(earlier: RunResults | None = None) -> int:
+    """Return the most memory that a rank has used in any process of a run. A collective."""
+    device = distributed.device()
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+    # A process that only resumes a finished run uses less than the one that trained it.
+    if earlier is not None:
+        peak = max(peak, earlier.peak_memory_bytes)
+    peaks: list[int] = distributed.gather_objects(peak)
+    return max(peaks)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lezo_ds.data.score import EvaluationResult
+from lezo_ds.data.score import Answers
 from lezo_ds.errors import cut
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs.results import RunResults
@@ -20,9 +20,25 @@ WORSE = "Worse than before training: no step has a lower validation loss than th
 _SPLITS = {"dev": "validation", "test": "test"}
 """Names of splits as a user reads them."""
 
-_LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}\n"
+_LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}: {rate_fmt}, {remaining} left{postfix}"
 _LINE_SECONDS = 20
 _SHOWN_ANSWER = 80  # characters
+
+
+class _Lines(tqdm):  # type: ignore[type-arg]  # a class of stubs only
+    """A bar each of whose states is a line, from the first progress on."""
+
+    def refresh(self, nolock: bool = False, lock_args: Any = None) -> None:
+        # After a line of the log, tqdm shows the state again, without a lock.
+        if self.n > self.initial and not nolock:
+            self.fp.write(f"{self}\n")
+
+    def clear(self, nolock: bool = False) -> None:
+        """Leave what is written."""
+
+    def close(self) -> None:
+        """Write no last state."""
+        self.disable = True
 
 
 def progress_bar(
@@ -37,7 +53,8 @@ def progress_bar(
         unit: what is counted.
     """
     is_terminal = sys.stderr.isatty()
-    return tqdm(
+    bar = tqdm if is_terminal else _Lines
+    return bar(
         total=num_total,
         initial=num_done,
         disable=not is_shown,
@@ -69,78 +86,69 @@ def evaluation_line(evaluation: EvaluationRecord, metric: str) -> str:
     return f"step {evaluation.step}: {_SPLITS[evaluation.split]} {scores}"
 
 
-def samples_line(result: EvaluationResult) -> str:
+def samples_line(answers: Answers) -> str:
     """Return the share of answers that ended, and an answer with its reward, as a log line."""
-    sample = result.samples[0]
+    sample = answers.samples[0]
     answer = cut(" ".join(sample.answer.split()), _SHOWN_ANSWER)
-    return (
-        f"{result.share_ended:.0%} of the answers ended; reward {number(sample.reward)} "
-        f"for {answer!r}"
-    )
+    reward = "no reward" if sample.reward is None else f"reward {number(sample.reward)}"
+    return f"{answers.share_ended:.0%} of the answers ended; {reward} for {answer!r}"
 
 
 def run_summary(run_dir: str, results: RunResults) -> str:
     """Return what a user wants to know at the end of a run, in a few lines."""
     seconds = duration(results.seconds)
     if not results.finished:
-        lines = [f"Stopped after step {results.steps} ({seconds}). The same command continues."]
-    elif results.best_step is None:
-        lines = [f"Finished in {seconds}.", f"Test {results.metric}: {_test_scores(results)}."]
-    else:
-        lines = [f"Finished: {results.steps} steps in {seconds}."]
-        if results.early_stop_step is not None:
-            lines.append(
-                f"Stopped early, at step {results.early_stop_step}: train.patience ran out."
-            )
-        best_loss = number(results.best_dev_loss)
-        lines += [
-            f"Test {results.metric}: {_test_scores(results)}.",
-            f"Best step: {results.best_step} (validation loss {best_loss}).",
-        ]
-        if results.worse_than_base:
-            advice = "Lower the learning rate, or do more steps."
-            if results.flat_steps == results.steps:
-                advice = "Change the reward, because it gave all probes the same number."
-            lines.append(f"{WORSE}, which is what export writes. {advice}")
-        if results.flat_steps > 0:
-            lines.append(
-                f"All losses or rewards were equal in {results.flat_steps} of {results.steps} "
-                "steps, which changed nothing. A finer reward or generation.temperature=1 gives "
-                "probes different rewards; a lower zo.learning_rate or a larger "
-                "zo.perturbation_scale gives them different losses."
-            )
-        if results.skipped_steps > 0:
-            lines.append(f"Skipped steps: {results.skipped_steps}.")
+        return (
+            f"Stopped after step {results.steps} ({seconds}). The same command continues.\n"
+            f"Run directory: {run_dir}"
+        )
+    early = " (train.patience ran out)" if results.early_stop_step is not None else ""
+    lines = [
+        f"Finished: {results.steps} steps in {seconds}{early}.",
+        f"Test {results.metric}: {number(results.zero_shot)} before, {number(results.test)} after"
+        f"{_context(vars(results))}.",
+        f"Best step: {results.best_step} (validation loss {number(results.best_dev_loss)}).",
+    ]
+    if results.worse_than_base:
+        advice = "Lower the learning rate, or do more steps."
+        if results.flat_steps == results.steps:
+            advice = "Change the reward, because it gave all probes the same number."
+        lines.append(f"{WORSE}, which is what export writes. {advice}")
+    if results.flat_steps > 0:
+        lines.append(
+            f"All losses or rewards were equal in {results.flat_steps} of {results.steps} steps, "
+            "which changed nothing. A finer reward or generation.temperature=1 gives probes "
+            "different rewards; a lower zo.learning_rate or a larger zo.perturbation_scale gives "
+            "them different losses."
+        )
+    if results.skipped_steps > 0:
+        lines.append(f"Skipped steps: {results.skipped_steps}.")
     return "\n".join([*lines, f"Run directory: {run_dir}"])
 
 
-def _test_scores(results: RunResults) -> str:
-    scores = f"{results.test:.3f}"
-    if results.best_step is not None:
-        scores = f"{results.zero_shot:.3f} before, {scores} after"
-    context = _context_scores(vars(results))
-    return f"{scores} ({', '.join(context)})" if context else scores
-
-
-def _context_scores(scores: Mapping[str, Any]) -> list[str]:
-    """Return the majority class and macro F1 as text, where they are known.
+def _context(scores: Mapping[str, Any]) -> str:
+    """Return the majority class and macro F1 in parentheses, where they are known.
 
     `scores` are the fields of `RunResults`, or what `score` returns.
     """
-    shown = []
-    if scores["majority_class"] is not None:
-        shown.append(f"majority class {scores['majority_class']:.3f}")
-    if scores["macro_f1"] is not None and scores["metric"] != "macro_f1":
-        shown.append(f"macro F1 {scores['macro_f1']:.3f}")
-    return shown
+    names = {"majority_class": "majority class", "macro_f1": "macro F1"}
+    shown = [
+        f"{names[name]} {scores[name]:.3f}"
+        for name in names
+        if scores[name] is not None and scores["metric"] != name
+    ]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def scores_summary(scores: Mapping[str, Any]) -> str:
     """Return the scores of `score` on one line."""
     source = scores["model"] if "model" in scores else f"step {scores['step']} of {scores['run']}"
     examples = f"{scores['num_examples']} {_SPLITS[scores['split']]} examples"
-    shown = [f"{scores['metric']} {scores['score']:.3f} on {examples}"]
-    shown += _context_scores(scores)
-    if not math.isnan(scores["loss"]):  # NaN: it was not measured
-        shown.append(f"loss {number(scores['loss'])}")
-    return f"{source}: {', '.join(shown)}"
+    shown = ""
+    if scores["num_demonstrations"]:
+        shown = f" after {scores['num_demonstrations']} solved ones"
+    loss = "" if math.isnan(scores["loss"]) else f", loss {number(scores['loss'])}"
+    return (
+        f"{source}, task {scores['task']}: {scores['metric']} {scores['score']:.3f} on "
+        f"{examples}{shown}{_context(scores)}{loss}"
+    )

@@ -4,13 +4,12 @@
 
     process group, DeepSpeed JSON, data          all ranks
     check_run: model, lock, records              rank 0
-    weights, method, run                         all ranks
+    lighthouse, weights                          all ranks
     Run.execute                                  all ranks
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,20 +18,17 @@ from typing import Any
 from lezo_ds import distributed
 from lezo_ds.agreement import assert_same
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
-from lezo_ds.config import RunConfig, check_training, make_layer_policy, trained_part, with_steps
+from lezo_ds.config import RunConfig, make_layer_policy, trained_part, with_steps
 from lezo_ds.config.deepspeed import check_shares
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError, require_package
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import Monitors, monitor_sections, without_monitors
+from lezo_ds.runs.monitors import Monitors, without_monitors
 from lezo_ds.runs.opening import load, prepare
 from lezo_ds.runs.records import check_records, with_start_date
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.run import Run
-from lezo_ds.runs.zeroth_order import ZerothOrderRun
-
-logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> RunResults:
@@ -44,7 +40,6 @@ def train(config: RunConfig) -> RunResults:
         UserError: bad input. It is found before weights are loaded.
         LezoError: see `Run.execute`.
     """
-    check_training(config)
     nothing_done = distributed.lost_ranks_reported(
         lambda: "last good step: none, the run was starting"
     )
@@ -52,35 +47,33 @@ def train(config: RunConfig) -> RunResults:
         distributed.init_distributed(config.train.timeout_seconds)
         config = distributed.on_rank_zero(partial(with_start_date, config))
         ds_config = prepare(config)
-        num_ranks = distributed.world_size()
-        check_shares(config, ds_config, num_ranks)
+        check_shares(config, ds_config, distributed.world_size())
         data = load_task_data(config)
         config = with_steps(config, len(data.train.examples))
-        directory = distributed.on_rank_zero(lambda: check_run(config, data, num_ranks, resources))
+        directory = distributed.on_rank_zero(lambda: check_run(config, data, resources))
         # From here on, a batch is known by the indices of its records.
         assert_same("training records", distributed.gather_objects(data.train.fingerprint()))
         monitors = Monitors()
         distributed.on_rank_zero(lambda: monitors.start(config, directory, ds_config))
-        ds_config = without_monitors(ds_config)
-        run: Run
-        if config.elastic.lighthouse is None:
-            engine = make_engine(config, ds_config)
-            run = ZerothOrderRun(config, data, directory, engine)
-        else:
-            # torchft is an extra, and only replicas load it.
+        workers = None
+        if config.elastic.lighthouse is not None:
+            # torchft is an extra, and only replicas load it. The link comes first, so that a wrong
+            # address is refused before weights are loaded.
             from lezo_ds.replicas.quorum import Replicas
-            from lezo_ds.runs.elastic import ReplicaRun
 
-            # The link comes first, so that a wrong address is refused before weights are loaded.
-            replicas = Replicas(
+            workers = Replicas(
                 config.elastic.lighthouse,
                 directory.number,
                 directory.journal,
                 config.train.timeout_seconds,
+                partial(directory.of_all_replicas, directory.journal.name),
             )
-            resources.callback(replicas.leave)
-            engine = make_engine(config, ds_config)
-            run = ReplicaRun(config, data, directory, engine, replicas)
+            resources.callback(workers.leave)
+        engine = make_engine(config, without_monitors(ds_config))
+        if workers is not None:
+            workers.num_workers = engine.num_workers
+            engine.workers = workers
+        run = Run(config, data, directory, engine)
         run.monitors = monitors
         return run.execute()
 
@@ -97,14 +90,13 @@ def _exits_refused() -> Iterator[None]:
 
 
 def check_run(
-    config: RunConfig, data: TaskData, num_ranks: int, resources: ExitStack | None = None
+    config: RunConfig, data: TaskData, resources: ExitStack | None = None
 ) -> RunDirectory:
     """Refuse what a run cannot do, before weights are loaded. For rank 0.
 
     Args:
         config: of the run.
         data: its encoded splits.
-        num_ranks: number of ranks.
         resources: holds the lock of the run's directory. None, as in a dry run: write nothing.
 
     Returns:
@@ -121,12 +113,11 @@ def check_run(
         directory = directory.lock(resources, is_replica=is_replica)
     if is_replica:
         require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
-    check_records(config, data, directory, num_ranks)
-    monitor_sections(config, directory)  # refuses a monitor that is not installed
+    check_records(config, data, directory)
     return directory
 
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
-    """Load the model of a run of LeZO, sharded over all ranks, to train it. A collective."""
+    """Load the model of a run, sharded over all ranks, to train it. A collective."""
     parts = load(config, config.peft, ds_config, config.zo)
     return LezoEngine(parts, config.zo, config.seed, config.train.steps)

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,13 @@ _MOST_MAPPED = 1 << 27
 """Number of bytes after which a file of torch is mapped anew."""
 _SCALES = "_scale_inv"
 """What the name of the scales of a matrix adds to the name of the matrix."""
+_MOST_HEADER_BYTES = 1 << 24
+"""Most bytes of the list of tensors in a file of safetensors, if no model says what it needs."""
+_FLOATING = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
+"""Types of the weights that are read as they are, as safetensors, or torch, names them."""
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+"""Names under which a config.json says that the weights are quantized; the last one is MLX's."""
 
 NameLists = dict[str, tuple[str, ...]]
 """By a parameter's name, all its names, or the tensors that it consists of."""
@@ -78,10 +85,11 @@ class WeightFiles:
         conversions: the mapping of transformers, from tensors of other names (`stored_parameters`).
         single: the name of the only file to read, instead of a model's.
         fix: what helps if a parameter is missing.
+        most_header_bytes: of a file's list of tensors. Reading 66 MB of it takes a minute.
 
     Attributes:
         directory: of the model.
-        tensors: all that are stored, by name.
+        tensors: all that are stored, by name. An index says which file has a tensor.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -95,8 +103,10 @@ class WeightFiles:
         conversions: Sequence[WeightTransform] = (),
         single: str | None = None,
         fix: str = OTHER_CHECKPOINT,
+        most_header_bytes: int = _MOST_HEADER_BYTES,
     ) -> None:
         self.directory = directory
+        self._most_header_bytes = most_header_bytes
         self._fix = fix
         self._prefix = prefix
         self._mapped_file: Path | None = None
@@ -104,8 +114,11 @@ class WeightFiles:
         self._num_read = 0  # bytes of mapped tensors
         self._block = fp8_block(directory) or (1, 1)
         self.tensors: dict[str, _StoredTensor] = {}
-        for file in _files_of(directory) if single is None else [directory / single]:
-            self.tensors |= self._list(file)
+        file_names, index = ([single], {}) if single else weight_files(directory)
+        for file_name in file_names:
+            for name, tensor in self._list(directory / file_name).items():
+                if index.get(name, file_name) == file_name:
+                    self.tensors[name] = tensor
         scales = {name + _SCALES for name in self.tensors}
         self._stored = stored_parameters(self.tensors.keys() - scales, conversions)
 
@@ -120,15 +133,50 @@ class WeightFiles:
                 return self._stored[spelling]
         return None
 
-    def find(self, names: NameLists, shapes: Mapping[str, tuple[int, ...]]) -> NameLists:
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Return the tensors, in order, of which no parameter or buffer of these names consists."""
+        read = {tensor for name in names for tensor in self.stored_as(name) or ()}
+        scales = {name + _SCALES for name in read}
+        return sorted(self.tensors.keys() - read - scales, key=dot_natural_key)
+
+    def as_stored(self, aliases: Sequence[str], value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield a parameter as the tensors of these files that it consists of, by their names.
+
+        As transformers does, this adds the prefix that a checkpoint of the bare decoder lacks.
+
+        Args:
+            aliases: its names. One that no file has is written under the first of them.
+            value: of the shape of the parameter.
+        """
+        name = next(filter(self.stored_as, aliases), aliases[0])
+        tensors = self.stored_as(name) or (name,)
+        prefix = f"{self._prefix}."
+        if name in self._stored or tensors == (name,) or not name.startswith(prefix):
+            prefix = ""
+        if len(tensors) == 1:
+            yield prefix + tensors[0], value
+            return
+        shapes = [self.tensors[tensor].shape for tensor in tensors]
+        parts = torch.split(value.reshape(-1), list(map(math.prod, shapes)))
+        for tensor, shape, part in zip(tensors, shapes, parts, strict=True):
+            yield prefix + tensor, part.view(shape)
+
+    def find(
+        self,
+        names: NameLists,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        are_weights: bool = True,
+    ) -> NameLists:
         """Return the tensors whose flattened values, one after the other, are each parameter.
 
         Args:
             names: all names of each parameter, by its first name. Tied parameters have several.
             shapes: of each parameter, by its first name.
+            are_weights: whether they are weights, which are floating-point numbers.
 
         Raises:
-            UserError: a parameter is missing or has another shape.
+            UserError: a parameter is missing, has another shape, or is no floating-point number.
         """
         found: NameLists = {}
         for name, aliases in names.items():
@@ -151,6 +199,15 @@ class WeightFiles:
                     "slices",
                     fix="load it with transformers and save it with save_original_format=False",
                 )
+            for tensor in tensors:
+                dtype = self.tensors[tensor].dtype
+                # FP8 has been checked before.
+                if are_weights and dtype not in _FLOATING and tensor + _SCALES not in self.tensors:
+                    raise UserError(
+                        f"{tensor} in {self.directory} is {dtype}, and a weight is a "
+                        "floating-point number",
+                        fix="set model.path to the checkpoint before it was quantized or converted",
+                    )
             stored = [self.tensors[tensor].shape for tensor in tensors]
             shape = shapes[name]
             fits = stored == [shape]
@@ -169,7 +226,7 @@ class WeightFiles:
         _, shape, dtype = self.tensors[tensor]
         scales = self.tensors.get(tensor + _SCALES)
         expected = None
-        is_fp8 = dtype.startswith(("F8", "torch.float8"))  # as safetensors, or torch, names it
+        is_fp8 = dtype.startswith(("F8", "float8"))  # as safetensors, or torch, names it
         if is_fp8:
             sides = zip(shape, self._block, strict=False)
             expected = tuple(math.ceil(size / side) for size, side in sides)
@@ -242,9 +299,18 @@ class WeightFiles:
             if file.suffix != ".safetensors":
                 tensors = self._mapped_tensors(file)
                 return {
-                    name: _StoredTensor(file, tuple(tensor.shape), str(tensor.dtype))
+                    name: _StoredTensor(
+                        file, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+                    )
                     for name, tensor in tensors.items()
                 }
+            with file.open("rb") as opened:
+                num_bytes = int.from_bytes(opened.read(8), "little")
+            if num_bytes > self._most_header_bytes:
+                raise SafetensorError(
+                    f"its list of tensors has {num_bytes} bytes, and this model's has at most "
+                    f"{self._most_header_bytes}"
+                )
             with safe_open(file, framework="pt") as handle:
                 views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
                 return {
@@ -283,19 +349,42 @@ def fp8_block(directory: Path) -> tuple[int, int] | None:
     Raises:
         UserError: the weights are quantized in another way.
     """
-    quantization = _config_of(directory).get("quantization_config")
-    if not quantization:
-        return None
+    quantization = _quantization_of(_config_of(directory))
     match quantization:
+        case None:
+            return None
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if (
             min(rows, columns) > 0
         ):
             return rows, columns
+        case {"quant_method": str(method)}:
+            pass
+        case method:  # MLX's says no method
+            pass
+    fix = "set model.path to the checkpoint before it was quantized, or to one in block FP8"
+    if method == "mxfp4":  # gpt-oss, which was never published in another form
+        fix = (
+            "dequantize it once with transformers: AutoModelForCausalLM.from_pretrained(DIR, "
+            "quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16), "
+            "save_pretrained(NEW_DIR, save_original_format=False)"
+        )
     raise UserError(
-        f"the weights of {directory} are quantized: {dict(quantization).get('quant_method')}, and "
-        "only FP8 with a weight_block_size is read",
-        fix="set model.path to the checkpoint before it was quantized, or to one in block FP8",
+        f"the weights of {directory} are quantized: {method}, and only FP8 with a "
+        "weight_block_size is read",
+        fix=fix,
     )
+
+
+def sections_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a config.json and the parts of it that are configs, such as its text_config."""
+    return [config, *(value for value in config.values() if isinstance(value, dict))]
+
+
+def _quantization_of(config: dict[str, Any]) -> Any:
+    """Return how a config.json says that weights are quantized, wherever it says so, or None."""
+    sections = sections_of(config)
+    found = (section.get(key) for section in sections for key in QUANTIZATION_KEYS)
+    return next(filter(None, found), None)
 
 
 def _config_of(directory: Path) -> dict[str, Any]:
@@ -306,7 +395,7 @@ def _config_of(directory: Path) -> dict[str, Any]:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory has the weights of a model."""
+    """Return whether a directory has the weights of a model, or their index."""
     return _first_file(directory).is_file()
 
 
@@ -330,20 +419,30 @@ def _first_file(directory: Path) -> Path:
     return next((file for file in files if file.is_file()), files[0])
 
 
-def _files_of(directory: Path) -> list[Path]:
-    """Return the files of the weights that transformers reads."""
-    index = _first_file(directory)
-    if index.suffix != ".json":
-        return [index]
+def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the files of the weights that transformers reads, and which of them has a tensor.
+
+    Returns:
+        The paths in the directory, which may be in folders of it; and that of each tensor that an
+        index names.
+
+    Raises:
+        UserError: the index is damaged, or names a file that is outside the directory.
+    """
+    first = _first_file(directory)
+    if first.suffix != ".json":
+        return [first.name], {}
     try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if any(Path(file).name != file for file in files):
-            raise ValueError("it names a file of another directory")
+        index = dict(json.loads(first.read_text(encoding="utf-8"))["weight_map"])
+        files = sorted(set(index.values()))
+        for file in map(PurePosixPath, files):
+            if file.is_absolute() or ".." in file.parts:
+                raise ValueError("it names a file of another directory")
     except DAMAGE as error:
         raise UserError(
-            f"{index} cannot be read: {error!r}", fix="download the model again"
+            f"{first} cannot be read: {error!r}", fix="download the model again"
         ) from error
-    return [directory / file for file in files]
+    return files, index
 
 
 @contextmanager
@@ -363,7 +462,12 @@ def _map_tensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors in a file of `torch.save`, mapped into memory."""
     try:
         values = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        for name, tensor in tensors.items():
+            is_stored = tensor.layout is torch.strided and tensor.device.type == "cpu"
+            if not isinstance(name, str) or not is_stored:
+                raise ValueError(f"{name!r} is a tensor of {tensor.layout} on {tensor.device}")
+        return tensors
     except OSError:
         raise
     except Exception as error:  # damaged files raise errors of many types

@@ -32,6 +32,8 @@ from deepspeed.module_inject.layers import (
 )
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.distributed import device
 from lezo_ds.errors import UserError, cut, one_line
@@ -39,8 +41,13 @@ from lezo_ds.sharding.quantization import quantization_of
 from lezo_ds.sharding.shards import Split
 from lezo_ds.sharding.surgery import put_parameters, start_engine
 
-LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
-"""Forward passes that are a matrix product, a sum over ranks if `sums_outputs`, and a bias."""
+_LINEAR_FORWARDS = (
+    nn.Linear.forward,
+    Conv1D.forward,
+    FalconLinear.forward,
+    LinearLayer.forward,
+    LinearAllreduce.forward,
+)
 
 EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding)
 LOOKUP_FORWARDS = (nn.Embedding.forward, VocabParallelEmbedding.forward)
@@ -220,6 +227,14 @@ def _split_vocabulary(model: nn.Module) -> None:
     model.set_submodule(names[embedding], split_embedding)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module multiplies its input by one matrix, and may add a bias.
+
+    Other classes derived from nn.Linear, such as the routers of experts, compute something else.
+    """
+    return type(module).forward in _LINEAR_FORWARDS
+
+
 def look_up(module: nn.Module, rows: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
     """Return some rows of a table: [*rows.shape, width].
 
@@ -252,14 +267,27 @@ def whole_logits(head: nn.Module, logits: Tensor) -> Tensor:
     )
 
 
-def sums_outputs(module: nn.Module) -> bool:
-    """Return whether the product of a linear layer is a term of a sum over the ranks."""
-    return isinstance(module, LinearAllreduce)
+def add_before_sum(
+    module: nn.Module,
+    own_forward: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    add: Callable[[Tensor], None],
+) -> Tensor:
+    """Run a linear module, and add something to its output in place.
 
-
-def sum_outputs(module: nn.Module, products: Tensor) -> None:
-    """Add the products of all ranks, in place. One all-reduce, however many probes they are of."""
-    comm.all_reduce(products, group=module.mp_group)
+    If the product of a rank is a term of a sum over ranks, `add` changes the term.
+    """
+    if not isinstance(module, LinearAllreduce):
+        alone = own_forward(inputs)
+        add(alone)
+        return alone
+    own: Mapping[str, Any] = module._parameters
+    output: Tensor = inputs @ own["weight"].t()
+    add(output)
+    comm.all_reduce(output, group=module.mp_group)
+    if own.get("bias") is not None:
+        output += own["bias"]
+    return output
 
 
 def split_pair(base: nn.Module, first: nn.Linear, second: nn.Linear) -> tuple[nn.Module, nn.Module]:

@@ -13,8 +13,7 @@ docs/deepspeed.md lists the facts about DeepSpeed that this relies on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor, nn
+from torch import nn
 
 from lezo_ds.distributed import device
 from lezo_ds.sharding.gather import GatherAhead, keep_in_step
@@ -57,20 +56,16 @@ def shard_model(
 
 
 def _partition_group(partition_size: int) -> Any:
-    """Return this rank's shard group: `partition_size` consecutive ranks.
-
-    No rank makes the other groups.
-    """
+    """Return this rank's shard group: `partition_size` consecutive ranks. A collective."""
     if partition_size == comm.get_world_size():
         return comm.get_world_group()
-    start = comm.get_rank() - comm.get_rank() % partition_size
-    ranks = range(start, start + partition_size)
     # A new group has torch's default timeout, and torch 2.13 has no public method that returns the
     # timeout of the world.
     backend = dist.group.WORLD._get_backend(device())  # type: ignore[union-attr]
     timeout = backend.options._timeout
-    # MPI cannot make a group without the other ranks. DeepSpeed uses NCCL on GPUs, gloo on CPUs.
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    # Every rank makes all groups: NCCL splits them off a world that is bound to GPUs.
+    own_group, _ = dist.new_subgroups(partition_size, timeout=timeout)  # type: ignore[no-untyped-call]
+    return own_group
 
 
 def finish_updates() -> None:
@@ -112,32 +107,3 @@ def start_forward_engine(
 
 def _stay(*_: object, **__: object) -> None:
     """End DeepSpeed's GatheredParameters where a weight is the shard itself, and is not freed."""
-
-
-@contextmanager
-def no_gathered_weights_saved() -> Iterator[None]:
-    """Make autograd save a reference to a gathered weight, not the weight itself.
-
-    Otherwise every rank holds the full model until the backward pass (DeepSpeed issue 1465).
-    DeepSpeed gathers the weights again for that pass.
-    """
-
-    def pack(tensor: Tensor) -> Any:
-        owner: Any = tensor if isinstance(tensor, nn.Parameter) else tensor._base
-        if not hasattr(owner, "ds_tensor"):
-            return tensor
-        shape = tensor.shape
-        stride = tensor.stride()
-        offset = tensor.storage_offset() - owner.storage_offset()
-
-        def view_again() -> Tensor:
-            data: Tensor = owner.data
-            return data.as_strided(shape, stride, data.storage_offset() + offset)
-
-        return view_again
-
-    def unpack(saved: Any) -> Tensor:
-        return saved if isinstance(saved, Tensor) else saved()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield

@@ -1,463 +1,482 @@
-"""lezo-ds init: writes a commented recipe for a model and a table of records.
+"""lezo-ds init: looks at a model and a table once, and writes what it finds into a recipe.
 
-The task follows from the columns of the table (columns.py), the sizes of a step from the
-number of records and GPUs, and the learning rate from the width of the model. On GPUs, the memory
-plan chooses how they share the weights. On a CPU, a step that would take long is made smaller. A
-dry run then checks the recipe before it is written. recipe.jinja is its template.
+This is the only place that guesses: a run reads exactly what its recipe says. Guessed are the
+separator and the encoding of a table, the columns (a column is taken without an option only if it
+alone can be it), the labels, the template, the method and the size of a step. What is found is
+printed: the columns, the labels with their counts, what a bag of words reaches on them, and the
+first records as the model reads them. recipe.jinja is the template of the recipe.
+
+On GPUs, the memory plan chooses how they share the weights. On a CPU, one step is measured, and one
+that would take long has fewer examples.
 """
 
 from __future__ import annotations
 
+import ast
+import csv
 import json
 import logging
-import re
 import shlex
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import charset_normalizer
 import torch
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
-from lezo_ds.config import Dtype, RunConfig, config_from_dict, load_yaml
-from lezo_ds.data.batches import shared_candidates
-from lezo_ds.data.encoding import load_tokenizer
-from lezo_ds.data.tables import READERS, UTF_8, kind_of
+from lezo_ds.config import RunConfig, config_from_dict, load_yaml
+from lezo_ds.data.encode import load_tokenizer
+from lezo_ds.data.records import TABLES, read_records
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.errors import UserError, one_line, printable
+from lezo_ds.errors import UserError, cut, did_you_mean, one_line, printable
 from lezo_ds.files import filled_template, write_output
-from lezo_ds.tasks.base import Record
-from lezo_ds.tools.columns import answers_have_lines, describe_task, read_records
-from lezo_ds.tools.dry_run import LONG_STEP, dry_run, measured_step
-from lezo_ds.tools.memory_plan import GIB, Plan
-from lezo_ds.tools.sizes import ModelSizes, measured_inputs
+from lezo_ds.tools.dry_run import (
+    LONG_STEP,
+    ModelSizes,
+    Plan,
+    example_lines,
+    measured_inputs,
+    measured_step,
+    time_lines,
+)
+
+_SAMPLE = 2**20  # bytes of a table from which its encoding is found
+_SNIFFED_LINES = 20
+_MAX_LABELS = 200  # a column with more different values is not taken for labels, unless it is named
+_MAX_LABEL_LENGTH = 60  # characters
+_RARE = 0.01  # of the records; labels below are marked
+_SHOWN_RECORDS = 3
+_BATCH_SIZES = (16, 8, 4)
+_MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of other steps
+_USABLE_PART = 0.8  # of a GPU's memory: a plan is accurate to 20 %
+_CHOICES = ("choices", "options", "endings")
+"""The usual names of columns with the choices of a question."""
+_ANSWERS = {"completion": "prompt", "response": "prompt", "output": "instruction"}
+"""The usual names of columns with answers, and those of the columns with their questions."""
+# bf16 rounds losses eight times as coarsely as fp16 (docs/opt-30b.md), so it is for models whose
+# activations leave the range of fp16. These are those that vLLM refuses in fp16 (vllm/config).
+_BEYOND_FP16 = {"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"}
 
 logger = logging.getLogger(__name__)
 
-_BATCH_SIZE = 16
-_MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of other steps
-_MAX_STEPS = 1000
-_MAX_STEPS_BY_EXAMPLE = 600
-# Of each example, by the method. Others have one more than a size has directions.
-_NUM_PROBES = {"evolution-strategies": 6, "answers": 24, "lezo": 2, "mezo": 2}
-_DEFAULT_POSITIONS = 2048
-
-# Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
-# wider models are smaller by the root of the width, and FZOO's perturbations and steps with them.
-# LeZO's rates for OPT-1.3B to 30B follow the third power of that root.
-_WIDTH = 576
-# A plan is accurate to 20 %, so it may use this part of a GPU's memory.
-_USABLE_PART = 0.8
-
-# bf16 rounds losses eight times as coarsely as fp16: with a perturbation scale of 1e-3, the error
-# of the projected gradient is 41 % instead of 4.6 % (docs/opt-30b.md). So bf16 is for models whose
-# activations leave the range of fp16. These are those that vLLM refuses in fp16 (vllm/config).
-_BEYOND_FP16 = {"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"}
-# By the dtype, LeZO's scale. In bf16, the differences of losses must exceed its rounding.
-_SCALES: Mapping[Dtype, float] = {"fp32": 1e-3, "fp16": 1e-3, "bf16": 5e-3}
-_SHORTEST_TOKEN = 3  # letters of a token that stands for a label, unless it is a whole word of it
-
-_TOKENS_NOTE = "# Labels are scored by a token of each; a list scores whole labels.\n"
-
-
-class _StepSize(NamedTuple):
-    """How much a step computes."""
-
-    examples: int
-    directions: int  # of FZOO, which has one probe more; a reward has one direction more
-
-    def num_probes(self, method: str) -> int:
-        """Return the number of probes of each example."""
-        return _NUM_PROBES.get(method, self.directions + 1)
-
-
-# From the best to the fastest.
-_STEP_SIZES = (
-    _StepSize(_BATCH_SIZE, 15),
-    _StepSize(8, 15),
-    _StepSize(4, 15),
-    _StepSize(4, 7),
-)
-
-
-@dataclass(frozen=True)
-class _Machine:
-    """What the ranks of a run would compute with here.
-
-    Attributes:
-        num_ranks: One rank for each GPU, as far as ranks can share a step evenly; else 1.
-        gpu_bytes: Memory of the smallest GPU; None if the ranks compute on CPUs.
-        has_bf16: Whether the GPUs multiply bf16 by themselves.
-    """
-
-    num_ranks: int
-    gpu_bytes: int | None
-    has_bf16: bool
-
-    def dtype_for(self, model_type: str) -> Dtype:
-        """Return the type of the weights: the finest of 16 bits that holds the activations."""
-        if self.gpu_bytes is None:
-            return "fp32"
-        return "bf16" if self.has_bf16 and model_type in _BEYOND_FP16 else "fp16"
-
-
-@dataclass
-class _Draft:
-    """A recipe whose settings are found one after the other. Nothing is written meanwhile.
-
-    Attributes:
-        arguments: Those of the command.
-        method: That of the run; "answers" is evolution-strategies that perturb answers only.
-        machine: What the run will compute with.
-        directory: The model's folder.
-        task: Keys of the section `data` that describe the task.
-        records: Of the table.
-        heading: The first lines, which are comments.
-        size: Of a step.
-        sharing: Keys that follow from the memory of the GPUs.
-    """
-
-    arguments: Namespace
-    method: str
-    machine: _Machine
-    directory: Path
-    task: dict[str, Any]
-    records: Sequence[Record]
-    heading: str
-    size: _StepSize = _STEP_SIZES[0]
-    sharing: dict[str, object] = field(default_factory=dict)
-
-    def config(self) -> RunConfig:
-        """Return the configuration that the recipe stands for."""
-        target = self.arguments.out
-        return config_from_dict(load_yaml(_recipe(self)), str(target), folder=target.parent)
-
-    def with_short_labels(self, data: TaskData) -> TaskData:
-        """Let tokens stand for labels where that works. Return the data with them."""
-        labels = self.task.get("labels")
-        if labels is None or "choices" in self.task:
-            return data
-        shorter = _shorter_labels(labels, data)
-        if shorter == labels:
-            return data
-        self.task["labels"] = shorter
-        short_data = load_task_data(self.config())
-        if max(short_data.train.encoded[0].option_lengths) == 1:
-            self.heading += _TOKENS_NOTE
-            return short_data
-        # Alone, a token that follows a space in its label may be several tokens.
-        self.task["labels"] = labels
-        return data
-
-    def fit(self, data: TaskData) -> tuple[float | None, str]:
-        """Choose the size of a step on CPUs, or how GPUs share the weights.
-
-        Return a step's seconds, if measured, and the problem, or "".
-        """
-        gpu_bytes = self.machine.gpu_bytes
-        if gpu_bytes is None:
-            return self.shorten_steps(data), ""
-        plan = self._plan(data)
-        best, problem = best_plan(plan, gpu_bytes)
-        if problem:
-            self.heading += f"# {problem}\n"
-        self.sharing = best.keys_from(plan.config)
-        if best.config.partition_size == best.num_ranks:
-            del self.sharing["partition_size"]  # the default, for any number of ranks
-        return None, problem
-
-    def shorten_steps(self, data: TaskData) -> float | None:
-        """Make a step cheaper that would take long. Return its seconds; None: not measured.
-
-        Of directions by example, first only answers meet the perturbed weights, if a step is then
-        faster. In the same time, this teaches more than a smaller batch (docs/results.md, Twelve
-        labels).
-        """
-        times = self._step_times(data)
-        if not times:
-            return None
-        full_step = times[_STEP_SIZES[0]]
-        if full_step <= LONG_STEP:
-            return full_step
-        all_of_it = "directions"
-        of_answers: Mapping[_StepSize, float] = {}
-        if self.method == "evolution-strategies":
-            with suppress(UserError):  # of a model that cannot read contexts apart
-                of_answers = replace(self, method="answers")._step_times(data)
-        if of_answers and of_answers[_STEP_SIZES[0]] < full_step:
-            self.method = "answers"
-            times = of_answers
-            all_of_it = "tokens perturbed"
-        short = [size for size in _STEP_SIZES if times[size] <= LONG_STEP]
-        self.size = (*short, _STEP_SIZES[-1])[0]
-        step = times[self.size]
-        self.heading += (
-            f"# A step takes about {step:.0f} s here; with {_BATCH_SIZE} examples and all "
-            f"{all_of_it}, it would take {full_step:.0f} s.\n"
-        )
-        return step
-
-    def _step_times(self, data: TaskData) -> Mapping[_StepSize, float]:
-        """Return the seconds of a step of each size, from one of the last size. {}: not measured.
-
-        They are in proportion to examples and probes.
-        """
-        last = _STEP_SIZES[-1]
-        seconds = measured_step(replace(self, size=last)._plan(data), data)
-        if seconds is None:
-            return {}
-        times = {}
-        for size in _STEP_SIZES:
-            share = size.examples / last.examples
-            share *= size.num_probes(self.method) / last.num_probes(self.method)
-            times[size] = seconds * share
-        return times
-
-    def _plan(self, data: TaskData) -> Plan:
-        config = self.config()
-        model = ModelSizes(config, self.directory)
-        inputs = measured_inputs(config, data)
-        on_gpu = self.machine.gpu_bytes is not None
-        return Plan(config, model, inputs, self.machine.num_ranks, on_gpu)
+Columns = Mapping[str, Sequence[Any]]
+"""The values of each column, None where a record lacks it."""
 
 
 def main(arguments: Namespace) -> None:
-    """Write the recipe, and print its dry run."""
+    """Write the recipe, and print what it was made of."""
     target = arguments.out
     if target.exists():
         raise UserError(f"{target} exists", fix="give another --out, or remove it")
-    if Path(arguments.model).is_file() and kind_of(Path(arguments.model)) in READERS:
-        fix = f"lezo-ds init {arguments.data} {arguments.model}"
-        raise UserError(f"{arguments.model} is a file, not the directory of a model", fix=fix)
     distributed.init_distributed()
-    records = read_records(arguments.data, arguments.encoding)
     directory = resolve_model(arguments.model)
-    title, task = describe_task(
-        records,
-        text=arguments.text,
-        label=arguments.label,
-        answer=arguments.answer,
-        reward=arguments.reward,
-        in_chat=bool(load_tokenizer(str(directory)).backend.chat_template),
-        label_map=dict(arguments.label_map),
-    )
-    if arguments.skip_unusable:
-        task["skip_unusable"] = True
-    if arguments.encoding != UTF_8:
-        task["encoding"] = arguments.encoding
-    machine = _this_machine()
-    launcher = "lezo-ds"
-    if machine.num_ranks > 1:
-        launcher = f"deepspeed --num_gpus {machine.num_ranks} --module lezo_ds"
-    command = f"{launcher} train --config {shlex.quote(str(target))}"
-    title = one_line(title)
-    heading = printable(f"# {title}. Check the prompt and the labels.\n# {command}\n")
-    method = _method(arguments, task)
-    draft = _Draft(arguments, method, machine, directory, task, records, heading)
-    data = draft.with_short_labels(load_task_data(draft.config()))
+    layout = table_layout(Path(arguments.data), arguments)
+    columns = read_columns(arguments.data, layout)
+    has_template = bool(load_tokenizer(str(directory)).backend.chat_template)
+    task = describe_task(columns, arguments, has_template=has_template)
+    for line in _column_lines(columns, task):
+        print(printable(line), flush=True)
+    facts = _facts(arguments, directory, columns, task | layout)
+    data = load_task_data(_config(facts))
+    if "labels" in task:
+        print(baseline(columns, arguments.text, task["label_field"]), flush=True)
+    for line in example_lines(data, _SHOWN_RECORDS):
+        print(printable(line))
+    seconds = _fit(facts, data)
+    for line in time_lines(_config(facts), seconds):
+        print(line)
+    write_output(target, _recipe(facts))
+    if "labels" in task:
+        print("If the baseline is not enough, fit the head, in minutes; if that is not, train:")
+    print("\n".join([*_commands(facts), f"{target} is written"]))
+
+
+def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
+    """Return data.separator and data.encoding of a table, where they are not those of its suffix.
+
+    A file in UTF-8 is taken as such. The separator is what csv.Sniffer finds in the first lines.
+    """
+    layout: dict[str, str] = {}
+    if path.suffix.lower() not in TABLES or not path.is_file():
+        return layout
+    with path.open("rb") as file:
+        sample = b"".join(file.readlines(_SAMPLE))
+    best = charset_normalizer.from_bytes(sample).best()
+    if arguments.encoding is not None:
+        layout["encoding"] = arguments.encoding
+    elif not _is_utf_8(sample) and best is not None:
+        # Of the encodings in which the text is the same, Windows' Western one is most frequent.
+        is_western = "cp1252" in best.could_be_from_charset
+        layout["encoding"] = "cp1252" if is_western else best.encoding
+    encoding = layout.get("encoding", "utf-8-sig")
+    lines = sample.decode(encoding, errors="replace").splitlines()[:_SNIFFED_LINES]
+    usual = "\t" if path.suffix.lower() == ".tsv" else ","
+    separator = arguments.separator or usual
+    if arguments.separator is None and usual not in lines[0]:
+        with suppress(csv.Error):  # a table of one column
+            separator = csv.Sniffer().sniff("\n".join(lines), ",;\t|").delimiter
+    if separator != usual:
+        layout["separator"] = separator
+    return layout
+
+
+def _is_utf_8(content: bytes) -> bool:
     try:
-        step_seconds, problem = draft.fit(data)
-    except UserError as error:
-        if arguments.method is not None or method != "evolution-strategies":
-            raise
-        reason, _, _ = str(error).partition("; fix: ")
-        logger.warning("the recipe uses fzoo, because %s", reason)
-        draft.method = "fzoo"
-        step_seconds, problem = draft.fit(data)
-    num_gpus = None if machine.gpu_bytes is None else machine.num_ranks
-    ending = f"is written. {problem}." if problem else f"is written; next: {command}"
-    for line in dry_run(draft.config(), num_gpus, step_seconds=step_seconds):
-        print(line, flush=True)
-    config = draft.config()
-    if _has_head_to_fit(config, data):
-        fit = f"{launcher} fit-head"
-        out = shlex.quote(f"{config.run_dir}-fitted")
-        after_run = f"{fit} --run {shlex.quote(config.run_dir)} --out {out}"
-        model = shlex.quote(arguments.model)
-        at_once = f"{fit} --model {model} --config {shlex.quote(str(target))} --out {out}"
-        draft.heading += printable(
-            f"# After the run, fit the output head to the labels:\n# {after_run}\n"
-            f"# Or fit it without training, in minutes:\n# {at_once}\n"
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def read_columns(source: str, layout: Mapping[str, str]) -> Columns:
+    """Return the columns of a table. UserError: its first row is probably a record, not names."""
+    records = list(read_records(source, **layout))
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {name: [record.get(name) for record in records] for name in names}
+    for name, values in columns.items():
+        if name in values:
+            raise UserError(
+                f"the first row of {source} names the columns, but {name} is also a value in its "
+                "column",
+                fix="add a first row with names such as text,label, or rename this column",
+            )
+    return columns
+
+
+def describe_task(
+    columns: Columns, arguments: Namespace, *, has_template: bool = False
+) -> dict[str, Any]:
+    """Return the keys of a recipe's section `data` that describe the task of a table.
+
+    Columns that no option names are put into the arguments.
+
+    Args:
+        columns: Those of the table.
+        arguments: Of the command: text, label, answer, messages, reward, drop_label, label_map.
+        has_template: Whether the model has a chat template, which then writes the prompt.
+
+    Raises:
+        UserError: The task is not clear, or no objective learns from such a table.
+    """
+    for option in ("text", "label", "answer", "messages"):
+        name = getattr(arguments, option)
+        if name is not None and name not in columns:
+            fix = did_you_mean(name, columns, f"use one of {', '.join(columns)}")
+            raise UserError(f"--{option} {name} is not a column", fix=fix)
+    _refuse_unlearnable(columns, arguments)
+    conversations = [name for name in columns if _are_turns(_first(columns[name]))]
+    if not any((arguments.label, arguments.answer, arguments.messages, arguments.reward)):
+        for answer, question in _ANSWERS.items():
+            if answer in columns and arguments.text in (None, question) and question in columns:
+                arguments.text = question
+                arguments.answer = answer
+        if arguments.answer is None and len(conversations) == 1:
+            arguments.messages = conversations[0]
+    if arguments.messages is not None:
+        return {"messages": arguments.messages}
+    lists = [name for name in _CHOICES if name in columns]
+    if not arguments.answer and not arguments.reward and arguments.label is None:
+        few = [name for name in columns if _is_few_valued(columns[name])]
+        others = [name for name in few if name != arguments.text]
+        arguments.label = _only("label", "few different values", others)
+    if arguments.text is None:
+        taken = {arguments.label, arguments.answer}
+        texts = [name for name in columns if name not in taken and _are_texts(columns[name])]
+        arguments.text = _only("text", "texts", texts or conversations)
+    return _task(columns, arguments, lists, has_template)
+
+
+def _task(
+    columns: Columns, arguments: Namespace, lists: Sequence[str], has_template: bool
+) -> dict[str, Any]:
+    prompt = f"{{{arguments.text}}}"
+    if arguments.text == "instruction" and any(columns.get("input", ())):
+        prompt += "\n\n{input}"
+    template = {"chat_template": True} if has_template else {}
+    if arguments.reward is not None:
+        return {"prompt": prompt, **template}
+    target = arguments.answer or arguments.label
+    if arguments.text != "prompt" or arguments.label is not None:
+        question = "answer" if lists else target
+        prompt += f"\n{question.replace('_', ' ').capitalize()}:"  # such as "{body}\nTopic:"
+    if arguments.answer is not None:
+        return {"prompt": prompt, "completion": f"{{{arguments.answer}}}", **template}
+    task = {"prompt": prompt, "label_field": arguments.label, **template}
+    if lists:
+        name = _only("label", "choices", lists)
+        # As in ARC, an object may hold the texts beside their names.
+        field = f"{name}.text" if isinstance(_first(columns[name]), Mapping) else name
+        return task | {"choices": [f"{{{field}}}"]}
+    counts = label_counts(columns[arguments.label])
+    for label in (*arguments.drop_label, *dict(arguments.label_map)):
+        if label not in counts:
+            fix = did_you_mean(label, counts, "write one that the table has")
+            raise UserError(f"column {arguments.label} has no label {label}", fix=fix)
+    labels = counts.keys() - set(arguments.drop_label)
+    if 2 * len(labels) > counts.total():
+        raise UserError(
+            f"column {arguments.label} has {len(labels)} labels in {counts.total()} records",
+            fix=f"add records, or give --answer {arguments.label} if the model shall write them",
         )
-        if not problem:
-            ending += f"; or, in minutes and without training: {at_once}"
-    write_output(target, draft.heading + _recipe(draft))
-    print(f"\n{target} {ending}")
+    task["labels"] = sorted(labels)
+    if arguments.label_map:
+        task["labels"] = {label: label for label in sorted(labels)} | dict(arguments.label_map)
+    if arguments.drop_label:
+        task["skip_unusable"] = True  # records with a label that is none of these
+    return task
 
 
-def _has_head_to_fit(config: RunConfig, data: TaskData) -> bool:
-    """Return whether `fit-head` can fit the output head of the run's model."""
-    has_tokens = data.task.has_classes and shared_candidates(data.train.encoded) is not None
-    return has_tokens and config.peft.kind == "none"
+def _refuse_unlearnable(columns: Columns, arguments: Namespace) -> None:
+    """Refuse tables of pairs, of judged answers, of turns as texts, and with images."""
+    named = {arguments.text, arguments.label, arguments.answer}
+    for name in {"image", "images"} & columns.keys():
+        raise UserError(
+            f"column {name}: images are not read, and the word for them would be trained on",
+            fix="remove the column and what stands for its images in the texts",
+        )
+    if "rejected" in columns and arguments.answer is None and arguments.reward is None:
+        raise UserError(
+            "column rejected has one of two answers, and no objective learns from pairs",
+            fix="give --text COLUMN --answer chosen",
+        )
+    judged = {"completion", "messages", "conversations"} & columns.keys()
+    for name in columns:
+        are_truths = {str(value).lower() for value in columns[name]} <= {"true", "false"}
+        if are_truths and judged and name not in named and arguments.reward is None:
+            raise UserError(
+                f"column {name} says which answers are good, and no objective learns from bad ones",
+                fix=f"keep the records of good answers, and remove the column {name}",
+            )
+        first = _first(columns[name])
+        if isinstance(first, str) and first.lstrip().startswith("[") and _are_turns(_parsed(first)):
+            fix = "store the lists themselves in a .jsonl or .parquet file"
+            raise UserError(f"column {name} has lists of turns that are written as texts", fix=fix)
 
 
-def _method(arguments: Namespace, task: Mapping[str, Any]) -> str:
-    """Return the method that was asked for, or that which learns most in a time (docs/results.md).
-
-    "population" is evolution-strategies for a reward, whose members write answers.
-    """
-    if arguments.reward is not None and arguments.method not in ("lezo", "mezo"):
-        return "population"
-    if arguments.method is not None:
-        return str(arguments.method)
-    has_labels = not {"labels", "choices"}.isdisjoint(task)
-    return "evolution-strategies" if has_labels else "fzoo"
+def _first(values: Sequence[Any]) -> Any:
+    """Return the first value that is not empty."""
+    return next((value for value in values if value), None)
 
 
-def best_plan(plan: Plan, gpu_bytes: float) -> tuple[Plan, str]:
-    """Return the fastest way of a run to share the weights among GPUs of so many bytes.
-
-    Where updates in two numbers do not fit, they are rounded at random, which needs no low bits.
-
-    Returns:
-        The plan of the run with this way, and "". If the GPUs cannot hold the weights, the plan
-        with the weights in the host's memory, and what the problem is and what may help.
-    """
-    usable = _USABLE_PART * gpu_bytes
-    stochastic = plan.changed(
-        zo=plan.config.zo.model_copy(update={"update_precision": "stochastic"})
-    )
-    for run, size in ((plan, usable), (stochastic, usable), (stochastic, gpu_bytes)):
-        best = run.ways(size)[0]
-        if best.fits(size):
-            return best, ""
-    offloaded = stochastic.offloaded(gpu_bytes)
-    return offloaded, (
-        f"It does not fit: a rank needs {best.peak / GIB:.1f} GiB of a GPU's "
-        f"{gpu_bytes / GIB:.1f}, or {offloaded.peak / GIB:.1f} if each step moves all "
-        "weights from the host's memory, which is slow; take more GPUs, or set model.bits=4 "
-        "peft.kind=lora"
-    )
+def _parsed(text: str) -> object:
+    """Return the list in a text, as JSON or as Python writes it."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, RecursionError):
+            continue
+    return None
 
 
-def _shorter_labels(
-    labels: list[str] | dict[str, str], data: TaskData
-) -> list[str] | dict[str, str]:
-    """Return labels with a token for the text of each, or as they are if one has none of its own.
-
-    The model then scores all labels after one row of tokens, instead of a row for each label.
-
-    Args:
-        labels: The texts of the labels, or a map to them from the values of the column.
-        data: The run's examples, with these labels.
-    """
-    example = data.train.encoded[0]
-    if max(example.option_lengths) == 1:
-        return labels
-    lengths = zip(example.sequences, example.option_lengths, strict=True)
-    options = [ids[-length:] for ids, length in lengths]
-    counts = Counter(token for option in options for token in set(option))
-    whole = labels if isinstance(labels, dict) else {label: label for label in labels}
-    shorter = {}  # by the text of a label, which several values may have
-    for label, option in zip(dict.fromkeys(whole.values()), options, strict=True):
-        own = [data.tokenizer.decode([token]).strip() for token in option if counts[token] == 1]
-        shorter[label] = shortened_label(label, own)
-    different = {text.casefold() for text in shorter.values() if text}
-    if len(different) < len(shorter):
-        return labels
-    return {value: shorter[label] for value, label in whole.items()}
+def _are_turns(value: object) -> bool:
+    """Return whether a value is a list of turns of a conversation."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(turn, Mapping) and {"role", "from"} & turn.keys() for turn in value)
 
 
-def shortened_label(label: str, tokens: Sequence[str]) -> str:
-    """Return the token that stands for a label, or "" if none does and all labels stay whole.
-
-    It is the first one that is a whole word of the label, or begins one with enough letters to
-    recall it. A single letter, as in b for billing, says nothing to a model.
-
-    Args:
-        label: The text of the label.
-        tokens: The texts of its tokens that no other label has, in their order.
-
-    >>> shortened_label("Rechnung offen", ["Rech", "nung", "offen"]), shortened_label("bug", ["b"])
-    ('Rech', '')
-    """
-    for token in tokens:
-        is_word = f" {token} " in f" {label} "
-        begins_word = f" {token}" in f" {label}" and len(token) >= _SHORTEST_TOKEN
-        if token and (is_word or begins_word):
-            return token
-    return ""
+def label_counts(values: Sequence[object]) -> Counter[str]:
+    """Return how many records have each label. Empty cells, null and NaN are none."""
+    texts = [str(value) for value in values if value is not None and value == value]
+    return Counter(text for text in texts if text.strip())
 
 
-def _this_machine() -> _Machine:
-    if distributed.device().type == "cpu":
-        return _Machine(num_ranks=1, gpu_bytes=None, has_bf16=False)
-    gpus = range(torch.cuda.device_count())
-    # torch.cuda.is_bf16_supported() is also true where bf16 is emulated: on V100 (7.0), T4 (7.5).
-    has_bf16 = all(torch.cuda.get_device_capability(gpu) >= (8, 0) for gpu in gpus)
+def _is_few_valued(values: Sequence[Any]) -> bool:
+    """Return whether a column has short values that repeat."""
+    if any(isinstance(value, list | Mapping) for value in values):
+        return False
+    labels = label_counts(values)
+    is_few = 1 < len(labels) <= min(_MAX_LABELS, len(values) / 2)
+    return is_few and max(map(len, labels)) <= _MAX_LABEL_LENGTH
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    """Return whether most values are different strings, most of them of several words."""
+    strings = {value for value in values if isinstance(value, str)}
+    num_sentences = sum(" " in string.strip() for string in strings)
+    return len(strings) > len(values) / 2 and num_sentences > len(strings) / 2
+
+
+def _only(option: str, meaning: str, names: Sequence[str]) -> str:
+    """Return the only column that may be meant, or ask for the option that names it."""
+    if len(names) == 1:
+        return names[0]
+    problem = f"no column has {meaning}"
+    if names:
+        problem = f"several columns have {meaning}: {', '.join(names)}"
+    fix = f"give --{option} COLUMN"
+    if option == "label":
+        fix += ", or --answer COLUMN for texts to write"
+    raise UserError(problem, fix=fix)
+
+
+def _column_lines(columns: Columns, task: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each column, and for each label with its count."""
+    for name, values in columns.items():
+        num_different = len(set(map(str, values)))
+        shown = cut(repr(_first(values)), 60)
+        yield f"column  {name}: {num_different} different values, such as {shown}"
+    if "labels" not in task:
+        return
+    counts = label_counts(columns[task["label_field"]])
+    for label, number in counts.most_common():
+        rare = ""
+        if number < _RARE * counts.total():
+            rare = f", below 1 %: --drop-label {shlex.quote(label)}, or --label-map A=B?"
+        yield f"label   {label}: {number}{rare}"
+
+
+def baseline(columns: Columns, text: str, label: str) -> str:
+    """Return the share of the most frequent label, and what a bag of words reaches, as a line."""
+    pairs = zip(columns[text], columns[label], strict=True)
+    kept = [(str(words), str(name)) for words, name in pairs if label_counts([name])]
+    texts, labels = zip(*kept, strict=True)
+    ((_, most),) = Counter(labels).most_common(1)
+    line = f"baseline  the most frequent label alone: {most / len(labels):.3f}"
+    try:
+        from sklearn.feature_extraction.text import TfidfVectorizer
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.model_selection import KFold, cross_val_score
+        from sklearn.pipeline import make_pipeline
+    except ImportError:
+        return f"{line}; pip install 'lezo_ds[baseline]' to see what a bag of words reaches"
+    model = make_pipeline(TfidfVectorizer(), LogisticRegression(max_iter=1000))
+    folds = KFold(5, shuffle=True, random_state=0)
+    scores = cross_val_score(model, texts, labels, cv=folds)
+    return f"{line}; a bag of words (scikit-learn, five folds): {scores.mean():.3f}"
+
+
+def _facts(
+    arguments: Namespace, directory: Path, columns: Columns, task: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what recipe.jinja reads. `_fit` changes batch_size and the keys after it."""
+    decoder = load_model_config(directory).get_text_config()
+    method = "fzoo"
+    if arguments.label is not None or arguments.reward is not None:
+        method = "evolution-strategies"
+    answers = [str(value) for value in columns.get(arguments.answer, ())]
+    tokens = load_tokenizer(str(directory)).encode(answers or [""])
     num_ranks = 1
-    while 2 * num_ranks <= min(len(gpus), _MAX_RANKS):
-        num_ranks *= 2
-    return _Machine(
-        num_ranks=num_ranks,
-        gpu_bytes=min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus),
-        has_bf16=has_bf16,
-    )
+    dtype = "fp32"
+    if distributed.device().type != "cpu":
+        num_gpus = min(torch.cuda.device_count(), _MAX_RANKS)
+        num_ranks = 1 << (num_gpus.bit_length() - 1)  # so that they share a step evenly
+        # bf16 is emulated before 8.0: on V100 (7.0) and T4 (7.5).
+        has_bf16 = torch.cuda.get_device_capability() >= (8, 0)
+        dtype = "bf16" if has_bf16 and decoder.model_type in _BEYOND_FP16 else "fp16"
+    facts = {
+        "target": arguments.out,
+        "directory": directory,
+        "model": arguments.model,
+        "data": arguments.data,
+        "name": Path(arguments.data).stem,
+        "task": task,
+        "title": printable(f"{arguments.data} with {arguments.model}"),
+        "reward": arguments.reward,
+        "is_asked_for": arguments.method is not None,
+        "method": arguments.method or method,
+        "has_lines": any("\n" in answer.strip() for answer in answers),
+        "max_new_tokens": max(50, *map(len, tokens)) + 1,
+        "max_length": min(2048, getattr(decoder, "max_position_embeddings", None) or 2048),
+        "num_records": len(next(iter(columns.values()))),
+        "width": decoder.hidden_size,
+        "num_ranks": num_ranks,
+        "dtype": dtype,
+        "on_gpu": dtype != "fp32",
+        "batch_size": _BATCH_SIZES[0],
+        "others": {},
+    }
+    return facts | {"command": _commands(facts)[-1]}
 
 
-def _recipe(draft: _Draft) -> str:
-    """Return the recipe as YAML with comments, without its first lines."""
-    size = draft.size
-    machine = draft.machine
-    task = draft.task
-    decoder = load_model_config(draft.directory).get_text_config()
-    dtype = machine.dtype_for(decoder.model_type)
-    max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
-    max_length = min(_DEFAULT_POSITIONS, max_positions)
-    has_lines = answers_have_lines(draft.records, task)
-    steps = num_steps(len(draft.records), size.examples)
-    if draft.method in ("evolution-strategies", "answers"):
-        steps = min(_MAX_STEPS_BY_EXAMPLE, steps)
-    elif draft.method in ("lezo", "mezo"):
-        steps = _MAX_STEPS
-    ranks_share_probes = draft.method in ("fzoo", "population")
-    num_sharing = 1 if ranks_share_probes else machine.num_ranks
-    return filled_template(
-        Path(__file__).with_name("recipe.jinja"),
-        draft=draft,
-        yaml=_inline_yaml,
-        name=Path(draft.arguments.data).stem,
-        dtype=dtype,
-        max_length=max_length,
-        in_turns=has_lines or "messages" in task or "chat_template" in task,
-        tokens_of_turn=max(1, min(256, max_length // 2)),
-        shrinking=min(1.0, (_WIDTH / decoder.hidden_size) ** 0.5),
-        batch_share=size.examples / _BATCH_SIZE,  # the best rate is in proportion (docs/results.md)
-        lezo_scale=_SCALES[dtype],
-        steps=steps,
-        of_machine={
-            "train.micro_batch_size": size.examples // num_sharing,
-            "deepspeed": "zero3_cpu" if machine.gpu_bytes is None else f"zero3_{dtype}",
-            **draft.sharing,
-        },
-    )
+def _recipe(facts: Mapping[str, Any]) -> str:
+    return filled_template(Path(__file__).with_name("recipe.jinja"), **facts, yaml=_yaml)
 
 
-def _inline_yaml(value: Any) -> str:
-    """Return YAML of a text, number, list or map on one line, with all texts in double quotes."""
-    line = json.dumps(value, ensure_ascii=False)  # JSON is YAML, but for some characters
-    return re.sub(
-        "[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]",
-        lambda found: f"\\u{ord(found[0]):04x}",
-        line,
-    )
+def _yaml(value: object) -> str:
+    """Return YAML of a value on one line. JSON is YAML, but for characters that are not shown."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value)
 
 
-def num_steps(num_records: int, batch_size: int = _BATCH_SIZE) -> int:
-    """Return the number of steps for a table: about five passes over the records that train.
+def _config(facts: Mapping[str, Any]) -> RunConfig:
+    target = facts["target"]
+    return config_from_dict(load_yaml(_recipe(facts)), str(target), folder=target.parent)
 
-    The number is a multiple of 10 from 100 to 1,000. With more steps, FZOO overfits.
 
-    >>> [num_steps(num_records) for num_records in (30, 1667, 100_000)]
-    [100, 310, 1000]
+def _fit(facts: dict[str, Any], data: TaskData) -> float | None:
+    """Choose a method that the model takes, and what a step has. Return its seconds, if measured.
+
+    Raises:
+        UserError: The model takes none, or not the one that was asked for.
     """
-    num_validation = min(500, num_records // 5)
-    num_test = min(1000, num_records // 5)
-    num_train = num_records - num_validation - num_test
-    five_passes = 5 * num_train // batch_size
-    return max(100, min(_MAX_STEPS, five_passes // 10 * 10))
+    ways: list[dict[str, Any]] = [{}, {"others": {"zo.probes_per_pass": 1}}]
+    if not facts["is_asked_for"]:
+        ways.insert(1, {"method": "fzoo"})
+    for way in ways:
+        facts |= way
+        try:
+            if not facts["on_gpu"]:
+                return _fit_on_cpu(facts, data)
+            _fit_on_gpus(facts, data)
+            break
+        except (UserError, RuntimeError) as error:
+            # A model that computes with the shape of its batch takes one copy in a pass.
+            if way is ways[-1]:
+                raise
+            logger.warning("the recipe tries other settings: %s", one_line(error))
+    return None
+
+
+def _fit_on_cpu(facts: dict[str, Any], data: TaskData) -> float | None:
+    facts["batch_size"] = _BATCH_SIZES[-1]
+    config = _config(facts)
+    inputs = measured_inputs(config, data)
+    plan = Plan(config, ModelSizes(config, facts["directory"]), inputs, 1, on_gpu=False)
+    seconds = measured_step(plan, data, most=1)
+    if seconds is None:
+        return None
+    times = {size: seconds * size / _BATCH_SIZES[-1] for size in _BATCH_SIZES}
+    short = [size for size in _BATCH_SIZES if times[size] <= LONG_STEP]
+    facts["batch_size"] = (*short, _BATCH_SIZES[-1])[0]
+    return times[facts["batch_size"]]
+
+
+def _fit_on_gpus(facts: dict[str, Any], data: TaskData) -> None:
+    gpus = range(torch.cuda.device_count())
+    most = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus) * _USABLE_PART
+    others = facts["others"]
+    for precision in ("fp32_master", "stochastic"):
+        facts["others"] = {**others, "zo.update_precision": precision}
+        config = _config(facts)
+        model = ModelSizes(config, facts["directory"])
+        plan = Plan(config, model, measured_inputs(config, data), facts["num_ranks"])
+        keys, best = plan.ways(most)[0]
+        if best.peak <= most and not best.in_host:
+            break
+    else:
+        logger.warning(
+            "weights do not fit the GPUs, and are in the host's memory (%s); take more GPUs, or "
+            "set model.bits=4 peft.kind=lora",
+            best.needs(),
+        )
+    facts["others"] |= dict(word.split("=") for word in keys.split())
+
+
+def _commands(facts: Mapping[str, Any]) -> list[str]:
+    """Return the commands that suit the task, in their order. The last one trains."""
+    launcher = "lezo-ds"
+    if facts["num_ranks"] > 1:
+        launcher = f"deepspeed --num_gpus {facts['num_ranks']} --module lezo_ds"
+    recipe = shlex.quote(str(facts["target"]))
+    commands = [f"{launcher} train --config {recipe}"]
+    if "labels" in facts["task"]:
+        model = shlex.quote(facts["model"])
+        out = shlex.quote(f"runs/{facts['name']}-fitted")
+        commands.insert(0, f"{launcher} fit-head --model {model} --config {recipe} --out {out}")
+    return commands

@@ -10,6 +10,7 @@ These texts never change: replays derive the same keys from them (see docs/file-
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 
@@ -25,6 +26,13 @@ def direction_key(key: int, direction: int) -> int:
     return _key(f"lezo_ds direction 1|{key}|{direction}")
 
 
+# The passes of a step and its update need the same keys.
+@functools.lru_cache(maxsize=1)
+def direction_keys(key: int, number: int) -> tuple[int, ...]:
+    """Return the keys of the first directions of a step."""
+    return tuple(direction_key(key, direction) for direction in range(number))
+
+
 def layer_order(seed: int, step: int, num_layers: int) -> list[int]:
     """Return the indices of all transformer blocks in a random order, the same on every machine."""
 
@@ -32,11 +40,6 @@ def layer_order(seed: int, step: int, num_layers: int) -> list[int]:
         return _digest(f"lezo_ds dropped layers 1|{seed}|{step}|{layer}", size=16)
 
     return sorted(range(num_layers), key=rank)
-
-
-def dropout_key(seed: int, step: int, micro_batch: int) -> int:
-    """Return the key of the dropout masks of a micro-batch (first-order training only)."""
-    return step_key(step_key(seed, step), micro_batch)
 
 
 def sample_key(seed: int, step: int, example: int, sample: int) -> int:

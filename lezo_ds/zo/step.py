@@ -17,10 +17,11 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import Estimate, Estimator, Probe, mean_losses
-from lezo_ds.zo.keys import direction_key
+from lezo_ds.zo.keys import direction_keys
 from lezo_ds.zo.passes import Groups, KeyedProbe, Pass, passes_of_step
 from lezo_ds.zo.records import StepPlan, StepRecord
 
@@ -43,6 +44,7 @@ class Step:
         groups: of the batch's examples. Each has directions of its own.
         probes_per_pass: most probes of a forward pass.
         total_weight: what the summed losses of a probe are divided by.
+        may_lack_losses: whether a loss that is NaN is that of an answer that no reward judges.
     """
 
     plan: StepPlan
@@ -51,6 +53,7 @@ class Step:
     groups: Groups
     probes_per_pass: int
     total_weight: float
+    may_lack_losses: bool = False
 
     @property
     def passes(self) -> list[Pass]:
@@ -63,22 +66,44 @@ class Step:
         groups = self.groups
         return groups.num_micro_batches * groups.per_micro_batch * len(self.probes)
 
+    @property
+    def num_directions(self) -> int:
+        """Number of directions of all groups."""
+        return self.groups.number * self.estimator.num_directions
+
     def place(self, micro_batch: int, group: int, probe: int) -> int:
         """Return the place of a loss: of a probe, for one of the groups in a micro-batch."""
         row = micro_batch * self.groups.per_micro_batch + group
         return row * len(self.probes) + probe
 
+    def add(self, losses: Any, forward_pass: Pass, of_probes: Sequence[Any]) -> None:
+        """Put the losses of a pass in their places.
+
+        Args:
+            losses: tensor float64 [num_losses].
+            forward_pass: of this rank.
+            of_probes: for each of its probes, a tensor of the losses of all examples.
+        """
+        if not forward_pass.counts:
+            return
+        for probe, of_examples in zip(forward_pass.probes, of_probes, strict=True):
+            of_groups = of_examples.double().chunk(self.groups.per_micro_batch)
+            for group, of_group in enumerate(of_groups):
+                total = of_group.sum()
+                if self.may_lack_losses:  # an example without a loss counts as those that have one
+                    total = of_group.nanmean() * len(of_group)
+                losses[self.place(forward_pass.micro_batch, group, probe)] = total
+
     def probes_of(self, forward_pass: Pass) -> tuple[KeyedProbe, ...]:
         """Return the probes of a pass, with the keys of the directions of its groups."""
         groups = self.groups.of_micro_batch(forward_pass.micro_batch)
+        keys = direction_keys(self.plan.key, self.num_directions)
+        per_group = self.estimator.num_directions
         keyed = []
         for index in forward_pass.probes:
             probe = self.probes[index]
-            keys = []
-            for group in groups:
-                direction = group * self.estimator.num_directions + probe.direction
-                keys.append(direction_key(self.plan.key, direction))
-            keyed.append(KeyedProbe(tuple(keys), probe.scale))
+            of_groups = [keys[group * per_group + probe.direction] for group in groups]
+            keyed.append(KeyedProbe(tuple(of_groups), probe.scale))
         return tuple(keyed)
 
     def mean_losses(self, sums: Sequence[float]) -> list[list[float]]:
@@ -98,6 +123,23 @@ class Step:
             for first in range(0, len(sums), size)
         ]
 
+    def _filled(self, sums: Sequence[float]) -> Sequence[float]:
+        """Return sums in which a probe without losses has the mean of the group's other probes.
+
+        So no direction gains by answers that no reward judges. If no answer of the step is judged,
+        the sums stay NaN.
+        """
+        if all(map(math.isnan, sums)):
+            return sums
+        filled = []
+        num_probes = len(self.probes)
+        for first in range(0, len(sums), num_probes):
+            of_probes = sums[first : first + num_probes]
+            known = [each for each in of_probes if not math.isnan(each)]
+            mean = sum(known) / max(1, len(known))
+            filled += [mean if math.isnan(each) else each for each in of_probes]
+        return filled
+
     def estimate(self, sums: Sequence[float]) -> StepRecord:
         """Return the record of the step, from the summed losses of all ranks, [num_losses].
 
@@ -106,13 +148,15 @@ class Step:
         Raises:
             UserError: an estimator of a user's has not estimated each direction.
         """
+        if self.may_lack_losses:
+            sums = self._filled(sums)
         try:
             result = self.estimator.estimate_groups(self.probes, self.mean_losses(sums))
         except ArithmeticError:  # an estimate that overflows counts as not finite
             result = Estimate(loss=math.nan, projected_grads=())
         if not result.is_finite:
             return StepRecord(**vars(self.plan), projected_grads=(), loss=None, applied=False)
-        number = self.groups.number * self.estimator.num_directions
+        number = self.num_directions
         gradients = tuple(map(float, result.projected_grads))  # they may be NumPy's, or tensors
         if len(gradients) != number:
             raise UserError(

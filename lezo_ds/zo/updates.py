@@ -9,11 +9,12 @@ Both take this path, so both give the same bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lezo_ds.zo.keys import direction_key
+from lezo_ds.zo.keys import direction_keys
 from lezo_ds.zo.records import StepRecord
 
 UpdatePrecision = Literal["stochastic", "fp32_master"]
@@ -50,10 +51,17 @@ class StepUpdate:
         record: has eta, the projected gradients g_d, and the key of the directions z_d.
         factor: 1 - eta * weight decay, the decoupled decay (Loshchilov and Hutter 2019) of
             matrices, except in blocks that the step dropped, as MeZO's flag --weight_decay.
+        keys: of the directions. All blocks share them, since to hash one takes a microsecond.
     """
 
     record: StepRecord
     factor: float
+    keys: tuple[int, ...]
+
+    @functools.cached_property
+    def unweighted(self) -> list[Update]:
+        """The updates of a parameter without decay, if blocks have no weights."""
+        return _changes(self, 1.0)
 
 
 def step_updates(
@@ -61,7 +69,11 @@ def step_updates(
 ) -> list[StepUpdate]:
     """Return the updates of the applied steps among steps `start` to `stop` - 1, in order."""
     return [
-        StepUpdate(record, factor=1 - record.learning_rate * weight_decay)
+        StepUpdate(
+            record,
+            factor=1 - record.learning_rate * weight_decay,
+            keys=direction_keys(record.key, len(record.projected_grads)),
+        )
         for record in records[start:stop]
         if record.applied
     ]
@@ -85,18 +97,23 @@ def updates_of_parameter(
 
 
 def _updates_of_step(update: StepUpdate, block: int, *, decays: bool) -> list[Update]:
+    weights = update.record.layer_weights
+    changes = _changes(update, weights[block]) if weights else update.unweighted
+    if decays and update.factor != 1.0:
+        # The decay alone is an update that subtracts nothing.
+        first = changes[0] if changes else Update(update.record.key, 0.0)
+        # Only the first: the kernels multiply by the factor of every update.
+        changes = [first._replace(factor=update.factor), *changes[1:]]
+    return changes
+
+
+def _changes(update: StepUpdate, weight: float) -> list[Update]:
     record = update.record
     rate = record.learning_rate / len(record.projected_grads)
-    weight = record.layer_weights[block] if record.layer_weights else 1.0
     changes: list[Update] = []
     for direction, gradient in enumerate(record.projected_grads):
         coefficient = rate * gradient * weight
         if coefficient != 0:
-            key = direction_key(record.key, direction)
+            key = update.keys[direction]
             changes.append(Update(key, coefficient, begins_step=not changes))
-    if decays and update.factor != 1.0:
-        if not changes:  # the decay alone: an update that subtracts nothing
-            changes = [Update(record.key, 0.0)]
-        # Only the first: the kernels multiply by the factor of every update.
-        changes[0] = changes[0]._replace(factor=update.factor)
     return changes

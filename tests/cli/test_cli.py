@@ -125,7 +125,6 @@ def test_arguments_and_keys_may_alternate_and_launchers_add_their_rank(monkeypat
         "export --run absent --journal {file}",
         "init absent absent.csv --out {file}",
         "report absent --html {file}",
-        "sweep --config absent --out {file}",
     ],
 )
 def test_a_file_of_one_rank_is_written_by_rank_0_alone(words, monkeypatch, tmp_path, capsys):

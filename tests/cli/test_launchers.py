@@ -69,3 +69,12 @@ def test_a_run_loses_its_launcher_then_a_rank_and_ends_as_if_never_stopped(recip
     run_forked_well(arguments("run"))
     run_forked_well(arguments("undisturbed"))
     assert end(run_dir) == end(tmp_path / "undisturbed")
+
+
+def test_a_command_of_one_rank_does_not_wait_for_the_others(recipe, tmp_path):
+    data = recipe.parent / "data" / "train.jsonl"
+    options = ["--text", "sentence", "--label", "label", "--out", tmp_path / "recipe.yaml"]
+    done = run_forked_well([recipe.parent / "model", data, *options], program="init", num_ranks=2)
+    assert (tmp_path / "recipe.yaml").exists()
+    assert "rank 1 leaves lezo-ds init to rank 0" in done.err
+    assert "waiting for rank" not in done.err

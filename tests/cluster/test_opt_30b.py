@@ -97,9 +97,9 @@ def test_the_page_of_opt_30b_from_the_download_to_five_seeds(slurm, directory, r
     assert "tensor_parallel=2" in printed
     assert re.search(r"^time +about .* 200 steps of ", printed, re.MULTILINE)
     assert " 56.7 " in run(health)  # the score of the paper
-    assert results_of(directory / "runs" / "opt-30b-sst2-zero_shot")["finished"]
+    assert results_of(directory / "runs" / "opt-30b-zero-shot")["finished"]
 
-    run_dir = directory / "runs" / "opt-30b-sst2-lezo"
+    run_dir = directory / "runs" / "opt-30b-sst2"
     submit, watch = train.split("\n", 1)
     submit = submit.replace("sbatch", "command sbatch --parsable", 1)
     job = int(run(submit))

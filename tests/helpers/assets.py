@@ -20,50 +20,16 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 4
 NUM_POSITIONS = 64
-SPECIAL_TOKENS = (
-    "<s>",
-    "<pad>",
-    "</s>",
-    "<unk>",
-)  # in the order of their ids, as in OPT's tokenizer
-ASPECTS = (
-    "film",
-    "movie",
-    "story",
-    "plot",
-    "script",
-    "cast",
-    "ending",
-    "score",
-    "dialogue",
-    "pacing",
-)
-ASPECTS += ("music",)
-NEGATIVE = (
-    "terrible",
-    "boring",
-    "dull",
-    "clumsy",
-    "tedious",
-    "weak",
-    "stale",
-    "lazy",
-    "bland",
-    "grim",
-)
-POSITIVE = (
-    "great",
-    "superb",
-    "charming",
-    "moving",
-    "funny",
-    "clever",
-    "warm",
-    "brilliant",
-    "fresh",
-    "sharp",
-)
-POSITIVE += ("rich",)
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # by their ids, as in OPT's tokenizer
+
+
+def _words(text):
+    return tuple(text.split())
+
+
+ASPECTS = _words("film movie story plot script cast ending score dialogue pacing music")
+NEGATIVE = _words("terrible boring dull clumsy tedious weak stale lazy bland grim")
+POSITIVE = _words("great superb charming moving funny clever warm brilliant fresh sharp rich")
 ADJECTIVES = (NEGATIVE, POSITIVE)
 LINKS = ("is", "was", "feels", "seems", "looks", "remains")
 

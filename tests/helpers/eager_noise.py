@@ -159,7 +159,7 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
     The nearer neighbor is proportionally more likely. bf16: the low 16 bits of the dither word are
     added to the fp32 bits, then the last 16 bits are cut off. fp16: if |x| >= 2**-14, the same with
     13 bits; otherwise |x| is expressed in units of 2**-44 (truncated), the low 20 bits of the word
-    are added, and the last 20 bits are cut off. Infinities and NaN do not change.
+    are added, and the last 20 bits are cut off. Infinities do not change.
 
     Args:
         values: fp32 of any shape.
@@ -173,7 +173,7 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
     else:
         rounded = _fp16_stochastic(values, dither) | ((bits >> 31) << 15)
     stored = rounded.to(torch.int16).view(dtype)
-    return torch.where(values.isnan(), values.to(dtype), stored)
+    return stored.masked_fill(values.isnan(), torch.nan)
 
 
 def _fp16_stochastic(values: Tensor, dither: Tensor) -> Tensor:
@@ -216,6 +216,19 @@ def _from_bits(bits: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+def _store(value: Tensor, target: UpdateTarget, key: int, precision: UpdatePrecision) -> None:
+    """Store fp32 values [n] as an update does."""
+    high, elements, low = target
+    if low is not None:
+        value, new_low = split_master(value, high.dtype)
+        low.copy_(new_low)
+    elif precision == "stochastic" and high.dtype != torch.float32:
+        indices = elements.region.indices(0, high.numel(), high.device)
+        words = words_at(key, elements.parameter_id, indices, DITHER_STREAM)
+        value = round_stochastic(value, words, high.dtype)
+    high.copy_(value)
+
+
 class EagerNoise:
     """What `DenseDirections` do, one copy and one update at a time, on the CPU."""
 
@@ -254,16 +267,7 @@ class EagerNoise:
         high, elements, low = target
         z = self._draw(update.key, elements)
         value = join_master(high, low) * update.factor - z * update.coefficient
-        if low is not None:
-            new_high, new_low = split_master(value, high.dtype)
-            low.copy_(new_low)
-            high.copy_(new_high)
-        elif precision == "stochastic" and high.dtype != torch.float32:
-            indices = elements.region.indices(0, high.numel(), high.device)
-            words = words_at(update.key, elements.parameter_id, indices, DITHER_STREAM)
-            high.copy_(round_stochastic(value, words, high.dtype))
-        else:
-            high.copy_(value)
+        _store(value, target, update.key, precision)
 
     def _draw(self, key: int, elements: Elements) -> Tensor:
         """Return z of some elements: fp32 [number of elements]."""
@@ -295,12 +299,4 @@ class EagerLowRankKernels:
         for of_rows, of_columns in zip(u, b, strict=True):
             delta = delta + of_rows[rows] * of_columns[columns]
         value = join_master(high, low) * update.factor - delta
-        if low is not None:
-            new_high, new_low = split_master(value, high.dtype)
-            low.copy_(new_low)
-            high.copy_(new_high)
-        elif precision == "stochastic" and high.dtype != torch.float32:
-            words = words_at(update.key, elements.parameter_id, indices, DITHER_STREAM)
-            high.copy_(round_stochastic(value, words, high.dtype))
-        else:
-            high.copy_(value)
+        _store(value, target, update.key, precision)

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from lezo_ds.checkpoints.checkpoint import load_model_config, persistent_buffers
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack

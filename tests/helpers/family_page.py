@@ -1,7 +1,7 @@
 """Writes docs/families.md: what was compared with transformers for each family, and what came out.
 
 python tests/helpers/family_page.py            all families, in about 25 minutes on one core
-python tests/helpers/family_page.py opt llama  these families; the other rows stay as they are
+python tests/helpers/family_page.py opt llama  these families; the other lines stay as they are
 """
 
 from __future__ import annotations
@@ -14,11 +14,20 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from family_models import KNOWN, NOT_BUILT, published_class
+from family_models import KNOWN, NOT_BUILT
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "families.md"
-COLUMNS = ("losses", "packed", "answers", "step", "rank 1", "export", "LoRA")
+COLUMNS = {
+    "losses": "label log-probabilities in padded rows, over the full vocabulary and over labels",
+    "packed": "the same with several sequences per row",
+    "answers": "greedy answers to prompts of different lengths, with and without a shared prefix",
+    "step": "the projected gradient of a step at two probes, and answers at both",
+    "rank 1": "the same with `zo.noise_rank=1`",
+    "export": "transformers opens the export with exactly the expected keys and the same values",
+    "LoRA": "the same for a merged adapter on all linear modules of the blocks, and peft's merge",
+}
+"""Name of a check in `family_checks.CHECKS` -> what it compares, as the page says it."""
 FAMILIES = [name for name in KNOWN if name not in NOT_BUILT]
 _FAMILIES_AT_A_TIME = 8
 
@@ -43,43 +52,46 @@ _REASONS = {
 
 _HEAD = """# Families
 
-Each row is a tiny random model of a model family in transformers 5.23: all that
-`AutoModelForCausalLM` opens, and some multimodal ones (images or audio plus text) that only
-`AutoModelForMultimodalLM` opens. It is saved as its published class, multimodal if one exists.
-lezo_ds and transformers read the same directory in fp32. transformers ran one sequence at a time.
-`python tests/helpers/family_page.py` generates this page, and `make test-families` checks each row
-against new results.
-
-- **losses**: label log-probabilities in padded rows, over the full vocabulary and over labels only
-- **packed**: the same with several sequences per row
-- **answers**: greedy answers to prompts of different lengths, with and without a shared prefix
-- **step**: the projected gradient of a step at two probes, and answers at both
-- **rank 1**: the same with `zo.noise_rank=1`
-- **export**: transformers opens the export with exactly the expected keys and the same values
-- **LoRA**: the same for a merged adapter on all linear modules of the blocks, and for peft's merge
-
-`=` means equal within 1e-4, and `-` means never packed. `D` differs and `E` ends in an error: do
-not use these. A run checks itself against the plain model and rejects most of them before its first
-step. R is rejected with a one-line error:
+`python tests/helpers/family_page.py` writes this page, and `make test-families` checks each line
+against new results. A line is a tiny random model of a family in transformers 5.23: all families
+that `AutoModelForCausalLM` opens, and some with images or audio that only
+`AutoModelForMultimodalLM` opens. lezo_ds and transformers read the same directory in fp32;
+transformers runs one sequence at a time. The checks are:
 
 """
+_MARKS = """
+`=`: all checks are equal within 1e-4. A line names only the checks that are not. `D` differs and
+`E` ends in an error: do not use these. A run compares itself with the plain model and refuses most
+of them before its first step. R is refused with a one-line error:
+
+"""
+EQUAL_MARK = "="
+NOT_PACKED = "-"
 
 
 def table_row(family: str, outcomes: Mapping[str, str]) -> str:
-    """Return the row of a family, from what each comparison gave (`family_checks.outcome`)."""
-    cells = [
-        family,
-        published_class(family).__name__,
-        *(_cell(outcomes[column]) for column in COLUMNS),
+    """Return the line of a family, from what each check gave (`family_checks.outcome`)."""
+    return row_of_marks(family, {column: _mark(outcomes[column]) for column in COLUMNS})
+
+
+def row_of_marks(family: str, marks: Mapping[str, str]) -> str:
+    """Return the line of a family, from the mark of each check."""
+    deviations = {name: mark for name, mark in marks.items() if mark != EQUAL_MARK}
+    reasons = set(deviations.values()) - {NOT_PACKED}
+    if len(deviations) == len(COLUMNS) and len(reasons) == 1:
+        return f"| {family} | all: {reasons.pop()} |"
+    words = [
+        "not packed" if mark == NOT_PACKED else f"{name}: {mark}"
+        for name, mark in deviations.items()
     ]
-    return f"| {' | '.join(cells)} |"
+    return f"| {family} | {', '.join(words) or EQUAL_MARK} |"
 
 
-def _cell(outcome: str) -> str:
+def _mark(outcome: str) -> str:
     if outcome == "equal":
-        return "="
+        return EQUAL_MARK
     if outcome.startswith("refused: not packed"):
-        return "-"
+        return NOT_PACKED
     if outcome.startswith("differs"):
         return "D"
     for mark, (words, _) in _REASONS.items():
@@ -88,22 +100,27 @@ def _cell(outcome: str) -> str:
     return "E" if outcome.startswith("error") else "R"
 
 
+def _checks() -> str:
+    return "".join(f"- **{name}**: {text}\n" for name, text in COLUMNS.items())
+
+
 def read_rows() -> dict[str, str]:
-    """Return the rows of the page, by family."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
-    found = (re.match(r"\| ([\w-]+) \| \w+ \|", line) for line in lines)
-    return {match[1]: match.string for match in found if match and match[1] != "family"}
+    """Return the lines of the page, by family. Lines of other checks say nothing about these."""
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    if f"\n\n{_checks()}\n" not in text:
+        return {}
+    found = (re.match(r"\| ([\w-]+) \| .+ \|", line) for line in text.splitlines())
+    return {match[1]: match.string for match in found if match and match[1] in FAMILIES}
 
 
 def page_text(rows: Mapping[str, str]) -> str:
-    """Return the page with these rows."""
+    """Return the page with these lines."""
     reasons = "".join(f"- {mark}: {text}\n" for mark, (_, text) in _REASONS.items())
-    titles = ("family", "class", *COLUMNS)
-    table = [f"| {' | '.join(titles)} |", "|" + " --- |" * len(titles)]
+    table = ["| family | result |", "| --- | --- |"]
     table += [rows[family] for family in FAMILIES if family in rows]
     not_built = "".join(f"- {family}: {reason}\n" for family, reason in NOT_BUILT.items())
     body = "\n".join(table)
-    return f"{_HEAD}{reasons}\n{body}\n\nNot built here:\n\n{not_built}"
+    return f"{_HEAD}{_checks()}{_MARKS}{reasons}\n{body}\n\nNot built here:\n\n{not_built}"
 
 
 def outcomes_of(family: str) -> dict[str, str]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import pytest
 from commands import run_forked
 from run_ends import num_steps
 
@@ -63,16 +60,3 @@ def check_interrupted(run_dir, undisturbed):
     for step in snapshot_steps(run_dir / "snapshots")[-1:]:
         assert read_manifest(snapshot_path(run_dir / "snapshots", step)) is not None
     return max(0, num_reported_steps(run_dir) - num_steps(run_dir))
-
-
-@contextmanager
-def small_disk(directory, size):
-    """Mount a disk of `size` (as tmpfs spells it) on a directory; skip where that is forbidden."""
-    directory.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
-    if subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small disk takes root")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)

@@ -8,8 +8,9 @@ from statistics import fmean
 import torch
 
 from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.examples import Example, Predicted
 from lezo_ds.data.objectives import Objective, candidate_scores
-from lezo_ds.data.tasks import Example, Predicted, Task
+from lezo_ds.data.tasks import Task
 
 STARS = (1, 2, 3, 4, 5)
 

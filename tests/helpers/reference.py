@@ -6,14 +6,12 @@ Algorithm 1) and LeZO (Wang et al. 2024, Algorithm 1) are written out again, on 
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import statistics
 
 import torch
 from eager_noise import draw, round_stochastic
-from torch import nn
 from torch.nn import functional as F
 
 from lezo_ds.noise.philox import DITHER_STREAM, words_at
@@ -24,8 +22,7 @@ from lezo_ds.zo.keys import direction_key
 class Reference:
     """A model of transformers in float32 and its zeroth-order optimizer. `own_name` names noise.
 
-    With a `rank`, directions are of low rank, and only the matrices of the blocks are trained. With
-    `answers_only`, what comes before an answer is read at theta.
+    With a `rank`, directions are of low rank, and only the matrices of the blocks are trained.
     """
 
     def __init__(
@@ -36,10 +33,8 @@ class Reference:
         distribution="normal",
         own_name=str,
         rank=0,
-        answers_only=False,
     ):
         self.rank = rank
-        self.answers_only = answers_only
         if rank:
             for name, parameter in model.named_parameters():
                 if parameter.dim() != 2 or "layers." not in name:
@@ -59,8 +54,12 @@ class Reference:
         }
         for parameter in self.model.parameters():  # and no buffers, such as frequencies
             parameter.data = parameter.data.to(dtype)
-        for module in self.model.modules():
-            _run_wide_vectors_in_float32(module, dtype)
+        self.wide = set()
+        for path, module in self.model.named_modules():
+            if _is_norm(module):
+                _run_in_the_dtype_of_vectors(module)
+                own = module.named_parameters(recurse=False)
+                self.wide.update(own_name(f"{path}.{name}") for name, _ in own)
 
     def losses_of_groups(self, batch, key, probes, dropped_blocks, size):
         """Return, for each group of `size` examples, the losses of its own directions."""
@@ -78,7 +77,6 @@ class Reference:
         """Return the mean loss over a step's batch, or some of its examples, at theta + scale z of
         each (direction, scale)."""
         losses = []
-        contexts = [self._contexts(micro_batch) for micro_batch in batch]
         for direction, scale in probes:
             for name, parameter in self.parameters.items():
                 parameter.data = self._stored(name)
@@ -86,9 +84,9 @@ class Reference:
                     wide = parameter.data.float() + scale * self._noise(
                         name, direction_key(key, direction)
                     )
-                    # Vectors (biases and norms) stay in float32: a 16-bit 1.0 has no room for mu z.
-                    parameter.data = wide if wide.dim() == 1 else wide.to(self.dtype)
-            of_micro_batches = list(map(self._losses, batch, contexts))
+                    # Vectors of norms stay in float32: a 16-bit 1.0 has no room for mu z.
+                    parameter.data = wide if name in self.wide else wide.to(self.dtype)
+            of_micro_batches = list(map(self._losses, batch))
             if examples == slice(None):
                 total = sum(float(each.sum()) for each in of_micro_batches)
                 losses.append(total / sum(micro_batch.weight for micro_batch in batch))
@@ -162,45 +160,14 @@ class Reference:
             ).float()
         return value.to(self.dtype).float()
 
-    def _contexts(self, batch):
-        """Return the keys and values, at theta, of what comes before each token that is asked."""
-        if not self.answers_only:
-            return None
-        for name, parameter in self.parameters.items():
-            parameter.data = self._stored(name)
-        contexts = []
-        for row, last in zip(batch.selection.rows, batch.selection.positions, strict=True):
-            first = 0
-            if "position_ids" in batch.inputs:  # of shared rows
-                first = last - batch.inputs["position_ids"][row, last]
-            ids = batch.inputs["input_ids"][row, first:last][None]
-            contexts.append(self.model.base_model(ids, use_cache=True).past_key_values)
-        return contexts
-
-    def _hidden_after(self, contexts, batch):
-        """Return the hidden state of each token that is asked, after its context."""
-        hidden = []
-        rows_and_columns = zip(batch.selection.rows, batch.selection.positions, strict=True)
-        for context, (row, column) in zip(contexts, rows_and_columns, strict=True):
-            output = self.model.base_model(
-                batch.inputs["input_ids"][row, column].view(1, 1),
-                past_key_values=copy.deepcopy(context),
-                use_cache=True,
-            )
-            hidden.append(output.last_hidden_state[0, 0])
-        return torch.stack(hidden)
-
-    def _losses(self, batch, contexts):
+    def _losses(self, batch):
         """Return the cross-entropy over the candidates of each example, in float64.
 
         Only the logits asked for are computed: the last bits of a matrix product depend on its
         shape.
         """
-        if contexts is not None:
-            asked = self._hidden_after(contexts, batch)
-        else:
-            hidden = self.model.base_model(**batch.inputs).last_hidden_state
-            asked = hidden[batch.selection.rows, batch.selection.positions]
+        hidden = self.model.base_model(**batch.inputs).last_hidden_state
+        asked = hidden[batch.selection.rows, batch.selection.positions]
         logits = F.linear(
             asked, self.model.get_output_embeddings().weight[batch.selection.vocabulary]
         )
@@ -261,22 +228,16 @@ def _nearest(values, dtype, precision):
     return values.to(dtype)
 
 
-def _run_wide_vectors_in_float32(module, dtype):
-    """Let a module whose perturbed vectors are wider than its input compute with all their bits."""
+def _is_norm(module):
     own = list(module.parameters(recurse=False))
-    if dtype == torch.float32 or not own:
-        return
-    original = module.forward
+    return len(own) > 0 and all(parameter.dim() == 1 for parameter in own)
 
-    def norm(hidden):
-        return original(hidden.to(module.weight.dtype)).to(hidden.dtype)
 
-    def linear(hidden):
-        if module.bias is None or module.bias.dtype == module.weight.dtype:
-            return original(hidden)
-        return (F.linear(hidden, module.weight).float() + module.bias).to(hidden.dtype)
+def _run_in_the_dtype_of_vectors(norm):
+    """Let a norm whose perturbed vectors are wider than its input compute with all their bits."""
+    original = norm.forward
 
-    if all(parameter.dim() == 1 for parameter in own):
-        module.forward = norm
-    elif isinstance(module, nn.Linear):
-        module.forward = linear
+    def forward(hidden):
+        return original(hidden.to(norm.weight.dtype)).to(hidden.dtype)
+
+    norm.forward = forward

@@ -11,8 +11,8 @@ from transformers import OPTConfig
 from lezo_ds.config import ZoConfig
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.objectives import classification_loss
-from lezo_ds.data.tasks import EncodedExample
 from lezo_ds.engine import initialize
 from lezo_ds.journal import Header, Journal
 

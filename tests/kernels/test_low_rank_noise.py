@@ -5,13 +5,14 @@ import math
 
 import pytest
 import torch
-from eager_noise import EagerLowRankKernels, draw
+from eager_noise import EagerLowRankKernels
 from noise_cases import DISTRIBUTIONS, DTYPES, KEY, PRECISIONS, stored, values_of_every_size
 from test_noise import IS_INTERPRETED, TRITON, assert_same_bits
 
+from lezo_ds.errors import UserError
 from lezo_ds.forward.low_rank import LowRankDirections
 from lezo_ds.noise import Elements, Region, UpdateTarget
-from lezo_ds.zo.laws import FIRST_OF_COLUMNS, LowRankLaw
+from lezo_ds.zo.laws import LowRankLaw
 from lezo_ds.zo.updates import Update
 
 CPU = torch.device("cpu")
@@ -111,25 +112,6 @@ def test_wide_matrices_get_the_bits_of_the_reference(backend, precision, num_col
             assert_same_bits(my_low, full_low[first:end])
 
 
-def test_an_update_is_the_formula_of_the_page_in_plain_pytorch():
-    law = LowRankLaw("normal", rank=2)
-    num_rows, num_columns = SHAPE
-    theta = values_of_every_size(math.prod(SHAPE))
-    expected = theta.view(SHAPE)
-    for step, factor in ((UPDATES[:3], 0.999), (UPDATES[3:], 1.0)):
-        delta = torch.zeros(SHAPE)
-        for update in step:
-            coefficient = torch.tensor(update.coefficient / math.sqrt(2), dtype=torch.float32)
-            for place in range(2):
-                a = draw("normal", update.key, 6, place * num_rows, num_rows)
-                first = FIRST_OF_COLUMNS + place * num_columns
-                b = draw("normal", update.key, 6, first, num_columns)
-                delta = delta + (coefficient * a)[:, None] * b
-        expected = expected * factor - delta
-    found, _ = updated(LowRankDirections(law), theta, None, ALL.region, "stochastic")
-    assert_same_bits(found, expected.flatten())
-
-
 def test_vectors_of_some_rows_and_columns_are_parts_of_the_whole_ones(backend):
     backend_of, device = backend
     noise = backend_of(LowRankLaw("normal", rank=2))
@@ -146,15 +128,24 @@ def test_vectors_of_some_rows_and_columns_are_parts_of_the_whole_ones(backend):
     assert abs(float(everything.var()) - 1) < 0.15
 
 
-@pytest.mark.parametrize(
-    ("region", "rows", "columns"),
-    [
-        (ALL.region, (0, 13), (0, 307)),
-        (Region.run(5, 300), (0, 1), (5, 305)),
-        (Region.run(300, 700), (0, 4), (0, 307)),
-        (Region(2 * 307 + 3, 7, 10, 307), (2, 9), (3, 13)),
-    ],
-)
-def test_a_region_covers_these_rows_and_columns(region, rows, columns):
-    elements = Elements(6, SHAPE, region)
-    assert elements.rows_and_columns() == (range(*rows), range(*columns))
+def test_values_of_an_own_law_may_be_views_and_have_one_dtype_and_shape(backend):
+    backend_of, device = backend
+    kernels = backend_of(LowRankLaw("normal", rank=2)).kernels_of(device)
+    u = values_of_every_size(2 * 13).nan_to_num().clamp(-1, 1).view(2, 13).to(device)
+    b = values_of_every_size(307).nan_to_num().clamp(-1, 1).to(device)
+
+    def subtracted(u, b):
+        values = torch.zeros(math.prod(SHAPE), device=device)
+        kernels.subtract(UpdateTarget(values, ALL), u, b, Update(KEY, 1.0), "stochastic")
+        return values
+
+    plain = subtracted(u, torch.stack([b, b]))
+    assert plain.any()
+    assert_same_bits(subtracted(u.t().contiguous().t(), b.expand(2, -1)), plain)
+    for wrong, shown in (
+        (b.double().expand(2, -1), r"b of .* torch.float64 \[2, 307\] on"),
+        (b.expand(1, -1), r"\[1, 307\] on .*, expected torch.float32 \[2, 307\]"),
+        (b[1:].expand(2, -1), r"\[2, 306\] on"),
+    ):
+        with pytest.raises(UserError, match=shown):
+            subtracted(u, wrong)

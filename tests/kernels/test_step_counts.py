@@ -85,8 +85,8 @@ def count_step(directory, num_ranks, dtype, sparsity, partition_size):
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "sparsity", "partition_size", "calls", "operators"),
     [
-        (1, "bf16", 0.0, None, 15_600, 468),
-        (1, "fp32", 0.5, None, 8_480, 275),
+        (1, "bf16", 0.0, None, 15_600, 437),
+        (1, "fp32", 0.5, None, 9_350, 292),
         (2, "bf16", 0.5, None, 7_470, 211),
         (2, "bf16", 0.5, 1, 7_000, 211),
     ],

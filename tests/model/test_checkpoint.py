@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, MIXTURES, tiny_model
 from tiny_runs import start_engine
 from transformers import (
     CONFIG_MAPPING,
@@ -26,23 +26,24 @@ from transformers import (
     CpmAntConfig,
     DeepseekV3Config,
     ExaoneMoeConfig,
+    Gemma3Config,
     Gemma4Config,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
 from lezo_ds.checkpoints.checkpoint import (
-    _HUB_PATTERNS,
-    _NOT_READ,
     build_checked,
     build_on_meta,
     check_files,
     hub_problem,
     load_model_config,
+    num_positions,
     open_weights,
     parameter_names,
     resolve_model,
     saved_config,
+    stored_dtype,
 )
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.records import read_hub
@@ -52,6 +53,7 @@ from lezo_ds.noise import Region
 from lezo_ds.sharding.files import WeightFiles
 
 BIAS = "model.decoder.layers.0.fc1.bias"
+METHOD = {"quant_method": "compressed-tensors"}
 
 
 def assert_reads(directory, model):
@@ -131,34 +133,49 @@ def test_weights_in_several_files_or_of_the_base_model_alone_are_read(model, sha
     assert_reads(tmp_path, model)
 
 
-def test_a_single_file_comes_before_an_index_beside_it_as_in_transformers(model, sharded, tmp_path):
+def test_the_files_that_transformers_would_read_are_read(model, sharded, tmp_path):
     """Saving a model again as one file may leave the old shards and their index in place."""
+    index = "model.safetensors.index.json"
     directory = shutil.copytree(sharded, tmp_path / "model")
     newer = tiny_model("opt", torch.bfloat16, seed=1)
     newer.save_pretrained(tmp_path / "newer")
     shutil.copy(tmp_path / "newer/model.safetensors", directory)
     assert_opened_alike(directory, newer)
-    sorted(directory.glob("model-*.safetensors"))[0].unlink()  # nor is a lack among them one
-    assert_reads(directory, newer)
-
-
-def test_the_file_that_a_config_names_is_read_as_in_transformers(sharded, single, tmp_path):
-    directory = shutil.copytree(single, tmp_path / "model")
-    named = tiny_model("opt", torch.bfloat16, seed=1)
-    named.save_pretrained(tmp_path / "named")
-    shutil.copy(tmp_path / "named/model.safetensors", directory / "best.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    config["transformers_weights"] = "best.safetensors"
-    (directory / "config.json").write_text(json.dumps(config))
-    opened = assert_opened_alike(directory, named)
-    assert "transformers_weights" not in saved_config(opened, directory)
-    # An index may have any name, too.
-    index = "model.safetensors.index.json"
-    directory = shutil.copytree(sharded, tmp_path / "parts")
     (directory / index).rename(directory / f"best.{index}")
-    config["transformers_weights"] = f"best.{index}"
-    (directory / "config.json").write_text(json.dumps(config))
-    assert_opened_alike(directory)
+    named = config | {"transformers_weights": f"best.{index}"}
+    (directory / "config.json").write_text(json.dumps(named))
+    opened = assert_opened_alike(directory, model)
+    assert "transformers_weights" not in saved_config(opened, directory)
+    for name in ("lost.safetensors", "../newer/model.safetensors", 3):
+        (directory / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+        with pytest.raises(UserError, match=r"transformers_weights=.* is no file there"):
+            resolve_model(str(directory))
+
+
+def change_index(directory, change):
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def test_an_index_says_which_file_has_a_tensor_and_files_may_be_in_folders(
+    model, sharded, tmp_path
+):
+    directory = shutil.copytree(sharded, tmp_path / "model")
+    files = sorted(directory.glob("*.safetensors"))
+    first = load_file(files[0])
+    others = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+    save_file(load_file(files[-1]) | others, files[-1])
+    (directory / "parts").mkdir()
+    for file in files:
+        file.rename(directory / "parts" / file.name)
+    change_index(directory, lambda index: index.update({n: f"parts/{index[n]}" for n in index}))
+    assert_reads(resolve_model(str(directory)), model)
+    change_index(directory, lambda index: index.update(dict.fromkeys(first, "parts/none")))
+    with pytest.raises(UserError, match="parts/none cannot be read"):
+        build_checked(directory, "bf16")
 
 
 def test_files_of_torch_are_read_as_by_transformers_where_there_are_no_others(single, tmp_path):
@@ -193,32 +210,31 @@ class Pickled:
         return Path.touch, (Path("code-ran"),)
 
 
-@pytest.mark.parametrize("kind", ["code", "the format before torch 1.6", "cut short"])
+HEAD = torch.zeros(40, 16)
+UNREADABLE = {
+    "code": {"code": Pickled()},
+    "the format before torch 1.6": {},
+    "cut short": {},
+    "sparse": {"x": HEAD.to_sparse()},
+    "meta": {"x": HEAD.to("meta")},
+    "numbers as names": {3: HEAD},
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
 def test_a_file_of_torch_that_cannot_be_mapped_or_runs_code_is_refused(
     kind, model, single, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     shutil.copy(single / "config.json", tmp_path)
     file = tmp_path / "pytorch_model.bin"
-    tensors = model.state_dict()
-    if kind == "code":
-        tensors["code"] = Pickled()
+    tensors = model.state_dict() | UNREADABLE[kind]
     torch.save(tensors, file, _use_new_zipfile_serialization=kind != "the format before torch 1.6")
     if kind == "cut short":
         file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(UserError, match=r"pytorch_model.bin cannot be read .*; fix: .* convert it"):
         assert_reads(tmp_path, model)
     assert not (tmp_path / "code-ran").exists()
-
-
-@pytest.mark.parametrize("name", ["lost.safetensors", "../model.safetensors", 3])
-def test_a_config_that_names_no_file_of_its_directory_is_refused(single, tmp_path, name):
-    directory = shutil.copytree(single, tmp_path / "model")
-    shutil.copy(single / "model.safetensors", tmp_path)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
-    with pytest.raises(UserError, match=r"transformers_weights=.* is no file there"):
-        resolve_model(str(directory))
 
 
 def test_a_tied_parameter_is_read_under_whichever_of_its_names_it_is_stored(model, changed):
@@ -247,14 +263,6 @@ def test_a_head_that_the_config_ties_is_its_own_if_the_checkpoint_has_another_as
     assert config["tie_word_embeddings"] is are_alike
 
 
-def test_a_saved_config_names_the_class_of_the_weights_and_one_dtype(changed, model):
-    older = {"torch_dtype": "float16", "architectures": ["OPTModel"]}
-    directory = changed(lambda config, _: config.update(older))
-    config = saved_config(model, directory)
-    assert config["architectures"] == ["OPTForCausalLM"]
-    assert "torch_dtype" not in config
-
-
 def test_a_model_without_a_head_is_refused_if_its_config_does_not_tie_one(changed):
     directory = changed(lambda config, _: config.update(tie_word_embeddings=False))
     with pytest.raises(UserError, match=r"lacks 1 of .* parameters, such as lm_head\.weight"):
@@ -277,6 +285,36 @@ def test_a_model_without_a_head_is_refused_if_its_config_does_not_tie_one(change
             "are quantized: fp8",
         ),
         (
+            lambda config, _: config.update(text_config={"quantization_config": METHOD}),
+            "are quantized: compressed-tensors",
+        ),
+        (lambda config, _: config.update(compression_config=METHOD), "are quantized: compressed"),
+        (lambda config, _: config.update(quantization={"bits": 4}), "are quantized: .*'bits': 4"),
+        (
+            lambda config, _: config.update(quantization_config={"quant_method": "mxfp4"}),
+            r"mxfp4.*; fix: .*Mxfp4Config\(dequantize=True\)",
+        ),
+        (
+            lambda _, tensors: tensors.update({BIAS: torch.zeros(24, dtype=torch.int8)}),
+            f"{BIAS} in .* is I8, and a weight is a floating-point number",
+        ),
+        (
+            lambda _, tensors: tensors.update({BIAS: torch.zeros(24, dtype=torch.complex64)}),
+            f"{BIAS} in .* is C64",
+        ),
+        (
+            lambda _, tensors: tensors.update({f"{BIAS}_scale": torch.ones(24, 1)}),
+            f"are quantized: {BIAS}_scale says what the values of {BIAS} mean",
+        ),
+        (
+            lambda _, tensors: tensors.update({"score.weight": torch.ones(2, 16)}),
+            "is not a language model alone: it has score.weight, as a classifier",
+        ),
+        (
+            lambda _, tensors: tensors.update({"x.fc1.lora_A.weight": torch.ones(2, 16)}),
+            r"has x.fc1.lora_A.weight, .*an adapter that is not merged",
+        ),
+        (
             lambda config, _: config.update(attn_implementation="someone/kernel"),
             "names code on the hub",
         ),
@@ -287,6 +325,82 @@ def test_a_checkpoint_that_is_not_the_models_weights_is_refused_before_loading(
 ):
     with pytest.raises(UserError, match=message):
         build_checked(changed(change), "fp32")
+
+
+def test_tensors_that_no_parameter_has_are_named_and_layers_of_them_are_not_counted(
+    changed, caplog
+):
+    def add(config, tensors):
+        config["num_hidden_layers"] = 1
+        config["num_nextn_predict_layers"] = 2
+        tensors["model.decoder.mtp.0.weight"] = torch.ones(2)
+
+    directory = changed(add)
+    built, _ = build_checked(directory, "bf16")
+    num_stored = len(load_file(directory / "model.safetensors"))
+    num_unread = num_stored - len(parameter_names(built))
+    assert f"{num_unread} of {num_stored} tensors in {directory} are not read" in caplog.text
+    assert "model.decoder.layers.1.fc1.bias, " in caplog.text
+    assert saved_config(built, directory)["num_nextn_predict_layers"] == 0
+
+
+def test_a_list_of_more_tensors_than_a_model_can_have_is_not_read(changed, single):
+    directory = changed(lambda _, tensors: None)
+    header = json.dumps({"x" * 2_000_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
+    size = len(header).to_bytes(8, "little")
+    (directory / "model.safetensors").write_bytes(size + header.encode())
+    with pytest.raises(UserError, match=r"its list of tensors has 2\d{6} bytes, and .* at most 1"):
+        build_checked(directory, "fp32")
+
+
+def test_what_a_config_says_of_its_text_model_counts(changed):
+    directory = changed(lambda *_: None)
+    Gemma3Config(text_config={"num_hidden_layers": 1}).save_pretrained(directory)
+    values = json.loads((directory / "config.json").read_text())
+    values["text_config"]["dtype"] = "bfloat16"
+    values.pop("dtype", None)
+    (directory / "config.json").write_text(json.dumps(values))
+    assert stored_dtype(directory) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, 64),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 64),
+    ],
+)
+def test_scaled_positions_go_further_than_the_model_before_it_was_scaled(rope, expected):
+    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if "llama3" in str(rope) else {}
+    parameters = {"rope_type": "default", "rope_theta": 1e4} | rope | bounds
+    config = LlamaConfig(max_position_embeddings=64, rope_parameters=parameters)
+    assert num_positions(config) == expected
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_an_export_has_the_names_of_its_base_and_no_file_that_is_not_there(family, tmp_path):
+    """Other loaders know the published names, with a tensor for each expert."""
+    tiny_model(family).save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}
+    older = {"torch_dtype": "float16", "architectures": ["AnotherModel"]}
+    (tmp_path / "base/config.json").write_text(json.dumps(config | code | older))
+    (tmp_path / "base/tokenizer_config.json").write_text(json.dumps(code | {"x": "ä"}))
+    start_engine(tmp_path / "base").write_model(tmp_path / "exported")
+    base = load_file(tmp_path / "base/model.safetensors")
+    exported = load_file(tmp_path / "exported/model-00001.safetensors")
+    assert exported.keys() == base.keys()
+    assert all(torch.equal(exported[name], base[name]) for name in base)
+    written = json.loads((tmp_path / "exported/config.json").read_text())
+    assert not {"auto_map", "torch_dtype"}.intersection(written)
+    assert (written["architectures"], written["dtype"]) == (config["architectures"], "float32")
+    tokenizer_config = json.loads((tmp_path / "exported/tokenizer_config.json").read_text())
+    assert tokenizer_config == {"x": "ä"}
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(info.values()), info
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
@@ -357,6 +471,14 @@ def test_an_export_has_the_buffers_that_a_model_stores(tmp_path):
     assert not any(info.values()), info
 
 
+def test_an_export_of_a_bare_decoder_has_the_names_of_the_whole_model(tmp_path):
+    model = tiny_model("qwen2")
+    model.model.save_pretrained(tmp_path / "base")
+    start_engine(tmp_path / "base").write_model(tmp_path / "exported")
+    exported = load_file(tmp_path / "exported/model-00001.safetensors")
+    assert set(exported) == {name for name in model.state_dict() if name != "lm_head.weight"}
+
+
 def test_a_part_that_a_multimodal_model_does_not_have_is_none(tmp_path):
     Gemma4Config(audio_config=None).save_pretrained(tmp_path)
     assert load_model_config(tmp_path).audio_config is None
@@ -417,7 +539,11 @@ def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeyp
     for name in ("config.json", "model.safetensors", "adapter_config.json"):
         (tmp_path / "both").mkdir(exist_ok=True)
         (tmp_path / "both" / name).touch()
+    (tmp_path / "variant").mkdir()
+    (tmp_path / "variant/config.json").write_text("{}")
+    (tmp_path / "variant/model.fp16.safetensors").touch()
     for name, message in (
+        ("variant", r"it has model\.fp16\.safetensors; fix: .* give a file .* one of these names"),
         ("both", "has an adapter.*; or, if it is merged already, remove adapter_config.json"),
         ("gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
         ("gguf/model.gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
@@ -439,34 +565,58 @@ def test_attention_of_a_package_that_is_not_installed_is_refused_with_its_key():
         build_on_meta(LlamaConfig(attn_implementation="flash_attention_2"), torch.float32)
 
 
-def test_all_that_transformers_reads_is_downloaded_and_no_second_copy_of_the_weights():
-    read = [
-        *("config.json", "generation_config.json", "processor_config.json", "tokenizer.json"),
-        *("merges.txt", "vocab.json", "tokenizer.model", "spiece.model", "chat_template.jinja"),
-        *("additional_chat_templates/rag.jinja", "model-00001-of-00002.safetensors"),
-        "model.safetensors.index.json",
-    ]
-    other = ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "a.py"]
-    patterns = {"allow_patterns": _HUB_PATTERNS, "ignore_patterns": _NOT_READ}
-    assert list(filter_repo_objects([*read, *other], **patterns)) == read
+class FakeHub:
+    """The files of a model on the hub, in place of `snapshot_download`. Each content is a text."""
+
+    def __init__(self, directory, files):
+        self.directory = directory
+        self.files = files
+        self.asked = set()
+
+    def __call__(self, name, revision, allow_patterns, ignore_patterns=None, **_):
+        self.asked.add((name, revision))
+        for file in filter_repo_objects(
+            self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
+            path = self.directory / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.files[file])
+        return str(self.directory)
+
+
+TEXTS = (
+    *("config.json", "generation_config.json", "processor_config.json", "tokenizer.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/x.jinja"),
+)
+IN_FOLDERS = json.dumps({"weight_map": {"a": "w/1.safetensors", "b": "w/2.safetensors"}})
 
 
 @pytest.mark.parametrize(
-    ("model", "asked"),
-    [("owner/name", ("owner/name", None)), ("owner/name@v1.2", ("owner/name", "v1.2"))],
+    ("read", "other"),
+    [
+        ({"model.safetensors": ""}, ("pytorch_model.bin", "original/model.safetensors", "a.py")),
+        ({"pytorch_model.bin": "", "model.fp16.safetensors": ""}, ("pytorch_model.fp16.bin",)),
+        (
+            {
+                "model.safetensors.index.json": IN_FOLDERS,
+                "w/1.safetensors": "",
+                "w/2.safetensors": "",
+            },
+            ("w/3.safetensors", "consolidated.safetensors", "pytorch_model.bin"),
+        ),
+    ],
 )
-def test_a_revision_of_a_model_on_the_hub_is_downloaded(model, asked, tmp_path, monkeypatch):
-    seen = []
-
-    def download(name, revision, **_):
-        seen.append((name, revision))
-        return str(tmp_path)
-
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr("lezo_ds.checkpoints.checkpoint.snapshot_download", download)
-    assert resolve_model(model) == tmp_path
-    assert seen == [asked]
+def test_all_that_transformers_reads_is_downloaded_and_no_second_copy_of_the_weights(
+    read, other, tmp_path, monkeypatch
+):
+    read = dict.fromkeys(TEXTS, "{}") | read
+    hub = FakeHub(tmp_path / "model", read | dict.fromkeys(other, ""))
+    monkeypatch.setattr("lezo_ds.checkpoints.checkpoint.snapshot_download", hub)
+    for model in ("owner/name", "owner/name@v1.2"):
+        assert resolve_model(model) == hub.directory
+    assert hub.asked == {("owner/name", None), ("owner/name", "v1.2")}
+    found = {str(path.relative_to(hub.directory)) for path in hub.directory.rglob("*.*")}
+    assert found == {*read, "additional_chat_templates/x.jinja"}
 
 
 def test_an_adapter_of_a_revision_names_it_as_peft_does(tmp_path):

@@ -17,7 +17,6 @@ import pytest
 import torch
 from commands import run_forked, wait_until
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
 from ranks import free_port, run_ranks
 from torch.distributed import TCPStore
 
@@ -84,10 +83,12 @@ def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(
     address, users, interface, monkeypatch
 ):
     variables = {"GLOO_SOCKET_IFNAME": users, "NCCL_SOCKET_IFNAME": users} if users else {}
-    monkeypatch.setattr(os, "environ", {"MASTER_ADDR": address, **variables})
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": "29500"}
+    monkeypatch.setattr(os, "environ", meeting | variables)
     assert prepare_rendezvous() == "lezo://"
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        assert os.environ.get(name, "none").startswith(interface)
+    assert os.environ.get("NCCL_SOCKET_IFNAME", "none").startswith(interface)
+    # gloo alone has to be told which of the others it is.
+    assert os.environ.get("GLOO_SOCKET_IFNAME", "none").startswith("lo") == (interface == "lo")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     assert prepare_rendezvous() == "env://"
 
@@ -163,6 +164,24 @@ def test_srun_is_told_from_mpirun_and_a_single_rank_needs_neither(variables, lau
     assert launcher_of(dict(word.split("=") for word in variables.split())) == launcher
 
 
+def _ranks_without_a_local_rank():
+    del os.environ["LOCAL_RANK"]
+    distributed.init_distributed()
+    return distributed.world_size(), distributed.local_rank()
+
+
+@pytest.mark.distributed
+def test_ranks_of_one_process_a_node_need_no_local_rank():
+    """As Kubeflow starts them."""
+    assert run_ranks(_ranks_without_a_local_rank, 2) == [(2, 0)] * 2
+
+
+def test_a_rank_that_does_not_know_where_to_meet_is_refused_and_not_the_only_one(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"})
+    with pytest.raises(UserError, match="RANK and WORLD_SIZE without MASTER_ADDR; fix: "):
+        distributed.init_distributed()
+
+
 def _warnings_of_barriers():
     with warnings.catch_warnings(record=True) as caught:
         distributed.init_distributed()
@@ -199,48 +218,7 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
     assert list(describe_arithmetic(CPU).values())[1:] == ["on", "off", ":16:8"]
 
 
-@pytest.mark.parametrize(
-    ("device", "rank", "warns"), [("cuda", 0, 1), ("cuda", 1, 0), ("cpu", 0, 0)]
-)
-def test_a_workspace_that_torch_reads_at_every_product_is_warned_of_once(
-    device, rank, warns, monkeypatch, caplog
-):
-    monkeypatch.setattr(type(get_accelerator()), "device_name", lambda *_: device)
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    fix_arithmetic()
-    assert not caplog.records
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    fix_arithmetic()
-    assert caplog.text.count("CUBLAS_WORKSPACE_CONFIG is set") == warns
-
-
 # Lost ranks.
-
-
-class _Store:
-    """A store in which every rank has counted since the last look."""
-
-    def __init__(self, *_, **__):
-        self.count = 0
-
-    def add(self, key, number):
-        self.count += 1
-        return self.count
-
-
-def test_one_thread_alone_writes_how_long_a_rank_has_been_silent(monkeypatch):
-    """Otherwise, `+=` in one thread could undo `= 0` in the other."""
-    monkeypatch.setattr(heartbeat, "TCPStore", _Store)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    watching = heartbeat.Heartbeat(rank=0, num_ranks=2, limit_seconds=60.0)
-    watching._missed[1] = 5.0
-    watching.stopped.wait = lambda _: watching.stopped.set()
-    watching._count()
-    assert watching._missed == {1: 5.0}
-    watching._look()
-    assert watching._missed == {1: 1.0}
 
 
 def _be_slow(seconds):
@@ -257,6 +235,20 @@ def _be_slow(seconds):
             time.sleep(seconds)
         distributed.barrier()
     return distributed.sum_vector(torch.tensor([1]))
+
+
+def _end_beside_a_hung_rank():
+    heartbeat.LIMIT_SECONDS = 1.5
+    distributed.init_distributed()
+    if distributed.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    distributed.shut_down()
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hangs_at_the_end_of_a_command_is_found():
+    with pytest.raises(AssertionError, match="rank 0: died without an answer"):
+        run_ranks(_end_beside_a_hung_rank, 2, timeout=30)
 
 
 @pytest.mark.distributed

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack
-from lezo_ds.data.tasks import EncodedExample
 
 PAD = 1
 LENGTHS = (5, 21, 3, 9, 11, 2, 7, 14)

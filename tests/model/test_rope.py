@@ -9,6 +9,7 @@ from transformers import LlamaConfig, Phi3Config, PhimoeConfig
 
 from lezo_ds.checkpoints.checkpoint import build_on_meta
 from lezo_ds.data.batches import all_candidates, token_batch
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.generation import generate, prompt_batch
 from lezo_ds.data.packing import can_pack
 from lezo_ds.data.tasks import EncodedExample

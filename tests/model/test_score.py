@@ -18,11 +18,11 @@ from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.data.examples import TokenCounts
 from lezo_ds.data.metrics import best_f1
 from lezo_ds.data.rewards import reward
 from lezo_ds.data.score import Scorer, evaluate, predict
 from lezo_ds.data.task_data import Examples
-from lezo_ds.data.tasks import TokenCounts
 
 pytestmark = pytest.mark.distributed
 SIZES = (2, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -13,7 +14,6 @@ import torch
 from assets import REPOSITORY
 from deepspeed.accelerator import get_accelerator
 from eager_noise import draw, join_master
-from lezo_ds.runs.first_order import initialize_first_order
 from own_memory import forget_peak, needs_peak, peak_memory
 from peft import LoraConfig
 from ranks import run_ranks
@@ -34,15 +34,19 @@ from transformers import OPTConfig
 import lezo_ds
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, open_weights, parameter_names
-from lezo_ds.config import PeftConfig, ZoConfig, config_from_dict
+from lezo_ds.config import PeftConfig, ZoConfig
+from lezo_ds.data.generation import prompt_batch
 from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.dense import DenseDirections
+from lezo_ds.forward.probes import Perturbation
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import Bundle, GatherAhead
 from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.sharding.shards import FlatShard
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.laws import DenseLaw
+from lezo_ds.zo.passes import KeyedProbe
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import step_updates
 
@@ -172,6 +176,30 @@ def _gather_between_steps(directory):
     exact = full_weights(engine)
     assert all(torch.equal(seen[name], exact[name]) for name in seen)
     return records + train(engine, 1)
+
+
+def _whole_weights_of_answers(directory):
+    """Return how many blocks are whole when the last block writes a token, for each call of it."""
+    engine = start_engine(directory, num_ranks=2, sparsity=0.0)
+    blocks = engine.module.get_submodule(engine.layout.path)
+    shape = blocks[0].fc1.weight.ds_shape
+    counts = []
+
+    def count(*_):
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        counts.append(len({each.data_ptr() for each in tensors if each.shape == shape}))
+
+    blocks[-1].fc2.register_forward_hook(count)
+    prompts = prompt_batch([(0, 5, 6)], GenerationSettings(3, (), pad_id=1))
+    at_theta = Perturbation((KeyedProbe((7,), 0.0),))
+    with torch.no_grad():
+        engine.run(prompts, at_theta)
+    return counts
+
+
+def test_a_block_at_theta_is_released_while_answers_are_written(opt_directory):
+    for counts in run_ranks(_whole_weights_of_answers, 2, opt_directory):
+        assert len(counts) == 3 and max(counts) <= 2, counts
 
 
 def test_weights_may_be_gathered_between_steps_where_one_rank_has_them(opt_directory):
@@ -372,10 +400,6 @@ def test_fp16_is_refused_where_the_processor_does_not_compute_in_it(monkeypatch)
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)  # the refusal comes first
     with pytest.raises(UserError, match="in which this machine does not compute; fix: use a GPU"):
         lezo_ds.initialize("model", ZoConfig(**TRAINS), None, dtype="fp16")
-    model = {"path": "model", "dtype": "fp16"}
-    values = {"run_dir": "none", "method": "adamw", "model": model, "train": {"steps": 1}}
-    with pytest.raises(UserError, match="in which this machine does not compute; fix: use a GPU"):
-        initialize_first_order(config_from_dict(values, "the test"), {})
 
 
 TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}

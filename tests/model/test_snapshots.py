@@ -34,11 +34,9 @@ def whole_batch():
     return MicroBatch(batch.inputs, batch.weight)
 
 
-def _train_and_save(model, root, dtype, num_ranks, max_file_bytes=None):
+def _train_and_save(model, root, dtype, num_ranks):
     """Train, with a snapshot after steps 2 and 4, and one step more; return what the snapshots
     must hold."""
-    if max_file_bytes is not None:
-        snapshots.MAX_FILE_BYTES = max_file_bytes
     engine = start_engine(model, dtype, num_ranks)
     records, weights, logits, digests = [], None, None, []
     for step in (2, 4):
@@ -93,16 +91,44 @@ def test_plain_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_
     assert all(torch.equal(tensor, weights[f"{name}.low"]) for name, tensor in stored.items())
 
 
-def test_weights_are_split_over_files_of_limited_size(opt_directory, tmp_path):
-    root = tmp_path / "snapshots"
-    ((_, weights, _, _),) = run_ranks(_train_and_save, 1, opt_directory, root, "fp32", 1, 20_000)
-    files = sorted(snapshot_path(root, 4).glob("model-*.safetensors"))
-    assert len(files) > 5
+def _save_in_turn(model, root, fails):
+    """Write a snapshot of several files; on rank 1, writing may fail. Return what went wrong, and
+    which files this rank has written."""
+    snapshots.MAX_FILE_BYTES = 20_000
+    engine = start_engine(model, num_ranks=2)
+    save = snapshots.save_file
+    written = []
+
+    def save_some(tensors, path, **options):
+        if fails and engine.global_rank == 1:
+            raise OSError("No space left on device")
+        written.append(path.name)
+        save(tensors, path, **options)
+
+    snapshots.save_file = save_some
+    try:
+        engine.save_checkpoint(root)
+    except LezoError as error:
+        return str(error), written
+    return "", written
+
+
+def test_ranks_write_the_files_in_turn_and_all_report_what_one_cannot_write(
+    opt_directory, tmp_path
+):
+    (_, first), (_, second) = run_ranks(_save_in_turn, 2, opt_directory, tmp_path / "good", False)
+    directory = snapshot_path(tmp_path / "good", 0)
+    files = sorted(directory.glob("*.safetensors"))
+    names = [file.name for file in files]
+    assert (first, second) == (names[::2], names[1::2])
     assert all(len(load_file(file)) == 1 or file.stat().st_size < 25_000 for file in files)
-    model = AutoModelForCausalLM.from_pretrained(snapshot_path(root, 4))
-    assert all(
-        torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters()
-    )
+    assert set(names) < set(read_manifest(directory)["files"])
+    written = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    base = AutoModelForCausalLM.from_pretrained(opt_directory).state_dict()
+    assert all(torch.equal(value, base[name]) for name, value in written.items())
+    for message, _ in run_ranks(_save_in_turn, 2, opt_directory, tmp_path / "bad", True):
+        assert "No space left on device (on rank 1); fix: free space" in message
+    assert not list((tmp_path / "bad").iterdir())
 
 
 def _flip_a_byte(directory):
@@ -161,7 +187,7 @@ def _fail_to_replace(model, root):
 
 def test_a_snapshot_that_cannot_be_replaced_stays(opt_directory, tmp_path):
     (message,) = run_ranks(_fail_to_replace, 1, opt_directory, tmp_path)
-    assert "OSError: the file system is read-only; fix: " in message
+    assert "cannot be written: the file system is read-only; fix: " in message
     assert read_manifest(snapshot_path(tmp_path, 0)) is not None
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 

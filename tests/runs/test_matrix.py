@@ -87,11 +87,6 @@ MORE = {
     "blocks": BLOCKS,
     "falling": ("zo.lr_schedule=linear", "zo.warmup_steps=2"),
     "single": ("zo.noise_rank=1", "zo.examples_per_direction=1"),
-    "answers": (
-        "zo.noise_rank=1",
-        "zo.examples_per_direction=1",
-        "zo.perturbed_tokens=answers",
-    ),
     "pairs": ("zo.noise_rank=2", "zo.examples_per_direction=2"),
     "whole": ("zo.noise_rank=3", "zo.examples_per_direction=null"),
 }
@@ -125,7 +120,6 @@ LOW_RANK = cases("""
 none    bf16  fp32_master  spsa       uniform   normal      replicas  -       2  llama  whole
 lora    fp32  fp32_master  fzoo       fixed     rademacher  shared    -       5  opt    pairs
 none    bf16  stochastic   es         weighted  normal      shared    decays  4  llama  single
-none    fp32  stochastic   es         weighted  normal      shared    decays  4  llama  answers
 """)
 COLUMNS = [field.name for field in fields(Case)[:8]]
 
@@ -273,7 +267,6 @@ def trained_by_reference(case, config, model, records):
         case.distribution,
         own_name,
         zo.noise_rank,
-        answers_only=zo.perturbed_tokens == "answers",
     )
     task = load_task_data(config)
     for step, record in enumerate(records):

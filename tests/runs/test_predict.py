@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 
 import datasets
@@ -13,15 +12,10 @@ import yaml
 from commands import assert_one_error, run_forked, run_forked_well, wait_until
 from own_data import VERBALIZERS, own_values, write_chat_model, write_tickets
 from peft import PeftModel
-from pyarrow import parquet
 from tiny_runs import write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lezo_ds.data.tables import read_file
-from lezo_ds.runs.model_card import model_card
-from lezo_ds.runs.predict import _write_table
-from lezo_ds.runs.records import read_run
-from lezo_ds.tasks.template import parse_template
+from lezo_ds.data.records import read_records
 
 pytestmark = pytest.mark.distributed
 ODD = {"id": "8", "text": 'He said "no",\nthen {left};\r', "note": ""}
@@ -33,7 +27,7 @@ def predict(*arguments, runner=run_forked_well, **options):
 
 
 def records_in(path):
-    return [record for _, record in read_file(path)]
+    return list(read_records(str(path)))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +46,7 @@ def root(tmp_path_factory):
     run_forked_well(["--run", directory / "run", "--out", directory / "model"], program="export")
     new = [ODD, *({"id": r["id"], "text": r["text"], "note": "a;b"} for r in records_in(tickets))]
     table = datasets.Dataset.from_list(new)
-    table.to_csv(directory / "new.CSV", index=False)
+    table.to_csv(directory / "new.csv", index=False)
     table.to_parquet(directory / "new.parquet")
     table.to_json(directory / "new.jsonl")
     (directory / "new.json").write_text(json.dumps(new))
@@ -62,7 +56,7 @@ def root(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("ending", ["CSV", "json", "parquet"])
+@pytest.mark.parametrize("ending", ["csv", "json", "parquet"])
 def test_an_export_labels_any_file_as_its_run_does_on_another_number_of_ranks(ending, root):
     new, out = root / f"new.{ending}", root / f"labels.{ending}"
     predict("--model", root / "model", new, "--out", out, num_ranks=2)
@@ -195,52 +189,6 @@ RECORDS = [
 ]
 
 
-def program_of(card):
-    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    return program
-
-
-def run_program(card, **values):
-    """Run the program in a model card with other values at its head; return its probabilities."""
-    program = program_of(card)
-    for name, value in values.items():
-        first_line = re.search(rf"^{name} = .*", program, re.MULTILINE)
-        if first_line is not None:  # only a chat has a system prompt
-            program = program.replace(first_line[0], f"{name} = {value!r}", 1)
-    namespace = {}
-    exec(program, namespace)
-    return namespace["probabilities"]
-
-
-@pytest.mark.parametrize("name", AWKWARD)
-def test_the_program_in_the_card_finds_the_labels_of_predict(name, root, tmp_path):
-    (tmp_path / "new.json").write_text(json.dumps(RECORDS))
-    out = tmp_path / "labels.json"
-    predict("--run", root / "run", tmp_path / "new.json", *AWKWARD[name], "--out", out)
-    run = read_run(root / "run", AWKWARD[name], [key.partition("=")[0] for key in AWKWARD[name]])
-    data = run.config.data
-    labels = data.labels
-    if not isinstance(labels, dict):
-        labels = {label: label for label in labels}
-    names, texts = zip(*sorted(labels.items()), strict=True)
-    for record, labelled in zip(RECORDS, records_in(out), strict=True):
-        probabilities = run_program(
-            model_card(run, 4, ""),
-            directory=str(root / "model"),
-            prompt=parse_template("data.prompt", data.prompt).fill(record),
-            labels=texts,
-            system_prompt=data.system_prompt,
-        )
-        best = max(probabilities)
-        assert names[probabilities.index(best)] == labelled["predicted"]
-        assert best == pytest.approx(labelled["probability"], abs=2e-6)
-
-
-def test_the_program_in_the_card_of_an_export_is_that_of_its_run(root):
-    card = (root / "model" / "README.md").read_text()
-    assert program_of(card) == program_of(model_card(read_run(root / "run"), 4, ""))
-
-
 def test_a_killed_run_continues_and_another_input_uses_none_of_its_chunks(root, tmp_path):
     asked = ["--model", root / "model", "--out", tmp_path / "l.jsonl"]
     own = root / "new.jsonl"
@@ -327,7 +275,7 @@ def test_a_base_model_answers_a_question_and_a_conversation_alike(root, tmp_path
 
 
 def test_each_label_has_its_probability_and_an_unsure_one_stays_empty(root, tmp_path):
-    new, out = root / "new.CSV", tmp_path / "labels.csv"
+    new, out = root / "new.csv", tmp_path / "labels.csv"
     predict("--model", root / "model", new, "--out", out, "--probabilities", "--threshold=0.9")
     known = {record["id"]: record for record in records_in(root / "labels.jsonl")}
     for record in records_in(out):
@@ -343,81 +291,19 @@ def test_each_label_has_its_probability_and_an_unsure_one_stays_empty(root, tmp_
     taken.write_text("text,probability_of_rain\na,1\n")
     command = ["--model", root / "model", taken, "--out", tmp_path / "out.csv"]
     refused = predict(*command, "--probabilities", runner=run_forked)
-    assert_one_error(refused, 2, "has a field probability_of_rain already")
+    assert_one_error(refused, 2, "have a field probability_of_rain already")
     predict(*command)
 
 
-def test_quotation_marks_of_a_table_stay_as_they_are(tmp_path):
-    lines = ["id\ttext", '1\t"The box" is "red', '2\t"Two', "3\tBox"]
-    (tmp_path / "in.tsv").write_text("\n".join(lines))
-    rows = iter([{"predicted": text} for text in ("a", 'b "c"\n\td', "")])
-    _write_table(tmp_path / "in.tsv", "utf-8", tmp_path / "out.tsv", rows)
-    added = ["predicted", "a", 'b "c" d', ""]
-    written = (tmp_path / "out.tsv").read_text().splitlines()
-    assert written == [f"{line}\t{text}" for line, text in zip(lines, added, strict=True)]
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252"])
-def test_labels_are_written_in_the_encoding_of_the_table_with_its_mark(encoding, root, tmp_path):
-    new, out = tmp_path / "new.csv", tmp_path / "labels.csv"
-    new.write_text("id;text\n1;Grüße aus Köln\n", encoding=encoding)
-    predict("--model", root / "model", new, "--out", out, f"--encoding={encoding}")
-    text = out.read_bytes().decode(encoding.removesuffix("-sig"))
-    assert text.startswith("\ufeff") == (encoding == "utf-8-sig")
-    assert text.lstrip("\ufeff").startswith("id;text;predicted;probability\n1;Grüße aus Köln;")
-
-
-NUMBERS = ("data.prompt={text} is", "data.label_field=topic", "data.labels=[0, 1]")
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_labels_keep_the_type_that_the_records_have(ending, root, tmp_path):
-    values = {
-        "topic": {"int": [1, 0], "float": [1.0, None], "str": ["0", "1"], "bool": [True, False]},
-        "other": {"int": [7, 8]},  # without labels, whole numbers are integers
-    }
-    for field, columns in values.items():
-        for kind, topics in columns.items():
-            table = datasets.Dataset.from_dict({"text": ["a", "b"], field: topics})
-            new, out = tmp_path / f"{field}-{kind}.{ending}", tmp_path / f"o-{kind}.{ending}"
-            getattr(table, {"jsonl": "to_json", "parquet": "to_parquet"}[ending])(new)
-            out.unlink(missing_ok=True)
-            names = "['false', 'true']" if kind == "bool" else "[0, 1]"
-            keys = (*NUMBERS, f"data.labels={names}")
-            predict("--model", root / "base", new, *keys, "--out", out)
-            assert {type(record["predicted"]).__name__ for record in records_in(out)} == {kind}
-
-
-def test_an_unsure_number_is_null_in_parquet_and_json(root, tmp_path):
-    table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "topic": [0, 1, 0]})
-    for ending, write in (("jsonl", table.to_json), ("parquet", table.to_parquet)):
-        new, out = tmp_path / f"new.{ending}", tmp_path / f"out.{ending}"
-        write(new)
-        predict("--model", root / "base", new, *NUMBERS, "--out", out, "--threshold=1")
-        assert [record["predicted"] for record in records_in(out)] == [None] * 3
-    assert str(parquet.read_schema(out).field("predicted").type) == "int64"
-
-
-def test_objects_come_back_as_they_are_written(root, tmp_path):
-    """Numbers that are no float of Python, objects of several lines, and a byte order mark."""
-    new, out = tmp_path / "new.jsonl", tmp_path / "out.jsonl"
-    objects = ['{"text": "a",\n "n": 1e400, "m": 1.50}', '{"text": "b\\u00e9", "m": -0}']
-    new.write_text("\n".join(objects), encoding="utf-8-sig")
-    predict("--model", root / "base", new, *NUMBERS, "--out", out)
-    lines = out.read_text().splitlines()
-    for line, given in zip(lines, objects, strict=True):
-        assert line.startswith(given.replace("\n", " ").removesuffix("}") + ', "predicted": ')
-        json.loads(line, parse_constant=pytest.fail)
-
-
-@pytest.mark.parametrize("encoding", ["idna", "ascii"])
-def test_an_encoding_that_cannot_hold_the_labels_is_refused_at_once(encoding, root, tmp_path):
-    (tmp_path / "new.csv").write_text("text\na\n")
-    keys = ("data.prompt={text}", "data.labels=[gr\u00fcn, rot]", "--encoding", encoding)
-    command = ["--model", root / "base", tmp_path / "new.csv", *keys, "--out", tmp_path / "o.csv"]
-    refused = predict(*command, runner=run_forked)
-    assert_one_error(refused, 2, f"--encoding {encoding} cannot write the labels")
-    assert not (tmp_path / "o.csv.part").exists()
+def test_each_row_of_a_table_has_its_own_in_its_encoding(root, tmp_path):
+    new = tmp_path / "new.csv"
+    new.write_text('id;text\n1;"a\nb"\n2;Grüße aus Köln\n', encoding="cp1252")
+    out = tmp_path / "labels.csv"
+    keys = ("data.separator=;", "data.encoding=cp1252")
+    predict("--model", root / "model", new, "--out", out, *keys)
+    records = list(read_records(str(out), ";", "cp1252"))
+    assert [record["text"] for record in records] == ["a\nb", "Grüße aus Köln"]
+    assert list(records[0]) == ["id", "text", "predicted", "probability"]
 
 
 def test_answers_have_no_probabilities(root, tmp_path):
@@ -432,9 +318,9 @@ def test_answers_have_no_probabilities(root, tmp_path):
 
 
 BAD = {
-    "record 2 (FILE line 2) has no field text": '{"text": "a"}\n{"txt": "b"}\n',
+    "record 2: there is no column text": '{"text": "a"}\n{"txt": "b"}\n',
     "has no records": "",
-    "record 1 (FILE line 1) has a field predicted already": '{"text": "a", "predicted": 1}\n',
+    "the records have a field predicted already": '{"text": "a", "predicted": 1}\n',
 }
 
 
@@ -444,3 +330,18 @@ def test_bad_input_is_one_line_that_names_the_row(expected, root, tmp_path):
     file.write_text(BAD[expected])
     refused = predict("--model", root / "base", file, *keys, runner=run_forked)
     assert_one_error(refused, 2, expected.replace("FILE", str(file)))
+
+
+def test_an_export_is_scored_on_one_file_and_written_as_a_run(root, tmp_path):
+    out = tmp_path / "scored"
+    words = ["--model", root / "model", f"data.test={root / 'tickets.csv'}", "--out", out, "--json"]
+    scores = json.loads(run_forked_well(words, program="evaluate").out)
+    results = json.loads((out / "results.json").read_text())
+    assert (results["test"], results["steps"]) == (scores["score"], 0)
+    assert results["method"] == "zero-shot"
+    assert scores["num_examples"] == 80
+    (rows,) = (out / "predictions").iterdir()
+    assert len(rows.read_text().splitlines()) == 80
+    assert yaml.safe_load((out / "config.yaml").read_text())["data"]["prompt"] == ASKED["prompt"]
+    refused = run_forked(["--model", root / "base"], program="evaluate")
+    assert_one_error(refused, 2, "base names no task")

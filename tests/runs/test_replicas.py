@@ -8,10 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import ExitStack, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,13 +30,12 @@ from lezo_ds.zo.records import StepRecord
 pytestmark = pytest.mark.distributed
 pytest.importorskip("torchft", reason="pip install 'lezo_ds[elastic]'")
 
-from lezo_ds.replicas import quorum  # noqa: E402
+from lezo_ds.distributed.workers import StepLostError  # noqa: E402
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
 from lezo_ds.replicas.group import reaches as listens_at  # noqa: E402
-from lezo_ds.replicas.lighthouse import Lighthouse  # noqa: E402
-from lezo_ds.replicas.quorum import Replicas, StepLostError  # noqa: E402
+from lezo_ds.replicas.quorum import Replicas  # noqa: E402
 from lezo_ds.replicas.transport import JournalTransport, whole_lines  # noqa: E402
-from lezo_ds.runs.elastic import ReplicaRun  # noqa: E402
+from lezo_ds.runs.run import Run  # noqa: E402
 
 HEADER = Header(
     noise_version=1, model_fingerprint="f", parameter_table_hash="t", config={}, libraries={}
@@ -90,17 +87,6 @@ def test_a_peer_sends_the_lines_that_are_missing_in_pieces_and_all_to_another_jo
         assert [record.step for record in journal.extend(lines.data)] == [2, 3, 4, 5, 6, 7, 8]
     assert own.read_bytes() == whole
     assert connect(own).fetch(peer.address).data == b""
-
-
-def test_only_what_is_missing_is_sent(tmp_path, connect, monkeypatch):
-    peer = connect(write_journal(tmp_path / "peer", 9))
-    asker = connect(write_journal(tmp_path / "own", 8))
-    asked = []
-    ask = asker._ask
-    monkeypatch.setattr(asker, "_ask", lambda *what: asked.append(ask(*what)) or asked[-1])
-    lines = asker.fetch(peer.address)
-    assert asked == [lines, (len(whole_lines(tmp_path / "peer")), b"")]
-    assert lines.data.count(b"\n") == 1
 
 
 def test_a_peer_without_the_secret_gets_nothing_and_is_not_believed(tmp_path, connect):
@@ -165,139 +151,6 @@ def test_nobody_listens_at_an_address_that_none_can_have(address, tmp_path, conn
     assert not listens_at(address)
     with pytest.raises(OSError):
         connect(tmp_path / "none").fetch(address)
-
-
-OLD = '<li class="heartbeat\n    old\n  ">\n    {}: seen 72.5s ago\n  </li>'
-BEATS = '<li class="heartbeat\n    \n  ">\n    {}: seen 0.05s ago\n  </li>'
-LAST_MEMBER = '<div class="member\n \n">\n  <b>{}</b> <br/>\n  Step: 0 <br/>\n</div>'
-
-
-@pytest.fixture
-def serve():
-    """Return a function that starts a web server with one answer for every path, and its port."""
-    servers = []
-
-    def serve(status, content):
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_):
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return servers[-1].server_port
-
-    yield serve
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-@pytest.fixture
-def silent():
-    """Return a function that opens a port which accepts connections and answers nothing."""
-    with ExitStack() as stack:
-        yield lambda: stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-
-
-def page_of(listeners):
-    """Return the lighthouse's page for (template, port or HOST:PORT)."""
-    lines = []
-    for number, (template, address) in enumerate(listeners):
-        if isinstance(address, int):
-            address = f"127.0.0.1:{address}"
-        lines.append(template.format(f"{number:04}@{address}"))
-    return "\n".join(lines).encode()
-
-
-def _search(url, journal, search_seconds):
-    os.environ["LEZO_SECRET"] = "s"
-    distributed.init_distributed()
-    quorum._SEARCH_SECONDS = search_seconds
-    began = time.monotonic()
-    lines = Replicas(url, 0, journal, 30.0).newer_lines()
-    return lines, time.monotonic() - began
-
-
-def test_only_live_replicas_are_asked_and_a_foreign_server_is_passed_over(
-    tmp_path, connect, serve, silent
-):
-    peer = connect(write_journal(tmp_path / "journal", 3))
-    dead = silent()
-    page = page_of(
-        [
-            (OLD, dead.getsockname()[1]),
-            (BEATS, serve(404, b"not here")),
-            (BEATS, serve(200, b"hello")),
-            *[(BEATS, address) for address in IMPOSSIBLE],
-            (LAST_MEMBER, peer.server_port),  # away, and its heart silent: it evaluates
-        ]
-    )
-    url = f"http://127.0.0.1:{serve(200, page)}"
-    ((lines, seconds),) = run_ranks(_search, 1, url, tmp_path / "own", 10.0)
-    assert lines.data == whole_lines(tmp_path / "journal")
-    assert seconds < 2
-    dead.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        dead.accept()  # nobody has connected
-
-
-def _send(connection, content, pause):
-    with connection, suppress(OSError):
-        connection.recv(4096)
-        for byte in content:
-            connection.sendall(bytes([byte]))
-            time.sleep(pause)
-
-
-ANSWERS = {
-    "a byte now and then": (b"HTTP/1.0 200 OK\r\n" + b"X-More: and more\r\n" * 99, 0.1),
-    "another protocol": (b"SSH-2.0-OpenSSH_9.6\r\n", 0),
-    "less than announced": (b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\nhello", 0),
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_the_search_for_lines_ends_whatever_is_at_the_address_of_the_lighthouse(
-    name, tmp_path, silent
-):
-    listener = silent()
-
-    def serve():
-        with suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                arguments = (connection, *ANSWERS[name])
-                threading.Thread(target=_send, args=arguments, daemon=True).start()
-
-    threading.Thread(target=serve, daemon=True).start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    ((lines, seconds),) = run_ranks(_search, 1, url, tmp_path / "own", 1.0)
-    assert lines is None
-    assert seconds < 2
-
-
-def test_other_programs_at_the_lighthouse_are_no_members():
-    lighthouse = Lighthouse("http://127.0.0.1:1", "0001@127.0.0.1:2", 1.0)
-    ids = ["0000-trainer", "0001@127.0.0.1:2", "ddp_0:8d7f", "0002@127.0.0.1:3"]
-    members = [SimpleNamespace(replica_id=name, data={"id": name}) for name in ids]
-    quorum_of = SimpleNamespace(
-        quorum=lambda *_, **__: SimpleNamespace(participants=members), heartbeat=lambda _: None
-    )
-    lighthouse._client = quorum_of
-    assert [member["id"] for member in lighthouse.wait_for_quorum({}, lambda: False)] == ids[1::2]
-
-
-def test_the_search_for_lines_ends_whoever_does_not_answer(tmp_path, serve, silent):
-    page = page_of([(BEATS, silent().getsockname()[1]) for _ in range(9)])
-    url = f"http://127.0.0.1:{serve(200, page)}"
-    ((lines, seconds),) = run_ranks(_search, 1, url, tmp_path / "own", 1.0)
-    assert lines is None
-    assert seconds < 2
 
 
 def _refusal_of_a_lighthouse_elsewhere(journal):
@@ -397,15 +250,15 @@ def lab(recipe, tmp_path):
 
 def test_all_ranks_of_a_replica_do_missing_evaluations_in_one_order():
     run = SimpleNamespace(
-        engine=SimpleNamespace(global_steps=4),
+        num_done=4,
+        engine=SimpleNamespace(workers=SimpleNamespace(are_shared=True, evaluations=[])),
         evaluated=set,
         evaluations=[],
-        replicas=SimpleNamespace(evaluations=[]),
         eval_every=2,
-        _is_over=lambda: True,
+        is_over=lambda: True,
     )
     # A set of strings has another order in each process.
-    assert ReplicaRun.missing(run) == [("dev", 4), ("dev", 2), ("dev", 0), ("test", 0)]
+    assert Run.missing(run) == [("dev", 4), ("dev", 2), ("test", 0), ("dev", 0)]
 
 
 LONG = ("train.steps=40", "train.eval_every=20", "zo.directions=3")
@@ -433,15 +286,15 @@ runpy.run_path({train!r}, run_name="__main__")
 """
 FLIPPED = """
 import runpy
-from lezo_ds.runs import elastic, run
+from lezo_ds.runs import run
 run.CHECK_EVERY = 5
-meet = elastic.ReplicaRun.meet
+meet = run.Run._meet
 def flip_then_meet(self):
     if self.engine.global_steps == {step}:
         tensor = self.engine.weights.shards[0].parameter.ds_tensor
         tensor.data[-1] += 1
-    meet(self)
-elastic.ReplicaRun.meet = flip_then_meet
+    return meet(self)
+run.Run._meet = flip_then_meet
 runpy.run_path({train!r}, run_name="__main__")
 """
 
@@ -506,8 +359,9 @@ def _do_rounds(url, journal, number, early, ends):
     replicas.journal = Journal.open(write_journal(journal, 0))
     died = 0.0
     while True:
+        assert replicas.meet(1e-3, stops_all=False) is None
+        place = replicas.role
         with suppress(StepLostError):
-            place = replicas.meet()
             if place.num_workers == 3:
                 time.sleep({early: 0, 1: 0.3}.get(place.position, 0.6))
                 if place.position == 1:

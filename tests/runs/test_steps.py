@@ -12,7 +12,7 @@ from tiny_runs import attach_new_journal, full_weights, make_batch, start_engine
 from lezo_ds import distributed
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine import MAX_SKIPPED_STEPS
-from lezo_ds.errors import DivergenceError
+from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import read_journal
 from lezo_ds.sharding import zero3
 
@@ -69,6 +69,9 @@ def _load_records_of_another_run(directory):
     records = train(others, 5)
     engine = start_engine(directory)
     train(engine, 3)
+    for wrong in (records[::-1], records[1:], [*records[:2], records[3]], ["x"]):
+        with pytest.raises(UserError, match=r"not the steps 0, 1, 2, \.\.\. of a run; fix: pass"):
+            engine.load_checkpoint("absent", wrong)
     engine.load_checkpoint("absent", records)
     return engine.weights.digest(), others.weights.digest()
 

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.distributed
 PATH = ":".join(f"{REPOSITORY}/{folder}" for folder in ("", "tests/helpers", "tests/runs"))
 KINDS = {
     "lezo": ["zo.learning_rate=1"],
-    "adamw": ["method=adamw", "adamw.learning_rate=1"],
     "reward": [
         "zo.learning_rate=30",
         "train.objective=test_worse_than_base:variety",

@@ -18,8 +18,8 @@ from lezo_ds.data.batches import (
     teacher_forcing_batch,
     token_batch,
 )
+from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.packing import deal, pack
-from lezo_ds.data.tasks import EncodedExample
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 
 PAD = 1

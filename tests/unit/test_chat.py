@@ -263,7 +263,7 @@ def test_a_long_prompt_loses_the_start_of_its_longest_field_within_the_template(
         kept = asked.removeprefix("<s>user\nA: ").removesuffix(" Where?</s>\n<s>assistant\n")
         assert kept != asked and text.endswith(kept) and len(kept) > 10
     short = reader_of(tmp_path, **keys | {"max_length": 20})
-    with pytest.raises(UserError, match=r"tokens in the chat template, and data\.max_length is"):
+    with pytest.raises(UserError, match=r"tokens more than data\.max_length in the chat template"):
         encode(short, {"title": "A", "text": text, "y": "ici"})
 
 

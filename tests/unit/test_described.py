@@ -9,7 +9,8 @@ from decimal import Decimal
 import pytest
 
 from lezo_ds.config import config_from_dict
-from lezo_ds.data.described import columns_of, find_task, find_tools
+from lezo_ds.data.described import columns_of, find_task
+from lezo_ds.data.turns import find_tools
 from lezo_ds.errors import UserError
 
 CLASSES = {"prompt": "{text} is about", "label_field": "topic", "labels": ["bug", "billing"]}

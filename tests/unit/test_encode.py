@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lezo_ds.data.encode import encode_candidates, encode_prompt, load_tokenizer, prompt_room
-from lezo_ds.data.tasks import Example
+from lezo_ds.data.examples import Example
 from lezo_ds.errors import UserError
 
 # A word takes the space before it, as in GPT-2; a newline stands alone.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import f1_score, precision_recall_fscore_support
 
+from lezo_ds.data.examples import Example, TokenCounts
 from lezo_ds.data.metrics import (
     METRICS,
     accuracy,
@@ -26,7 +27,6 @@ from lezo_ds.data.metrics import (
     try_metric,
 )
 from lezo_ds.data.mezo import TASKS
-from lezo_ds.data.tasks import Example, TokenCounts
 from lezo_ds.errors import UserError
 
 

@@ -13,9 +13,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from lezo_ds.data.encode import PromptTokenizer, encode_candidates, encode_prompt
+from lezo_ds.data.examples import Example
 from lezo_ds.data.mezo import TASKS
 from lezo_ds.data.objectives import training_objective
-from lezo_ds.data.tasks import Example
 
 BOS, PAD, EOS = 0, 1, 2
 MAX_LENGTH = 400

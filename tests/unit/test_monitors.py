@@ -7,12 +7,10 @@ import os
 import pytest
 
 from lezo_ds.config import config_from_dict
-from lezo_ds.errors import UserError
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import _identify, events_of, monitor_sections
+from lezo_ds.runs.monitors import events_of, identify, monitor_sections
 
 VARIABLES = ("WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME", "COMET_EXPERIMENT_KEY")
-WANDB = {"wandb": {"enabled": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +41,13 @@ def test_report_to_names_sections_of_deepspeeds_json(monkeypatch):
         "tensorboard": files,
     }
     assert sections() == {}
-    with pytest.raises(
-        UserError, match=r"train\.report_to needs the package comet_ml; fix: pip install"
-    ):
-        sections("train.report_to=[comet]")
 
 
-def identified(run_dir, ds_config=WANDB, number=0):
+def identified(run_dir, number=0):
     """Return the variables that a new process has after it identifies its run."""
     for variable in VARIABLES:
         os.environ.pop(variable, None)
-    _identify(config(run_dir), RunDirectory(run_dir, number), ds_config)
+    identify(RunDirectory(run_dir, number))
     return {variable: os.environ.get(variable) for variable in VARIABLES}
 
 
@@ -73,11 +67,9 @@ def test_each_replica_is_a_run_of_its_own(tmp_path):
     assert names == [tmp_path.name, f"{tmp_path.name}-replica-1"]
 
 
-def test_variables_of_the_user_stay_and_no_id_is_written_without_a_use(tmp_path, monkeypatch):
-    assert identified(tmp_path, {"csv_monitor": {"enabled": True}}) == dict.fromkeys(VARIABLES)
-    assert list(tmp_path.iterdir()) == []
+def test_variables_of_the_user_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    _identify(config(tmp_path), RunDirectory(tmp_path), WANDB)
+    identify(RunDirectory(tmp_path))
     assert os.environ["WANDB_RUN_ID"] == "mine"
 
 

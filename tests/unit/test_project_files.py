@@ -10,8 +10,8 @@ import subprocess
 import pytest
 from assets import REPOSITORY
 
-from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.metrics import METRICS
+from lezo_ds.data.metrics import METRICS
+from lezo_ds.data.mezo import TASKS
 from lezo_ds.zo.estimators import ESTIMATORS
 from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES

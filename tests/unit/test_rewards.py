@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from lezo_ds.data.examples import Example
 from lezo_ds.data.mezo import TASKS
 from lezo_ds.data.objectives import load_objective
 from lezo_ds.data.rewards import Reward, Rewards, judges_answers, reward
-from lezo_ds.data.tasks import Example
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 

@@ -13,9 +13,9 @@ from golden_tasks import GOLDEN
 
 from lezo_ds.config import DataConfig
 from lezo_ds.data.described import find_task
+from lezo_ds.data.examples import Example
 from lezo_ds.data.mezo import TASKS
 from lezo_ds.data.splits import draw_splits, read_split, sources_of, with_demonstrations
-from lezo_ds.data.tasks import Example
 from lezo_ds.errors import UserError
 
 LABELS = {"prompt": "{text}", "label_field": "topic", "labels": ["bug", "billing", "shipping"]}

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lezo_ds.agreement import (
     all_agree,
@@ -20,8 +18,8 @@ from lezo_ds.agreement import (
     desync_error,
     disagreement,
 )
-from lezo_ds.data.tasks import Example
-from lezo_ds.engine import check_losses
+from lezo_ds.data.examples import Example
+from lezo_ds.engine import LezoEngine, check_losses
 from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
 from lezo_ds.forward.dense import DenseDirections
@@ -32,44 +30,39 @@ from lezo_ds.zo.passes import Groups, KeyedProbe
 from lezo_ds.zo.records import StepPlan
 from lezo_ds.zo.step import PlanFormat, Step
 
-FINITE = st.floats(allow_nan=False)
-PROBES = st.lists(st.builds(Probe, direction=st.integers(0, 2**32 - 1), scale=FINITE), max_size=9)
 CLAIMS = {"plan": "a", "batch": "b"}
 
 
-@st.composite
-def plans_and_formats(draw):
-    num_layers = draw(st.integers(0, 600))
-    layers = st.sets(st.integers(0, num_layers - 1)) if num_layers else st.just(set())
-    probes, has_weights = draw(PROBES), draw(st.booleans())
-    weights = (
-        st.lists(FINITE, min_size=num_layers, max_size=num_layers) if has_weights else st.just(())
-    )
-    plan = StepPlan(
-        step=draw(st.integers(0, 2**63 - 1)),
-        key=draw(st.integers(0, 2**64 - 1)),
-        learning_rate=draw(FINITE),
-        perturbation_scale=draw(FINITE),
-        dropped_layers=tuple(sorted(draw(layers))),
-        layer_weights=tuple(draw(weights)),
-    )
-    return plan, tuple(probes), PlanFormat(num_layers, len(probes), has_weights)
-
-
-@given(plans_and_formats())
-def test_a_plan_comes_back_from_its_bytes_bit_for_bit(drawn):
-    plan, probes, plan_format = drawn
+@pytest.mark.parametrize("weights", [(), tuple(index / 3 for index in range(10))])
+def test_a_plan_has_the_recorded_bytes_and_comes_back_from_them(weights):
+    plan = StepPlan(3, 2**64 - 1, (0, 7, 8, 9), 1e-6, 1e-3, weights)
+    probes = (Probe(0, 1e-3), Probe(2**32 - 1, -1e-3))
+    plan_format = PlanFormat(num_groups=10, num_probes=2, has_weights=bool(weights))
     data = plan_format.pack(plan, probes)
+    bytes_of_probes = struct.pack("<Id", 0, 1e-3) + struct.pack("<Id", 2**32 - 1, -1e-3)
+    head = struct.pack("<qQdd", 3, 2**64 - 1, 1e-6, 1e-3) + bytes([0x81, 0x03])
+    assert data == head + bytes_of_probes + struct.pack(f"<{len(weights)}d", *weights)
     assert len(data) == plan_format.num_bytes
     assert plan_format.unpack(data) == (plan, probes)
 
 
-def test_the_message_has_the_recorded_bytes():
-    plan = StepPlan(3, 2**64 - 1, (0, 7, 8, 9), 1e-6, 1e-3)
-    plan_format = PlanFormat(num_groups=10, num_probes=2, has_weights=False)
-    data = plan_format.pack(plan, [Probe(0, 1e-3), Probe(0, -1e-3)])
-    probes = struct.pack("<Id", 0, 1e-3) + struct.pack("<Id", 0, -1e-3)
-    assert data == struct.pack("<qQdd", 3, 2**64 - 1, 1e-6, 1e-3) + bytes([0x81, 0x03]) + probes
+class Growing(Spsa):
+    """An estimator of a user's that has one more probe at each step."""
+
+    def probes(self, records):
+        return super().probes(records) + (Probe(0, 0.0),) * len(records)
+
+
+def test_an_estimator_whose_number_of_probes_varies_is_refused_by_its_name():
+    engine = LezoEngine.__new__(LezoEngine)
+    engine.estimator = Growing(1e-3)
+    engine.plan_format = PlanFormat(2, num_probes=2, has_weights=False)
+    engine.global_steps = 1
+    engine.records = []
+    assert len(engine._probes()) == 2
+    engine.records = [None]
+    with pytest.raises(UserError, match="Growing has 3 probes at step 1 and 2 at step 0; fix: "):
+        engine._probes()
 
 
 def batch_of(*ids, weight=1.0, label=0):
@@ -160,7 +153,7 @@ def test_a_batch_of_ones_own_counts_its_examples():
     assert bare.num_examples == 6
     packed = replace(bare, token_examples=torch.tensor([[0, 0, 1]] * 6))
     assert packed.num_examples == 2
-    named = replace(packed, examples=(Example("", (), None),) * 3)
+    named = replace(packed, examples=(Example("", (), None, 0),) * 3)
     assert named.num_examples == 3
     assert StepBatch.of([bare, bare]).num_examples == 12
     assert StepBatch.of([bare, named]).num_examples is None

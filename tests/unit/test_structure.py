@@ -23,7 +23,7 @@ FLOORS: tuple[set[str], ...] = (
     {"errors"},
     {"registry", "files", "user_code"},
     {"zo"},
-    {"noise", "tasks", "journal"},
+    {"noise", "journal"},
     {"config"},
     {"distributed"},
     {"replicas"},
@@ -43,7 +43,7 @@ KNOW_DEEPSPEED = {"config", "sharding", "distributed"}
 """The rooms that import DeepSpeed: its configuration, ZeRO-3's internals, and what the ranks
 exchange."""
 DISTRIBUTED_LIBRARIES = ("deepspeed", "torch.distributed", "mpi4py")
-LIGHT_ROOMS = ("errors", "registry", "user_code", "zo", "tasks", "journal", "config", "cli")
+LIGHT_ROOMS = ("errors", "registry", "user_code", "zo", "journal", "config", "cli")
 HEAVY_LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "pandas")
 BINARY = (".png", ".gz", ".safetensors")
 

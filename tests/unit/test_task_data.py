@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -249,7 +248,7 @@ def test_a_split_with_a_file_of_its_own_is_read_alone(assets, tmp_path):
     ("words", "message"),
     [
         (["data.num_demonstrations=1"], "is for lezo-ds evaluate; fix: remove it"),
-        (["data.prompt=<s>{q}"], "data.prompt begins with <s>, which the tokenizer writes"),
+        (["data.prompt=<s>{q}"], "data.prompt begins with <s>, and every text begins with <s>"),
         (["data.max_length=9000"], "tokens, and the model has 256 positions; fix: set data.max_l"),
         (["data.metric=reward"], "data.metric=reward needs a reward, not train.objective=task"),
         (["train.objective=f1"], "train.objective=f1 needs a task that generates answers"),
@@ -290,4 +289,3 @@ def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(
     with pytest.raises(UserError, match=BAD_REWARDS[code].replace("own_0", name)) as error:
         load_task_data(load_config(tmp_path / "recipe.yaml"))
     assert "\n" not in str(error.value)
-    assert str(tmp_path) not in sys.path

@@ -16,7 +16,7 @@ from lezo_ds.config.paths import split_revision
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout, modules_of_text
 from lezo_ds.noise.philox import NORMAL_STREAM, words_at
-from lezo_ds.sharding.tensor_parallel import split_pair
+from lezo_ds.sharding.tensor_parallel import is_linear, split_pair
 from lezo_ds.sharding.weights import ShardedWeights, WeightChanges
 from lezo_ds.zo.keys import adapter_key
 
@@ -229,7 +229,7 @@ def matching_modules(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.M
             for name, module in modules.items()
             if target and _is_one_of(name, [target])
         }
-        if not of_target or not all(map(_is_linear, of_target.values())):
+        if not of_target or not all(map(is_linear, of_target.values())):
             raise UserError(
                 f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}",
                 fix=f"use some of {', '.join(_linear_names(model))}, with commas between them",
@@ -241,9 +241,7 @@ def matching_modules(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.M
 def _linear_names(model: nn.Module, but: nn.Module | None = None) -> list[str]:
     """Return the last parts of the names of all linear modules but one, in order."""
     modules = modules_of_text(model).items()
-    return sorted(
-        {name.rpartition(".")[2] for name, m in modules if _is_linear(m) and m is not but}
-    )
+    return sorted({name.rpartition(".")[2] for name, m in modules if is_linear(m) and m is not but})
 
 
 def _is_one_of(name: str, targets: Sequence[str]) -> bool:
@@ -255,11 +253,6 @@ def _factor_names(weight_name: str) -> tuple[str, str]:
     """Return the own names of the factors A and B of a weight."""
     module = weight_name.removesuffix("weight")
     return f"{module}lora_A.weight", f"{module}lora_B.weight"
-
-
-def _is_linear(module: nn.Module) -> bool:
-    # Other classes derived from Linear, such as the routers of experts, compute something else.
-    return type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")
 
 
 def uniform(key: int, parameter_id: int, elements: Tensor) -> Tensor:

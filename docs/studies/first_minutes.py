@@ -1,9 +1,9 @@
 """What other rules make of the demo's directions: momentum, Adam, Muon, decay, averages, more.
 
-    python launch/first_minutes.py blocks=15 learning_rate=6e-2
-    python launch/first_minutes.py optimizer=muon learning_rate=1e-2 steps=600 data=tweets
-    python launch/first_minutes.py head=1000 steps=64 tokens=answers directions=12 blocks=15
-    python launch/first_minutes.py steps=4 cosine=true
+    python docs/studies/first_minutes.py blocks=15 learning_rate=6e-2
+    python docs/studies/first_minutes.py optimizer=muon learning_rate=1e-2 steps=600 data=tweets
+    python docs/studies/first_minutes.py head=1000 steps=64 tokens=answers directions=12 blocks=15
+    python docs/studies/first_minutes.py steps=4 cosine=true
 
 It is a model of `make demo`'s step in plain PyTorch, on one device, for docs/results.md (The first
 minutes). Each example has `directions` random directions of rank 1, and the loss at each is
@@ -34,8 +34,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from lezo_ds.forward.answer_tokens import ContextLayer
-
 ASSETS = Path("runs/demo/assets")
 MODEL = ASSETS / "SmolLM2-135M-Instruct"
 PROMPT = "{} It was"
@@ -45,6 +43,32 @@ NUM_VALIDATION = 600
 ROWS = 64  # of an evaluation
 HEAD_DECAY = 100.0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class ContextLayer(DynamicLayer):
+    """The keys and values of contexts in a block. Each copy of the answers reads them.
+
+    Nothing is added to them, so a block may run again.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        """Make a layer of the states [sequences, heads, tokens, width]."""
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys = keys
+        self.values = values
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states of contexts with those of answers after them, for each row."""
+        return _joined(self.keys, key_states), _joined(self.values, value_states)
+
+
+def _joined(of_contexts: Tensor, of_answers: Tensor) -> Tensor:
+    """Return the states of contexts, [S, heads, C, width], and of k * S answers, in one tensor."""
+    copies = len(of_answers) // len(of_contexts)
+    return torch.cat([of_contexts.repeat(copies, 1, 1, 1), of_answers], dim=2)
 
 
 @dataclass(frozen=True)
@@ -220,7 +244,9 @@ class Reader:
         cache = DynamicCache()
         cache.layers = [DynamicLayer() for _ in self.frozen]
         for keys, values in contexts:
-            cache.layers.append(ContextLayer(keys[rows], values[rows]))
+            layer = DynamicLayer()
+            layer.update(keys[rows], values[rows])
+            cache.layers.append(layer)
         for block in self.trained:
             states = block(
                 states, seen, position_embeddings=rotations, past_key_values=cache, use_cache=True

@@ -3,7 +3,7 @@
 It needs TRL, which lezo_ds does not install, next to it:
 
     pip install -c constraints.txt trl==1.16.0
-    OMP_NUM_THREADS=1 python launch/grpo_reference.py --steps 10
+    OMP_NUM_THREADS=1 python docs/studies/grpo_reference.py --steps 10
 
 It prints the mean reward and the share of answers in the form on the test prompts, greedy, before
 and after, with the processor's seconds of training and the peak memory.
@@ -24,9 +24,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from lezo_ds.config import load_config
 from lezo_ds.config.paths import ROOT
-from lezo_ds.data.splits import load_splits
-from lezo_ds.data.task_data import find_task
-from lezo_ds.tasks.base import Example
+from lezo_ds.data.examples import Example
+from lezo_ds.data.task_data import load_task_data
 
 RECIPE = ROOT / "launch" / "recipes" / "keywords.yaml"
 NUM_PROMPTS = 8
@@ -75,7 +74,7 @@ def main() -> None:
     from keywords import three_words
 
     config = load_config(RECIPE, ["model.dtype=fp32", *arguments.overrides])
-    splits = load_splits(find_task(config.data), config.data)
+    data = load_task_data(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     max_new_tokens = config.generation.max_new_tokens
@@ -87,7 +86,7 @@ def main() -> None:
     train = Dataset.from_list(
         [
             {"prompt": example.prompt, "sentence": example.record["sentence"]}
-            for example in splits.train
+            for example in data.train.examples
         ]
     )
     settings = GRPOConfig(
@@ -114,13 +113,14 @@ def main() -> None:
         train_dataset=train,
         processing_class=tokenizer,
     )
-    print("before:", test_scores(model, tokenizer, splits.test, max_new_tokens))
+    questions = list(data.test.examples)
+    print("before:", test_scores(model, tokenizer, questions, max_new_tokens))
     start = time.process_time()
     trainer.train()
     seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     model.eval()
-    print("after:", test_scores(model, tokenizer, splits.test, max_new_tokens))
+    print("after:", test_scores(model, tokenizer, questions, max_new_tokens))
     print(f"{arguments.steps} steps: {seconds:.0f} processor seconds, peak {peak:.1f} GB")
 
 

@@ -1,0 +1,267 @@
+"""Tables, comparisons and pages of runs, and sweeps, from the files that runs leave."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+
+import pandas as pd
+import pytest
+import sweep
+from assets import REPOSITORY
+from commands import run as run_program
+
+from lezo_ds.config import dump_yaml, load_config
+from lezo_ds.data.metrics import label_scores
+from lezo_ds.errors import DivergenceError, LezoError, UserError
+from lezo_ds.runs.results import RunResults
+from lezo_ds.tools import report
+from lezo_ds.tools.report import comparison, find_runs, name_runs, read_runs, score_table
+
+RECIPE = REPOSITORY / "launch" / "recipes" / "demo-lezo.yaml"
+
+
+@pytest.fixture
+def finish(tmp_path):
+    """A function that writes what a finished run leaves, and returns its directory."""
+
+    def write(name, *words, answers=(), test=0.9, journal=None, **changes):
+        directory = tmp_path / name
+        config = load_config(RECIPE, [*words, f"run_dir={directory}"])
+        results = {
+            "task": config.data.task,
+            "peft": config.peft.kind,
+            "metric": "accuracy",
+            "protocol": config.data.protocol,
+            "finished": True,
+            "zero_shot": 0.5,
+            "test": test,
+            "majority_class": 0.6,
+            "best_step": 100,
+            "best_dev_loss": 0.5,
+            "steps": 200,
+            "early_stop_step": None,
+            "seed": config.seed,
+            "seconds": 60.0,
+            "peak_memory_bytes": 10**9,
+            "skipped_steps": 0,
+            "model_fingerprint": "f",
+            "weights_digest": "d",
+            "world_size": 1,
+        }
+        known = RunResults.__dataclass_fields__
+        results |= {"method": "lezo"} if "method" in known else {}
+        results = RunResults(**(results | changes))
+        directory.mkdir(parents=True)
+        (directory / "config.yaml").write_text(dump_yaml(config.model_dump()))
+        (directory / "results.json").write_text(json.dumps(asdict(results)))
+        scores = {f"dev_{results.metric}": 0.9, "dev_loss": 0.5}
+        lines = [{"step": step, "seconds": step, **scores} for step in (0, 100, 200)]
+        metrics = "".join(json.dumps(line) + "\n" for line in lines)
+        (directory / "metrics.jsonl").write_text(metrics + '{"step": 2')  # cut by a crash
+        rows = [
+            {"index": index, "prompt": prompt, "right": ["good"], "predicted": predicted}
+            for index, (prompt, predicted) in enumerate(answers)
+        ]
+        (directory / "predictions").mkdir()
+        predictions = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / "predictions" / "step-00000100.jsonl").write_text(predictions)
+        return directory
+
+    return write
+
+
+def named(*directories):
+    return name_runs(read_runs(directories))
+
+
+def texts(*directories):
+    return list(named(*directories)["name"])
+
+
+def test_a_row_is_the_mean_over_seeds_and_is_named_by_what_differs(finish):
+    runs = [
+        finish("a", "seed=0", test=0.8),
+        finish("b", "seed=1", test=0.9),
+        finish("c", "zo.learning_rate=7e-5", test=0.4),
+    ]
+    table = score_table(named(*runs))
+    assert list(table.index) == ["LeZO, learning_rate=3e-05", "LeZO, learning_rate=7e-05"]
+    assert list(table["test"]) == pytest.approx([85, 40])
+    assert table["deviation"].iloc[0] == pytest.approx(7.071, abs=1e-3)
+    assert list(table["note"])[1] == "below the score before training"
+    assert "macro F1" not in table
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["zo.sparsity=0"], "MeZO"),
+        (["peft.kind=lora"], "LeZO, lora"),
+        (["zo.estimator=fzoo", "zo.noise_rank=1"], "FZOO, rank 1"),
+        (["zo.learning_rate=null"], "zero-shot"),
+    ],
+)
+def test_a_run_is_named_by_its_method(words, expected, finish):
+    assert texts(finish("a", *words)) == [expected]
+
+
+def test_runs_of_other_starts_other_test_data_or_equal_seeds_are_not_averaged(finish):
+    answers = [("a", "good"), ("b", "bad")]
+    runs = [
+        finish("a", "seed=0", answers=answers),
+        finish("b", "seed=1", answers=answers[::-1]),
+        finish("c", "seed=2", answers=[("a", "good"), ("c", "bad")]),
+        finish("d", "seed=1", answers=answers),
+        finish("e", "seed=3", "train.eval_batch_size=2", answers=answers),
+    ]
+    first, second, third, fourth, fifth = texts(*runs)
+    assert first == second == fifth == "LeZO"
+    assert third.startswith("LeZO, other test data (")
+    assert fourth == f"LeZO, the same seeds again in {runs[3]}"
+    other = finish("f", "seed=4", model_fingerprint="g")
+    assert texts(runs[0], other) == ["LeZO, base=f", "LeZO, base=g"]
+    adapters = [
+        finish(name, f"seed={name}", "peft.kind=lora", f"peft.path=/{name}") for name in "12"
+    ]
+    assert texts(*adapters) == ["LeZO, lora, path=/1", "LeZO, lora, path=/2"]
+
+
+def test_a_stopped_or_killed_run_shows_its_last_evaluation(finish):
+    stopped = finish("a", finished=False, test=None, best_step=None, steps=150)
+    killed = finish("b", "seed=1")
+    (killed / "results.json").unlink()
+    table = score_table(named(stopped, killed))
+    assert list(table.index) == [f"LeZO, not finished, at step {step}" for step in (150, 200)]
+    assert list(table["validation"]) == [90, 90] and "test" not in table
+
+
+def test_two_runs_are_compared_on_the_same_test_examples(finish):
+    first = finish("a", answers=[(str(n), "good" if n < 4 else "bad") for n in range(12)])
+    second = finish("b", "seed=1", answers=[(str(n), "good" if n else "bad") for n in range(12)])
+    text = comparison(named(first, second))
+    # One against eight: 2 * (1 + 9) / 2**9.
+    assert f"{second} alone is right on 8, and {first} alone on 1 " in text and "0.039" in text
+    other = finish("c", "seed=2", answers=[("x", "good")] * 12)
+    assert "other test examples" in comparison(named(first, other))
+    assert comparison(named(first)) == ""
+
+
+def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys):
+    answers = [("It was <i>", "good" if n < 9 else "<bad>") for n in range(20)]
+    scores = label_scores(["bug", "bug", "bill"], ["bug", "bill", "bill"])
+    run = finish("a", answers=answers, by_label=scores, macro_f1=2 / 3)
+    arguments = Namespace(runs=[str(tmp_path / "*")], html=None, json=False)
+    report.main(arguments)
+    out = capsys.readouterr().out
+    assert "sst2, SmolLM2-135M-Instruct, accuracy" in out and "bill" in out
+    arguments.json = True
+    report.main(arguments)
+    numbers = json.loads(capsys.readouterr().out)["scores"]
+    assert numbers["sst2, SmolLM2-135M-Instruct, accuracy"]["LeZO"]["test"] == pytest.approx(90)
+    line = {"split": "dev", "prompt": "Say <i>", "ended": True}
+    lines = [{"step": n, "answer": f"<b>{n}", "reward": 0.5, **line} for n in (0, 1, 2)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    arguments.html = tmp_path / "page.html"
+    report.main(arguments)
+    text = arguments.html.read_text()
+    assert "10 of 11 wrong answers" in text and text.count("<td>&lt;bad&gt;</td>") == 10
+    assert "&lt;b&gt;0" in text and "&lt;b&gt;2" in text and "&lt;b&gt;1" not in text
+    assert text.count("<svg") == 2 and "Validation score" in text
+    assert not any(loads in text for loads in ('src="', "<script", "<link", "<?xml", "<i>"))
+
+
+def test_a_directory_that_is_no_run_is_warned_of_and_alone_refused(finish, tmp_path, caplog):
+    (tmp_path / "none").mkdir()
+    run = finish("a[1]")
+    assert find_runs([str(run), f"{tmp_path}/*"]) == [run, tmp_path / "none"]
+    assert len(read_runs([run, tmp_path / "none"])) == 1 and "not a run" in caplog.text
+    with pytest.raises(UserError, match="none of these directories holds a run"):
+        read_runs([tmp_path / "none"])
+    with pytest.raises(UserError, match="there is no run"):
+        find_runs([str(tmp_path / "other")])
+
+
+def test_a_damaged_file_is_named(finish, caplog):
+    runs = [finish("a"), finish("b", "seed=1")]
+    (runs[0] / "metrics.jsonl").write_text('{"step": [1], "seconds": 1, "dev_loss": 1}\n')
+    assert list(read_runs(runs)["directory"]) == [str(runs[1])] and str(runs[0]) in caplog.text
+
+
+def test_a_page_without_matplotlib_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"fix: pip install 'lezo_ds\[report\]'"):
+        report.main(Namespace(runs=[str(tmp_path)], html=tmp_path / "page.html", json=False))
+
+
+def arguments_of_sweep(tmp_path, *grid, overrides=(), tune=None):
+    words = Namespace(config=str(RECIPE), out=tmp_path / "sweep", grid=grid)
+    words.overrides = list(overrides)
+    words.tune = tune
+    return words
+
+
+def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(tmp_path):
+    words = arguments_of_sweep(
+        tmp_path, "zo.learning_rate=1e-6,7e-7", "seed,data.seed=0,1", overrides=["train.steps=9"]
+    )
+    runs = list(sweep.plan(words))
+    assert [(run.config.zo.learning_rate, run.config.data.seed) for run in runs] == [
+        (rate, seed) for rate in (1e-6, 7e-7) for seed in (0, 1)
+    ]
+    assert {(run.config.train.steps, run.config.train.keep_snapshots) for run in runs} == {(9, 0)}
+    assert runs[1].directory.name == "zo.learning_rate=1e-06,seed=1"
+    with pytest.raises(UserError, match="is taken or too long"):
+        list(sweep.plan(arguments_of_sweep(tmp_path, "zo.learning_rate=1e-6,0.000001")))
+    tuned = sweep.plan(arguments_of_sweep(tmp_path, tune="zo.learning_rate"))
+    rates = [run.config.zo.learning_rate for run in tuned]
+    assert rates == [3e-6, 9e-6, 3e-5, 9e-5, 3e-4]
+
+
+def test_a_run_is_done_when_it_is_finished_with_its_own_settings(finish, tmp_path):
+    (run,) = sweep.plan(arguments_of_sweep(tmp_path, "seed=0"))
+    assert not run.is_done()
+    finish("sweep/seed=0", "train.keep_snapshots=0")
+    assert run.is_done()
+    (longer,) = sweep.plan(arguments_of_sweep(tmp_path, "seed=0", overrides=["train.steps=3000"]))
+    assert longer.directory == run.directory and not longer.is_done()
+
+
+def test_a_run_that_fails_shows_its_cause_and_a_refused_first_run_is_the_last(
+    finish, tmp_path, monkeypatch, caplog
+):
+    runs = list(sweep.plan(arguments_of_sweep(tmp_path, "seed=0,1,2")))
+    codes = iter([UserError.exit_code, 7, 7, 7, DivergenceError.exit_code])
+    started = []
+
+    def launch(run, launcher):
+        started.append(run.directory.name)
+        run.directory.parent.mkdir(parents=True, exist_ok=True)
+        run.directory.with_name(f"{run.directory.name}.log").write_text("x\nerror: no data\n")
+        return next(codes)
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    with pytest.raises(LezoError, match=r"1 of 3 runs failed: seed=0 \(exit code 2\): error: no d"):
+        sweep.do(runs, "python", may_diverge=False)
+    assert started == ["seed=0"]
+    finish("sweep/seed=0", "train.keep_snapshots=0")
+    with pytest.raises(LezoError, match="2 of 3 runs failed"):
+        sweep.do(runs, "python", may_diverge=False)
+    assert started == ["seed=0", "seed=1", "seed=2"]
+    with pytest.raises(LezoError, match="1 of 3 runs failed: seed=1"):
+        sweep.do(runs, "python", may_diverge=True)
+    text = sweep.table(runs, tmp_path / "sweep")
+    assert "lowest validation loss: LeZO" in text
+    assert list(pd.read_csv(tmp_path / "sweep" / "results.csv")["test"]) == [0.9]
+
+
+@pytest.mark.distributed
+def test_a_sweep_names_its_runs_and_refuses_an_index_that_it_lacks(tmp_path):
+    command = [sys.executable, REPOSITORY / "launch" / "sweep.py", "--config", RECIPE]
+    command += ["--out", tmp_path, "train.steps=9", "--grid", "seed=0,1"]
+    listed = run_program([*command, "--list"])
+    assert listed.code == 0 and f"1  open  {tmp_path}/seed=1" in listed.out
+    refused = run_program([*command, "--index", "2"])
+    assert refused.code == 2 and "fix: give 0 to 1" in refused.err
