@@ -22,8 +22,7 @@ Padding is on the right. Causal attention never looks there, so no attention mas
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -53,20 +52,6 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
         epoch, position = divmod(number, num_examples)
         indices.append(int(_permutation(seed, epoch, num_examples)[position]))
     return indices
-
-
-def num_earlier(items: Sequence[Hashable]) -> list[int]:
-    """Return how often each item came before: 0 unless one repeats.
-
-    >>> num_earlier([7, 3, 7, 7])
-    [0, 0, 1, 2]
-    """
-    counts: Counter[Hashable] = Counter()
-    earlier = []
-    for item in items:
-        earlier.append(counts[item])
-        counts[item] += 1
-    return earlier
 
 
 @lru_cache(maxsize=2)  # a step reads two epochs at most, unless the batch is larger than the data

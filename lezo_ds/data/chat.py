@@ -20,7 +20,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -202,12 +201,7 @@ def _split_at(tokenizer: PromptTokenizer, whole: str, asked: str) -> tuple[Token
 
 def _checked(config: RunConfig, ids: TokenIds, mask: tuple[bool, ...]) -> EncodedExample:
     """Return a sequence of a conversation. UserError: it is too long, or nothing is learned."""
-    if len(ids) > config.data.max_length:
-        raise UserError(
-            f"the conversation has {len(ids)} tokens, and data.max_length is "
-            f"{config.data.max_length}",
-            fix="raise data.max_length",
-        )
+    _refuse_long(len(ids), config.data.max_length)
     # The first token of a sequence has no logits that predict it.
     mask = (False, *mask[1:])
     if not any(mask):
@@ -227,67 +221,57 @@ def encode_question(tokenizer: PromptTokenizer, config: RunConfig, example: Exam
     if example.learned:
         asked = asked[: example.learned[-1]]
     (ids,) = tokenizer.encode_written([write(tokenizer, asked, example.record, opened=True)])
-    room = config.data.max_length - config.generation.max_new_tokens
-    if len(ids) > room:
-        raise UserError(
-            f"the conversation has {len(ids)} tokens, and {room} fit before "
-            f"{config.generation.max_new_tokens} new ones",
-            fix="raise data.max_length, or lower generation.max_new_tokens",
-        )
+    _refuse_long(len(ids), config.data.max_length - config.generation.max_new_tokens)
     return ids
+
+
+def _refuse_long(num_tokens: int, most: int) -> None:
+    if num_tokens > most:
+        raise UserError(
+            f"the conversation has {num_tokens} tokens, and {most} fit",
+            fix="raise data.max_length, or lower generation.max_new_tokens if the model answers",
+        )
 
 
 def encode_choices(
     tokenizer: PromptTokenizer, config: RunConfig, example: Example
 ) -> EncodedExample:
-    """Return the candidates of an example as answers in a conversation, of any length.
+    """Return the candidates of an example as answers in a conversation.
 
     Raises:
-        UserError: the template changes a candidate, or the words around it.
+        UserError: the template changes a candidate, or the words around it; or it is too long.
     """
-    system = config.data.system_prompt
     turns: list[Turn] = [{"role": "user", "content": example.prompt}]
-    if system is not None:
-        turns.insert(0, {"role": "system", "content": system})
-    asked = write(tokenizer, turns, opened=True)
-    written = write(tokenizer, [*turns, {"role": ASSISTANT, "content": _ANSWER}])
-    before, _, _ = written.rpartition(_ANSWER)
-    if not before.startswith(asked):
+    if config.data.system_prompt is not None:
+        turns.insert(0, {"role": "system", "content": config.data.system_prompt})
+    name = tokenizer.backend.name_or_path
+    before, after = _around_answer(tokenizer, turns)
+    if not before.startswith(write(tokenizer, turns, opened=True)):
         raise UserError(
-            f"the chat template of {tokenizer.backend.name_or_path} writes other words before an "
-            "answer than those that ask for it",
+            f"the chat template of {name} writes other words before an answer than those that ask "
+            "for it",
             fix="set data.chat_template_kwargs, or remove data.chat_template",
         )
-    candidates = [_as_written(tokenizer, system, text.strip()) for text in example.candidates]
+    candidates = []
+    for text in example.candidates:
+        answer = text.strip()
+        written = write(tokenizer, [*turns, {"role": ASSISTANT, "content": answer}])
+        if not (written.startswith(before) and written.endswith(after)):
+            raise UserError(
+                f"the chat template of {name} changes the answer {answer!r}",
+                fix="give the label another text, or remove data.chat_template",
+            )
+        candidates.append(written[len(before) : len(written) - len(after)])
     in_chat = replace(example, prompt=before, candidates=tuple(candidates))
     plain = replace(tokenizer, begin_ids=())  # the template writes what begins a text
-    return encode_candidates(plain, in_chat, _ANY_LENGTH)
+    encoded = encode_candidates(plain, in_chat, _ANY_LENGTH)
+    _refuse_long(encoded.num_tokens, config.data.max_length)
+    return encoded
 
 
-@lru_cache(maxsize=10_000)  # a template writes a label alike after all questions
-def _as_written(tokenizer: PromptTokenizer, system: str | None, answer: str) -> str:
-    """Return an answer as the chat template writes it. UserError: it changes what is around it."""
-    before, after = around_answer(tokenizer, system)
-    turns = _question(system)
-    written = write(tokenizer, [*turns, {"role": ASSISTANT, "content": answer}])
-    if not (written.startswith(before) and written.endswith(after)):
-        raise UserError(
-            f"the chat template of {tokenizer.backend.name_or_path} changes the answer {answer!r}",
-            fix="give the label another text, or remove data.chat_template",
-        )
-    return written[len(before) : len(written) - len(after)]
-
-
-def _question(system: str | None) -> list[Turn]:
-    if system is None:
-        return [_QUESTION]
-    return [{"role": "system", "content": system}, _QUESTION]
-
-
-@cache
-def around_answer(tokenizer: PromptTokenizer, system: str | None = None) -> tuple[str, str]:
-    """Return the texts that the template writes before and after an answer to a question."""
-    written = write(tokenizer, [*_question(system), {"role": ASSISTANT, "content": _ANSWER}])
+def _around_answer(tokenizer: PromptTokenizer, turns: Sequence[Turn]) -> tuple[str, str]:
+    """Return the texts that the template writes before and after an answer to turns."""
+    written = write(tokenizer, [*turns, {"role": ASSISTANT, "content": _ANSWER}])
     before, _, after = written.rpartition(_ANSWER)
     return before, after
 
@@ -306,9 +290,10 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
     a text such as <|im_end|> where the tokenizer has no such token.
     """
     try:
-        _, after = around_answer(tokenizer)
+        _, after = _around_answer(tokenizer, [_QUESTION])
     except UserError:  # some templates require a system turn
-        _, after = around_answer(tokenizer, "Be brief.")
+        system = {"role": "system", "content": "Be brief."}
+        _, after = _around_answer(tokenizer, [system, _QUESTION])
     ids = tokenizer.backend.encode(after.strip(), add_special_tokens=False)
     known = tokenizer.backend.added_tokens_decoder
     text = list(takewhile(lambda token: token not in known or not known[token].special, ids))

@@ -20,15 +20,15 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from lezo_ds.config import DataConfig
-from lezo_ds.data.batches import num_earlier
 from lezo_ds.data.examples import Example
 from lezo_ds.data.records import SUFFIXES, read_hub, read_records
 from lezo_ds.data.tasks import SplitSizes, Task
@@ -110,29 +110,84 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[StoredExam
     Raises:
         UserError: the source cannot be read, or records do not fit the task.
     """
-    refused = Refused(source, data.skip_unusable)
-    num_answered = 0
-    for number, record in enumerate(_records(task, data, source), start=1):
-        with refused.unless_usable(f"row {number} of {source}"):
+    problems: dict[str, str] = {}
+    num_records = 0
+    num_unanswered = 0
+    for record in _records(task, data, source):
+        num_records += 1
+        try:
             text = json.dumps(record, ensure_ascii=False, default=str)
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise UserError("it has half of a character", fix="remove it") from error
-            example = task.example(json.loads(text))
-            _refuse_images(example)
-            if example.label is None and task.has_answers:
-                refused.num_unanswered += 1
-            else:
-                num_answered += 1
-                label = -1 if example.label is None else example.label
-                yield StoredExample(text, label, _key(example))
-    refused.report()
-    if num_answered == 0:
+            example = _checked_example(task, text)
+        except UserError as error:
+            problems[f"row {num_records} of {source}"] = str(error)
+            continue
+        if example.label is None and task.has_answers:
+            num_unanswered += 1
+        else:
+            label = -1 if example.label is None else example.label
+            yield StoredExample(text, label, _key(example))
+    if num_unanswered:
+        logger.warning(
+            "%d of %d records of %s have no right answer and are left out",
+            num_unanswered,
+            num_records,
+            source,
+        )
+    refuse_together(problems, num_records, skip=data.skip_unusable)
+    if num_unanswered + len(problems) == num_records:
         raise UserError(
-            f"none of the {refused.num_unanswered} records of {source} has an answer",
+            f"none of the {num_records} records of {source} has an answer",
             fix="correct the file; if a reward judges the answers, set data.prompt alone",
         )
+
+
+def _checked_example(task: Task, text: str) -> Example:
+    """Return the example of a record, which is JSON text. UserError: it cannot be used."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("it has half of a character", fix="remove it") from error
+    example = task.example(json.loads(text))
+    has_image = example.record.get("images") or example.record.get("image")
+    texts = [example.prompt, *(turn["content"] for turn in example.messages)]
+    if has_image and any("<image>" in text for text in texts):
+        raise UserError(
+            "it has images, and a text with <image>",
+            fix="use a model and records of text alone: no images are read",
+        )
+    return example
+
+
+def refuse_together(problems: Mapping[str, str], num_records: int, *, skip: bool) -> None:
+    """Refuse records that cannot be used in one message, or warn that they are left out.
+
+    Args:
+        problems: the text of the UserError of each, by where it is.
+        num_records: number of all records.
+        skip: whether they are left out, unless these are all.
+
+    Raises:
+        UserError: they must be used.
+    """
+    if not problems:
+        return
+    places: dict[str, str] = {}
+    fixes: Counter[str] = Counter()
+    for where, text in problems.items():
+        problem, _, fix = text.partition("; fix: ")
+        places.setdefault(problem, where)
+        fixes[fix] += 1
+    shown = [cut(f"{where}: {problem}", 300) for problem, where in places.items()]
+    if len(shown) > _NUM_SHOWN:
+        shown[_NUM_SHOWN:] = ["and others"]
+    message = f"{len(problems)} of {num_records} records cannot be used: {'; '.join(shown)}"
+    if skip and len(problems) < num_records:
+        logger.warning("left out: %s", message)
+        return
+    ((fix, _),) = fixes.most_common(1)
+    if len(problems) <= _FEW * num_records:
+        fix += ", or leave out such records: data.skip_unusable=true"
+    raise UserError(message, fix=fix)
 
 
 def _records(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, Any]]:
@@ -142,83 +197,12 @@ def _records(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, An
     return read_records(source, data.separator, data.encoding)
 
 
-def _refuse_images(example: Example) -> None:
-    """Refuse a record whose text stands for an image that the model would not see."""
-    has_image = example.record.get("images") or example.record.get("image")
-    texts = [example.prompt, *(turn["content"] for turn in example.messages)]
-    if has_image and any("<image>" in text for text in texts):
-        raise UserError(
-            "it has images, and a text with <image>",
-            fix="use a model and records of text alone: no images are read",
-        )
-
-
 def _key(example: Example) -> int:
     """Return a hash of what the model reads of an example, without its case and spacing."""
     turns = [turn["content"] for turn in example.messages[:-1]]
     choices = example.candidates if len(example.candidates) > 1 else ()
     content = repr((" ".join(example.prompt.casefold().split()), turns, choices))
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "little")
-
-
-class Refused:
-    """Records that cannot be used, which are refused together, or left out with a warning.
-
-    Attributes:
-        num_seen: number of records.
-        num_unanswered: number of records without a right answer, which are left out.
-    """
-
-    def __init__(self, source: str, skip: bool) -> None:
-        self.num_unanswered = 0
-        self._source = source
-        self._skip = skip
-        self._where = ""
-        self.num_seen = 0
-        self._errors: list[tuple[str, str, str]] = []
-
-    def unless_usable(self, where: str) -> Refused:
-        """Return a context in which a UserError of one record, at a place, is noted."""
-        self._where = where
-        self.num_seen += 1
-        return self
-
-    def __enter__(self) -> None:
-        """Begin to use a record."""
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
-        if not isinstance(error, UserError):
-            return False
-        problem, _, fix = str(error).partition("; fix: ")
-        self._errors.append((self._where, problem, fix))
-        return True
-
-    def report(self) -> None:
-        """Say how many records are left out. UserError: some cannot be used, and must be."""
-        if self.num_unanswered:
-            logger.warning(
-                "%d of %d records of %s have no right answer and are left out",
-                self.num_unanswered,
-                self.num_seen,
-                self._source,
-            )
-        if not self._errors:
-            return
-        number = len(self._errors)
-        first_places: dict[str, str] = {}
-        for where, problem, _ in self._errors:
-            first_places.setdefault(problem, where)
-        shown = [cut(f"{where}: {problem}", 300) for problem, where in first_places.items()]
-        if len(shown) > _NUM_SHOWN:
-            shown[_NUM_SHOWN:] = ["and others"]
-        message = f"{number} of {self.num_seen} records cannot be used: {'; '.join(shown)}"
-        if self._skip and number < self.num_seen:
-            logger.warning("left out: %s", message)
-            return
-        ((fix, _),) = Counter(fix for _, _, fix in self._errors).most_common(1)
-        if number <= _FEW * self.num_seen:
-            fix += ", or leave out such records: data.skip_unusable=true"
-        raise UserError(message, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -300,11 +284,10 @@ def _in_order(task: Task, seed: int, labels: np.ndarray) -> np.ndarray:
     shuffled = np.random.RandomState(seed).permutation(len(labels))
     if not task.keeps_shares:
         return shuffled
-    drawn = labels[shuffled].tolist()
-    totals = Counter(drawn)
-    pairs = zip(drawn, num_earlier(drawn), strict=True)
-    places = [(number + 0.5) / totals[label] for label, number in pairs]
-    return shuffled[np.argsort(places, kind="stable")]
+    drawn = pd.Series(labels[shuffled])
+    of_label = drawn.groupby(drawn)
+    places = (of_label.cumcount() + 0.5) / of_label.transform("size")
+    return shuffled[np.argsort(places.to_numpy(), kind="stable")]
 
 
 def _refuse_no_first_choice(task: Task, labels: np.ndarray) -> None:

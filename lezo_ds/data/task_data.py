@@ -29,6 +29,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 import torch
 from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
@@ -37,8 +38,8 @@ from torch import Tensor
 import lezo_ds
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
-from lezo_ds.data.batches import batch_indices, num_earlier
-from lezo_ds.data.described import columns_of, find_task
+from lezo_ds.data.batches import batch_indices
+from lezo_ds.data.described import find_task
 from lezo_ds.data.encode import PromptTokenizer
 from lezo_ds.data.examples import Example
 from lezo_ds.data.metrics import REWARD, try_metric
@@ -46,11 +47,11 @@ from lezo_ds.data.objectives import Objective, load_objective, training_objectiv
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.reader import FEATURES, EncodedSplit, Encoder, Lazy, Reader, load_reader
 from lezo_ds.data.splits import (
-    Refused,
     SplitRows,
     StoredExample,
     draw_splits,
     read_split,
+    refuse_together,
     sources_of,
     with_demonstrations,
 )
@@ -131,21 +132,17 @@ class TaskData:
         """
         size = config.train.micro_batch_size
         rows = self._in_order(config, self.step_rows(config, step))
-        # A batch that is larger than the data, or that crosses the end of an epoch, repeats
-        # examples. A conversation may be several, one for each turn.
-        repetitions = num_earlier(self.train.index[rows].tolist())
+        keys = self._sample_keys(config, step, rows)
 
         def build(index: int) -> MicroBatch:
             part = slice(index * size, (index + 1) * size)
             of_micro_batch: list[int] = rows[part].tolist()
             if not self.objective.reads_answers:
                 return self.training_batch(of_micro_batch)
-            keys = self._sample_keys(config, step, of_micro_batch, repetitions[part])
-            return self._answer_batch(config, of_micro_batch, keys)
+            return self._answer_batch(config, of_micro_batch, None if keys is None else keys[part])
 
-        weights = self._weights(config, rows)
         return StepBatch(
-            weights,
+            self._weights(config, rows),
             build,
             rows.tobytes(),
             num_examples=len(rows),
@@ -197,14 +194,15 @@ class TaskData:
         return sums
 
     def _answer_batch(
-        self, config: RunConfig, rows: Sequence[int], keys: Sequence[int]
+        self, config: RunConfig, rows: Sequence[int], keys: Tensor | None
     ) -> MicroBatch:
         """Return the batch of prompts to train on; the samples of a prompt are neighboring rows.
 
         Args:
             config: of the run.
             rows: indices in `train` of the prompts.
-            keys: of the random numbers of each sample; none if answers are not drawn.
+            keys: of the random numbers of each sample, [prompts, samples]; None if answers are not
+                drawn.
         """
         samples = range(config.generation.num_samples)
         batch = self.reader.objective_batch(self.train, [row for row in rows for _ in samples])
@@ -215,34 +213,27 @@ class TaskData:
             num_groups = max(1, len(rows) // (config.zo.examples_per_direction or len(rows)))
             is_shared = num_groups < len(batch.inputs["input_ids"])  # else it is read at once
             common = common.expand(num_groups, -1) if is_shared else None
-        prompts = replace(
-            batch.prompts,
-            sample_keys=torch.tensor(keys) if keys else None,
-            common_ids=common,
-        )
+        sample_keys = None if keys is None else keys.flatten()
+        prompts = replace(batch.prompts, sample_keys=sample_keys, common_ids=common)
         return replace(batch, prompts=prompts)
 
-    def _sample_keys(
-        self, config: RunConfig, step: int, rows: Sequence[int], repetitions: Sequence[int]
-    ) -> list[int]:
-        """Return the key of the random numbers of each sample, if answers are drawn.
+    def _sample_keys(self, config: RunConfig, step: int, rows: np.ndarray) -> Tensor | None:
+        """Return the keys of the random numbers of each sample, [prompts, samples].
 
-        Args:
-            config: of the run.
-            step: index of the step.
-            rows: indices in `train` of the prompts.
-            repetitions: how often the step had each of these prompts before.
+        It is None if answers are not drawn. A batch that is larger than the data, or that crosses
+        the end of an epoch, repeats examples. Each time, the samples have other numbers.
         """
-        if config.generation.temperature == 0:
-            return []
+        if not self.objective.reads_answers or config.generation.temperature == 0:
+            return None
+        examples = pd.Series(self.train.index[rows])
+        times = examples.groupby(examples).cumcount()  # how often each was there before
         num_samples = config.generation.num_samples
-        keys = []
-        for row, repetition in zip(rows, repetitions, strict=True):
-            example = int(self.train.index[row])
-            first = repetition * num_samples
-            for number in range(first, first + num_samples):
-                keys.append(sample_key(config.seed, step, example, number))
-        return keys
+        keys = [
+            sample_key(config.seed, step, example, time * num_samples + number)
+            for example, time in zip(examples.tolist(), times.tolist(), strict=True)
+            for number in range(num_samples)
+        ]
+        return torch.tensor(keys).reshape(-1, num_samples)
 
 
 class Examples:
@@ -282,9 +273,6 @@ class Examples:
         if objective.rewards is not None:
             objective.rewards.try_out(tried)
         try_metric(task, tried)
-        unread = set(tried[0].record) - columns_of(task)
-        if unread and not objective.is_reward and task.hub_id is None:
-            logger.info("unused columns: %s", ", ".join(sorted(unread)))
         self.reader = load_reader(task, config, objective)
 
     def split(self, name: str) -> EncodedSplit:
@@ -384,14 +372,11 @@ def _encode(folder: Path, encoder: Encoder, examples: Sequence[Example], name: s
     )
     datasets.enable_progress_bars()
     _work = None
-    refused = Refused(f"the {name} split", encoder.config.data.skip_unusable)
     place = _numbers(encoded, "place")
-    for bad in np.flatnonzero(place < 0).tolist():
-        with refused.unless_usable(f"{name} example {-place[bad]}"):
-            raise UserError(encoded[bad]["digest"])
-    refused.num_seen = len(examples)
-    refused.report()
-    if (place < 0).any():
+    refused = np.flatnonzero(place < 0).tolist()
+    problems = {f"{name} example {-place[row]}": encoded[row]["digest"] for row in refused}
+    refuse_together(problems, len(examples), skip=encoder.config.data.skip_unusable)
+    if refused:
         parts = list(folder.glob("*.arrow"))
         kept = encoded.select(np.flatnonzero(place >= 0))
         kept.flatten_indices(cache_file_name=str(folder / "kept.arrow"), features=FEATURES)
