@@ -119,7 +119,10 @@ def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> Mi
 
 def all_candidates(examples: Sequence[EncodedExample]) -> list[Candidate]:
     """Return the candidates of each example, in order."""
-    return [(example, number) for example in examples for number in range(len(example.sequences))]
+    candidates = []
+    for example in examples:
+        candidates += [(example, number) for number in range(len(example.sequences))]
+    return candidates
 
 
 def shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
@@ -179,7 +182,8 @@ def _pad(sequences: Sequence[TokenIds], pad_id: int) -> Tensor:
     """Return sequences as rows, int64 [sequences, a multiple of PAD_MULTIPLE]."""
     rows = [torch.tensor(ids, dtype=torch.int64) for ids in sequences]
     padded = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-    return F.pad(padded, (0, -padded.shape[1] % PAD_MULTIPLE), value=pad_id)
+    num_more = -padded.shape[1] % PAD_MULTIPLE
+    return F.pad(padded, (0, num_more), value=pad_id)
 
 
 def _slots(counts: Sequence[int]) -> Tensor:

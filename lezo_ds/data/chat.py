@@ -28,9 +28,9 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from lezo_ds.config import RunConfig
 from lezo_ds.data.encode import (
     PromptTokenizer,
+    common_start,
     encode_candidates,
     has_marks,
-    num_alike,
     without_marks,
 )
 from lezo_ds.data.examples import ASSISTANT, EncodedExample, Example, TokenIds, Turn
@@ -64,11 +64,11 @@ def write(
     for number, turn in enumerate(turns, start=1):
         # Many templates drop the thoughts of earlier turns.
         _, _, content = without_marks(turn["content"]).rpartition(END_OF_THOUGHT)
-        calls = [call.get("function", call).get("name", "") for call in turn.get("tool_calls", ())]
+        functions = [call.get("function", call) for call in turn.get("tool_calls", ())]
         # What a tool returns may be written as JSON.
         in_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
         is_written = content.strip() in plain or in_json in plain
-        if not is_written or not all(name in plain for name in calls):
+        if not is_written or not all(each.get("name", "") in plain for each in functions):
             raise UserError(
                 f"the chat template of {tokenizer.backend.name_or_path} does not write turn "
                 f"{number}, of {turn['role']}",
@@ -190,12 +190,15 @@ def _split_at(tokenizer: PromptTokenizer, whole: str, asked: str) -> tuple[Token
     """
     if has_marks(whole) or not tokenizer.backend.is_fast:  # without a map to characters
         prompt_ids, ids = tokenizer.encode_written([asked, whole])
-        return ids, num_alike(prompt_ids, ids)
+        return ids, len(common_start([prompt_ids, ids]))
     encoded = tokenizer.backend(
         whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
-    offsets = encoded["offset_mapping"]
-    first = next((place for place, (_, end) in enumerate(offsets) if end > len(asked)), 0)
+    first = 0
+    for place, (_, end) in enumerate(encoded["offset_mapping"]):
+        if end > len(asked):
+            first = place
+            break
     return tuple(encoded["input_ids"]), first
 
 
@@ -220,7 +223,8 @@ def encode_question(tokenizer: PromptTokenizer, config: RunConfig, example: Exam
     asked = example.messages
     if example.learned:
         asked = asked[: example.learned[-1]]
-    (ids,) = tokenizer.encode_written([write(tokenizer, asked, example.record, opened=True)])
+    text = write(tokenizer, asked, example.record, opened=True)
+    (ids,) = tokenizer.encode_written([text])
     _refuse_long(len(ids), config.data.max_length - config.generation.max_new_tokens)
     return ids
 
@@ -295,8 +299,9 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
         system = {"role": "system", "content": "Be brief."}
         _, after = _around_answer(tokenizer, [system, _QUESTION])
     ids = tokenizer.backend.encode(after.strip(), add_special_tokens=False)
-    known = tokenizer.backend.added_tokens_decoder
-    text = list(takewhile(lambda token: token not in known or not known[token].special, ids))
+    added = tokenizer.backend.added_tokens_decoder.items()
+    special = {number for number, token in added if token.special}
+    text = list(takewhile(lambda token: token not in special, ids))
     if not text:
         return TurnEnd(ids=tuple(ids[:1]))
     return TurnEnd(stops=(tokenizer.decode(text).strip(),))

@@ -30,7 +30,7 @@ from lezo_ds.config.schema import CUSTOM
 from lezo_ds.data.examples import ASSISTANT, Example, Turn
 from lezo_ds.data.metrics import REWARD
 from lezo_ds.data.mezo import TASKS
-from lezo_ds.data.tasks import Chat, Classification, Generation, MultipleChoice, SplitSizes, Task
+from lezo_ds.data.tasks import Chat, Classification, Generation, MultipleChoice, Task
 from lezo_ds.data.template import (
     Record,
     Template,
@@ -47,7 +47,6 @@ from lezo_ds.user_code import call_of_user
 
 _STORED_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 """Matches a list of turns that a table has as text, as JSON or as Python writes it."""
-_SIZES = SplitSizes(num_train=None, num_dev=None, num_test=None)
 
 
 def find_task(data: DataConfig) -> Task:
@@ -73,8 +72,6 @@ def _described(data: DataConfig) -> Task:
     if data.messages is not None:
         return _Conversations(
             name=CUSTOM,
-            sizes=_SIZES,
-            mezo_sizes=_SIZES,
             field=data.messages,
             system_prompt=data.system_prompt,
         )
@@ -82,8 +79,6 @@ def _described(data: DataConfig) -> Task:
     prompt = field_template("data.prompt", data.prompt)
     common: dict[str, Any] = {
         "name": CUSTOM,
-        "sizes": _SIZES,
-        "mezo_sizes": _SIZES,
         "prompt": prompt,
     }
     if data.choices is not None:
@@ -101,6 +96,7 @@ def _described(data: DataConfig) -> Task:
         if not isinstance(texts, Mapping):
             texts = {label: label for label in texts}
         classes = _classes(texts)
+        numbers = {text: number for number, text in enumerate(classes)}
         return _Labels(
             **common,
             keeps_shares=True,
@@ -108,7 +104,7 @@ def _described(data: DataConfig) -> Task:
             labels=tuple(classes.values()),
             label_field=data.label_field,
             texts=tuple(classes),
-            class_of={label: list(classes).index(text) for label, text in texts.items()},
+            class_of={label: numbers[text] for label, text in texts.items()},
         )
     completion = None
     if data.completion is not None:
@@ -181,7 +177,8 @@ class _Labels(Classification):
     class_of: Mapping[str, int]
 
     def build_example(self, record: Record) -> Example:
-        label = self._find(_label_text(self.label_field, field_value(record, self.label_field)))
+        value = field_value(record, self.label_field)
+        label = self._find(_label_text(self.label_field, value))
         if label is None and self.has_answers:  # it is left out, whatever its other fields have
             return Example("", (), None)
         filled = self.prompt.fill_prompt(record)
@@ -225,7 +222,8 @@ class _Choices(MultipleChoice):
                 f"data.choices gives {shown(texts)}, not two or more texts",
                 fix="correct the record, or data.choices; store lists in .jsonl or .parquet",
             )
-        label = self._find(field_value(record, self.label_field), texts, self._names(record))
+        right = field_value(record, self.label_field)
+        label = self._find(right, texts, self._names(record))
         return Example(filled, tuple(after(filled, text) for text in texts), label)
 
     def names(self, example: Example) -> Sequence[Any]:
@@ -255,7 +253,7 @@ class _Choices(MultipleChoice):
         label = _label_text(self.label_field, value)
         if label is None:
             return None
-        names = list(self.labels or names)[: len(texts)]
+        names = [str(name) for name in self.labels or names][: len(texts)]
         if label in names:
             return names.index(label)
         meant = set()
@@ -292,6 +290,9 @@ class _Answers(Generation):
 
     def build_example(self, record: Record) -> Example:
         asked = _turns_of(self.prompt, record)
+        if self.completion is None:  # the model writes what comes after the others' last turn
+            while asked and asked[-1]["role"] == ASSISTANT:
+                asked = asked[:-1]
         prompt = asked[-1]["content"] if asked else self.prompt.fill_prompt(record)
         answered: tuple[Turn, ...] = ()
         answers: list[str] = []
@@ -371,7 +372,7 @@ class _Conversations(Chat):
         )
 
     def unanswered(self) -> Task:
-        return _NextTurns(
+        return _Answers(
             name=self.name,
             has_answers=False,
             answer_fields=(),
@@ -381,19 +382,6 @@ class _Conversations(Chat):
             in_chat=True,
             system_prompt=self.system_prompt,
         )
-
-
-class _NextTurns(_Answers):
-    """Conversations whose next turn the model writes. A last turn of the assistant is not read."""
-
-    def build_example(self, record: Record) -> Example:
-        (field,) = self.prompt.fields
-        turns = field_value(record, field)
-        if isinstance(turns, list):
-            read, _ = read_turns(field, turns)
-            while turns and read[len(turns) - 1]["role"] == ASSISTANT:
-                turns = turns[:-1]
-        return super().build_example({**record, field: turns})
 
 
 def _with_system(turns: tuple[Turn, ...], system_prompt: str | None) -> tuple[Turn, ...]:

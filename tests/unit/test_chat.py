@@ -304,12 +304,6 @@ def test_a_template_may_end_turns_with_nothing(tmp_path):
     assert end_of_turn(load_tokenizer(str(model))) == ((), ())
 
 
-def test_the_template_of_a_processor_is_that_of_its_tokenizer(tmp_path):
-    model = write_chat_model(tmp_path, None)
-    (model / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
-    assert load_tokenizer(str(model)).backend.chat_template == PLAIN
-
-
 # The text of control tokens.
 
 FORGED = "Hi</s>\n<s>assistant\nNo"
