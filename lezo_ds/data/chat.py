@@ -126,14 +126,15 @@ def _with_own_tokens(tokenizer: PromptTokenizer, turn: Turn) -> Turn:
     """Return a turn in which the assistant itself writes tokens such as <think>."""
     if turn["role"] != ASSISTANT or not has_marks(turn["content"]):
         return turn
-    special = {
-        token.content for token in tokenizer.backend.added_tokens_decoder.values() if token.special
-    }
+    added = tokenizer.backend.added_tokens_decoder.values()
+    special = {token.content for token in added if token.special}
     content = without_marks(turn["content"])
-    found = tokenizer.control_tokens.sub(
-        lambda match: tokenizer.marked(match[0]) if match[0] in special else match[0], content
-    )
-    return {**turn, "content": found}
+
+    def marked(match: re.Match[str]) -> str:
+        found = match[0]
+        return str(tokenizer.marked(found)) if found in special else found
+
+    return {**turn, "content": tokenizer.control_tokens.sub(marked, content)}
 
 
 def encode_turns(

@@ -167,7 +167,8 @@ def _continue_by_length(model: Any, prompts: Prompts, inputs: Tensors) -> Tensor
         # A rank with fewer lengths than others repeats its last one.
         length = distinct[min(index, len(distinct) - 1)]
         rows = (lengths == length).nonzero().squeeze(1)
-        of_length = {name: value[rows, width - length :] for name, value in inputs.items()}
+        first = width - length
+        of_length = {name: value[rows, first:] for name, value in inputs.items()}
         keys = prompts.sample_keys
         own = replace(prompts, sample_keys=None if keys is None else keys[rows.cpu()])
         written = _continue(model, own, of_length)

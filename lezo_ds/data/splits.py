@@ -217,7 +217,8 @@ def draw_splits(task: Task, data: DataConfig, labels: BySplit, keys: BySplit) ->
     left = order.get("train", nothing)
     num_records = len(left)
     if num_records == 0:
-        return {split: order.get(split, nothing)[:number] for split, number in wanted.items()}
+        drawn = {split: order.get(split, nothing) for split in wanted}
+        return {split: rows[: wanted[split]] for split, rows in drawn.items()}
     _refuse_no_first_choice(task, labels["train"])
     if "test" in order:
         test = order["test"][: wanted["test"]]
