@@ -253,7 +253,10 @@ def recipe_inputs(config: RunConfig) -> Inputs:
 
     def published_batches(step: int) -> list[MicroBatch]:
         examples = [data.train.encoded[row] for row in data.step_rows(config, step)]
-        return [build_batch(examples[rank::ranks], data.tokenizer.pad_id) for rank in range(ranks)]
+        return [
+            build_batch(examples[rank::ranks], data.reader.tokenizer.pad_id)
+            for rank in range(ranks)
+        ]
 
     def batches(layout: str, step: int) -> Sequence[MicroBatch]:
         if layout == "published":

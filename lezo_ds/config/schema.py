@@ -215,8 +215,8 @@ class DataConfig(Section):
     """The final score is measured on at most this number of examples. Null uses the protocol's
     number."""
     max_length: Annotated[int, Field(ge=1, le=2**20), _OF_EXPORT] = 2048
-    """Maximum number of tokens in an input. Longer texts are truncated on the left. Longer
-    conversations are unusable records."""
+    """Maximum number of tokens in an input. Longer texts are truncated on the left; what a chat
+    template writes is refused."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """This seed selects the examples of each split."""
     num_demonstrations: CountOrZero = 0

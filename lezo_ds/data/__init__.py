@@ -1,17 +1,16 @@
-"""Data: from text to batches, and from logits to losses and scores.
+"""Data: from a file to batches, and from what a model makes of them to losses and scores.
 
-Records become the batches of steps and of evaluations:
+A record goes one way, and returns to no module:
 
-    tables       records of files and of the hub, each with its place
-    splits       records, checked and drawn, as the examples of train, dev and test
-    encoding     examples as token ids; chat: those that a chat template writes
-    batches      token ids as rows of tensors; packing: several sequences in a row
-    task_data    all of this for a run and its steps; prefetch: the next step, in a thread
-
-What the model makes of them becomes losses, answers and scores:
-
-    objectives   logits or answers -> loss of each example
-    generation   prompts -> new tokens -> answers; prompt_reading: the prompts, before new tokens
-    metrics      predictions -> score
-    evaluation   the loss and score of a split, on all ranks
+    file          records     pandas, json, pyarrow and datasets read it
+    record        tasks       a task makes texts of it: those of the papers (mezo), or those that a
+                              recipe describes (described, with template and turns)
+    example       splits      checked, drawn, and put after demonstrations (examples has the types)
+    token ids     encode      texts; chat: what a chat template writes
+    row           reader      a row of an Arrow file, which the ranks of a machine share (store)
+    batch         batches     rows of tensors; packing: several sequences in a row
+    step          task_data   the batches of a step; prefetch: those of the next one, in a thread
+    outputs       generation  new tokens after prompts, which prompt_reading reads first
+    loss          objectives  of logits or answers; rewards: functions of the user's
+    score         score       the loss and score of a split, on all ranks; metrics: its functions
 """

@@ -22,8 +22,7 @@ Padding is on the right. Causal attention never looks there, so no attention mas
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -53,20 +52,6 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
         epoch, position = divmod(number, num_examples)
         indices.append(int(_permutation(seed, epoch, num_examples)[position]))
     return indices
-
-
-def num_earlier(items: Sequence[Hashable]) -> list[int]:
-    """Return how often each item came before: 0 unless one repeats.
-
-    >>> num_earlier([7, 3, 7, 7])
-    [0, 0, 1, 2]
-    """
-    counts: Counter[Hashable] = Counter()
-    earlier = []
-    for item in items:
-        earlier.append(counts[item])
-        counts[item] += 1
-    return earlier
 
 
 @lru_cache(maxsize=2)  # a step reads two epochs at most, unless the batch is larger than the data
@@ -134,7 +119,10 @@ def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> Mi
 
 def all_candidates(examples: Sequence[EncodedExample]) -> list[Candidate]:
     """Return the candidates of each example, in order."""
-    return [(example, number) for example in examples for number in range(len(example.sequences))]
+    candidates = []
+    for example in examples:
+        candidates += [(example, number) for number in range(len(example.sequences))]
+    return candidates
 
 
 def shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
@@ -194,7 +182,8 @@ def _pad(sequences: Sequence[TokenIds], pad_id: int) -> Tensor:
     """Return sequences as rows, int64 [sequences, a multiple of PAD_MULTIPLE]."""
     rows = [torch.tensor(ids, dtype=torch.int64) for ids in sequences]
     padded = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-    return F.pad(padded, (0, -padded.shape[1] % PAD_MULTIPLE), value=pad_id)
+    num_more = -padded.shape[1] % PAD_MULTIPLE
+    return F.pad(padded, (0, num_more), value=pad_id)
 
 
 def _slots(counts: Sequence[int]) -> Tensor:

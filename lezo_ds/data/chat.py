@@ -20,7 +20,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -29,9 +28,9 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from lezo_ds.config import RunConfig
 from lezo_ds.data.encode import (
     PromptTokenizer,
+    common_start,
     encode_candidates,
     has_marks,
-    num_alike,
     without_marks,
 )
 from lezo_ds.data.examples import ASSISTANT, EncodedExample, Example, TokenIds, Turn
@@ -65,11 +64,11 @@ def write(
     for number, turn in enumerate(turns, start=1):
         # Many templates drop the thoughts of earlier turns.
         _, _, content = without_marks(turn["content"]).rpartition(END_OF_THOUGHT)
-        calls = [call.get("function", call).get("name", "") for call in turn.get("tool_calls", ())]
+        functions = [call.get("function", call) for call in turn.get("tool_calls", ())]
         # What a tool returns may be written as JSON.
         in_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
         is_written = content.strip() in plain or in_json in plain
-        if not is_written or not all(name in plain for name in calls):
+        if not is_written or not all(each.get("name", "") in plain for each in functions):
             raise UserError(
                 f"the chat template of {tokenizer.backend.name_or_path} does not write turn "
                 f"{number}, of {turn['role']}",
@@ -127,14 +126,15 @@ def _with_own_tokens(tokenizer: PromptTokenizer, turn: Turn) -> Turn:
     """Return a turn in which the assistant itself writes tokens such as <think>."""
     if turn["role"] != ASSISTANT or not has_marks(turn["content"]):
         return turn
-    special = {
-        token.content for token in tokenizer.backend.added_tokens_decoder.values() if token.special
-    }
+    added = tokenizer.backend.added_tokens_decoder.values()
+    special = {token.content for token in added if token.special}
     content = without_marks(turn["content"])
-    found = tokenizer.control_tokens.sub(
-        lambda match: tokenizer.marked(match[0]) if match[0] in special else match[0], content
-    )
-    return {**turn, "content": found}
+
+    def marked(match: re.Match[str]) -> str:
+        found = match[0]
+        return str(tokenizer.marked(found)) if found in special else found
+
+    return {**turn, "content": tokenizer.control_tokens.sub(marked, content)}
 
 
 def encode_turns(
@@ -191,23 +191,21 @@ def _split_at(tokenizer: PromptTokenizer, whole: str, asked: str) -> tuple[Token
     """
     if has_marks(whole) or not tokenizer.backend.is_fast:  # without a map to characters
         prompt_ids, ids = tokenizer.encode_written([asked, whole])
-        return ids, num_alike(prompt_ids, ids)
+        return ids, len(common_start([prompt_ids, ids]))
     encoded = tokenizer.backend(
         whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
-    offsets = encoded["offset_mapping"]
-    first = next((place for place, (_, end) in enumerate(offsets) if end > len(asked)), 0)
+    first = 0
+    for place, (_, end) in enumerate(encoded["offset_mapping"]):
+        if end > len(asked):
+            first = place
+            break
     return tuple(encoded["input_ids"]), first
 
 
 def _checked(config: RunConfig, ids: TokenIds, mask: tuple[bool, ...]) -> EncodedExample:
     """Return a sequence of a conversation. UserError: it is too long, or nothing is learned."""
-    if len(ids) > config.data.max_length:
-        raise UserError(
-            f"the conversation has {len(ids)} tokens, and data.max_length is "
-            f"{config.data.max_length}",
-            fix="raise data.max_length",
-        )
+    _refuse_long(len(ids), config.data.max_length)
     # The first token of a sequence has no logits that predict it.
     mask = (False, *mask[1:])
     if not any(mask):
@@ -226,68 +224,59 @@ def encode_question(tokenizer: PromptTokenizer, config: RunConfig, example: Exam
     asked = example.messages
     if example.learned:
         asked = asked[: example.learned[-1]]
-    (ids,) = tokenizer.encode_written([write(tokenizer, asked, example.record, opened=True)])
-    room = config.data.max_length - config.generation.max_new_tokens
-    if len(ids) > room:
-        raise UserError(
-            f"the conversation has {len(ids)} tokens, and {room} fit before "
-            f"{config.generation.max_new_tokens} new ones",
-            fix="raise data.max_length, or lower generation.max_new_tokens",
-        )
+    text = write(tokenizer, asked, example.record, opened=True)
+    (ids,) = tokenizer.encode_written([text])
+    _refuse_long(len(ids), config.data.max_length - config.generation.max_new_tokens)
     return ids
+
+
+def _refuse_long(num_tokens: int, most: int) -> None:
+    if num_tokens > most:
+        raise UserError(
+            f"the conversation has {num_tokens} tokens, and {most} fit",
+            fix="raise data.max_length, or lower generation.max_new_tokens if the model answers",
+        )
 
 
 def encode_choices(
     tokenizer: PromptTokenizer, config: RunConfig, example: Example
 ) -> EncodedExample:
-    """Return the candidates of an example as answers in a conversation, of any length.
+    """Return the candidates of an example as answers in a conversation.
 
     Raises:
-        UserError: the template changes a candidate, or the words around it.
+        UserError: the template changes a candidate, or the words around it; or it is too long.
     """
-    system = config.data.system_prompt
     turns: list[Turn] = [{"role": "user", "content": example.prompt}]
-    if system is not None:
-        turns.insert(0, {"role": "system", "content": system})
-    asked = write(tokenizer, turns, opened=True)
-    written = write(tokenizer, [*turns, {"role": ASSISTANT, "content": _ANSWER}])
-    before, _, _ = written.rpartition(_ANSWER)
-    if not before.startswith(asked):
+    if config.data.system_prompt is not None:
+        turns.insert(0, {"role": "system", "content": config.data.system_prompt})
+    name = tokenizer.backend.name_or_path
+    before, after = _around_answer(tokenizer, turns)
+    if not before.startswith(write(tokenizer, turns, opened=True)):
         raise UserError(
-            f"the chat template of {tokenizer.backend.name_or_path} writes other words before an "
-            "answer than those that ask for it",
+            f"the chat template of {name} writes other words before an answer than those that ask "
+            "for it",
             fix="set data.chat_template_kwargs, or remove data.chat_template",
         )
-    candidates = [_as_written(tokenizer, system, text.strip()) for text in example.candidates]
+    candidates = []
+    for text in example.candidates:
+        answer = text.strip()
+        written = write(tokenizer, [*turns, {"role": ASSISTANT, "content": answer}])
+        if not (written.startswith(before) and written.endswith(after)):
+            raise UserError(
+                f"the chat template of {name} changes the answer {answer!r}",
+                fix="give the label another text, or remove data.chat_template",
+            )
+        candidates.append(written[len(before) : len(written) - len(after)])
     in_chat = replace(example, prompt=before, candidates=tuple(candidates))
     plain = replace(tokenizer, begin_ids=())  # the template writes what begins a text
-    return encode_candidates(plain, in_chat, _ANY_LENGTH)
+    encoded = encode_candidates(plain, in_chat, _ANY_LENGTH)
+    _refuse_long(encoded.num_tokens, config.data.max_length)
+    return encoded
 
 
-@lru_cache(maxsize=10_000)  # a template writes a label alike after all questions
-def _as_written(tokenizer: PromptTokenizer, system: str | None, answer: str) -> str:
-    """Return an answer as the chat template writes it. UserError: it changes what is around it."""
-    before, after = around_answer(tokenizer, system)
-    turns = _question(system)
-    written = write(tokenizer, [*turns, {"role": ASSISTANT, "content": answer}])
-    if not (written.startswith(before) and written.endswith(after)):
-        raise UserError(
-            f"the chat template of {tokenizer.backend.name_or_path} changes the answer {answer!r}",
-            fix="give the label another text, or remove data.chat_template",
-        )
-    return written[len(before) : len(written) - len(after)]
-
-
-def _question(system: str | None) -> list[Turn]:
-    if system is None:
-        return [_QUESTION]
-    return [{"role": "system", "content": system}, _QUESTION]
-
-
-@cache
-def around_answer(tokenizer: PromptTokenizer, system: str | None = None) -> tuple[str, str]:
-    """Return the texts that the template writes before and after an answer to a question."""
-    written = write(tokenizer, [*_question(system), {"role": ASSISTANT, "content": _ANSWER}])
+def _around_answer(tokenizer: PromptTokenizer, turns: Sequence[Turn]) -> tuple[str, str]:
+    """Return the texts that the template writes before and after an answer to turns."""
+    written = write(tokenizer, [*turns, {"role": ASSISTANT, "content": _ANSWER}])
     before, _, after = written.rpartition(_ANSWER)
     return before, after
 
@@ -306,12 +295,14 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
     a text such as <|im_end|> where the tokenizer has no such token.
     """
     try:
-        _, after = around_answer(tokenizer)
+        _, after = _around_answer(tokenizer, [_QUESTION])
     except UserError:  # some templates require a system turn
-        _, after = around_answer(tokenizer, "Be brief.")
+        system = {"role": "system", "content": "Be brief."}
+        _, after = _around_answer(tokenizer, [system, _QUESTION])
     ids = tokenizer.backend.encode(after.strip(), add_special_tokens=False)
-    known = tokenizer.backend.added_tokens_decoder
-    text = list(takewhile(lambda token: token not in known or not known[token].special, ids))
+    added = tokenizer.backend.added_tokens_decoder.items()
+    special = {number for number, token in added if token.special}
+    text = list(takewhile(lambda token: token not in special, ids))
     if not text:
         return TurnEnd(ids=tuple(ids[:1]))
     return TurnEnd(stops=(tokenizer.decode(text).strip(),))

@@ -20,9 +20,7 @@ A record's label is `str` of what a library has read. NaN, null and an empty tex
 
 from __future__ import annotations
 
-import logging
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +30,7 @@ from lezo_ds.config.schema import CUSTOM
 from lezo_ds.data.examples import ASSISTANT, Example, Turn
 from lezo_ds.data.metrics import REWARD
 from lezo_ds.data.mezo import TASKS
-from lezo_ds.data.tasks import Chat, Classification, Generation, MultipleChoice, SplitSizes, Task
+from lezo_ds.data.tasks import Chat, Classification, Generation, MultipleChoice, Task
 from lezo_ds.data.template import (
     Record,
     Template,
@@ -47,11 +45,8 @@ from lezo_ds.data.turns import read_turns
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.user_code import call_of_user
 
-logger = logging.getLogger(__name__)
-
 _STORED_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 """Matches a list of turns that a table has as text, as JSON or as Python writes it."""
-_SIZES = SplitSizes(num_train=None, num_dev=None, num_test=None)
 
 
 def find_task(data: DataConfig) -> Task:
@@ -68,17 +63,6 @@ def find_task(data: DataConfig) -> Task:
     return task
 
 
-def columns_of(task: Task) -> set[str]:
-    """Return the columns of records that a task reads."""
-    columns = {*task.fields, *task.answer_fields, "tools"}
-    for value in vars(task).values():
-        for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, Template):
-                columns |= set(each.fields)
-    columns |= {getattr(task, name) for name in ("field", "label_field") if hasattr(task, name)}
-    return columns | {name.partition(".")[0] for name in columns}
-
-
 def _described(data: DataConfig) -> Task:
     """Return the task that the keys of `data` describe. The config has checked their combination.
 
@@ -88,8 +72,6 @@ def _described(data: DataConfig) -> Task:
     if data.messages is not None:
         return _Conversations(
             name=CUSTOM,
-            sizes=_SIZES,
-            mezo_sizes=_SIZES,
             field=data.messages,
             system_prompt=data.system_prompt,
         )
@@ -97,8 +79,6 @@ def _described(data: DataConfig) -> Task:
     prompt = field_template("data.prompt", data.prompt)
     common: dict[str, Any] = {
         "name": CUSTOM,
-        "sizes": _SIZES,
-        "mezo_sizes": _SIZES,
         "prompt": prompt,
     }
     if data.choices is not None:
@@ -116,6 +96,7 @@ def _described(data: DataConfig) -> Task:
         if not isinstance(texts, Mapping):
             texts = {label: label for label in texts}
         classes = _classes(texts)
+        numbers = {text: number for number, text in enumerate(classes)}
         return _Labels(
             **common,
             keeps_shares=True,
@@ -123,9 +104,7 @@ def _described(data: DataConfig) -> Task:
             labels=tuple(classes.values()),
             label_field=data.label_field,
             texts=tuple(classes),
-            class_of={
-                _comparable(label): tuple(classes).index(text) for label, text in texts.items()
-            },
+            class_of={label: numbers[text] for label, text in texts.items()},
         )
     completion = None
     if data.completion is not None:
@@ -181,11 +160,6 @@ def _label_text(field: str, value: object) -> str | None:
     return None if is_missing else field_text(field, value)
 
 
-def _comparable(label: str) -> str:
-    """Return what unlike spellings of a label in Unicode have in common."""
-    return unicodedata.normalize("NFKC", label).replace("\N{VARIATION SELECTOR-16}", "")
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Labels(Classification):
     """Records whose `label_field` has one of the labels of a recipe.
@@ -194,7 +168,7 @@ class _Labels(Classification):
         prompt: template of the prompt.
         label_field: the field with the label.
         texts: what the model gives for each class.
-        class_of: the index in `texts` of each label that a record may hold, by `_comparable`.
+        class_of: the index in `texts` of each label that a record may hold.
     """
 
     prompt: Template
@@ -203,7 +177,8 @@ class _Labels(Classification):
     class_of: Mapping[str, int]
 
     def build_example(self, record: Record) -> Example:
-        label = self._find(_label_text(self.label_field, field_value(record, self.label_field)))
+        value = field_value(record, self.label_field)
+        label = self._find(_label_text(self.label_field, value))
         if label is None and self.has_answers:  # it is left out, whatever its other fields have
             return Example("", (), None)
         filled = self.prompt.fill_prompt(record)
@@ -212,19 +187,14 @@ class _Labels(Classification):
     def _find(self, label: str | None) -> int | None:
         if label is None:
             return None
-        found = self.class_of.get(_comparable(label))
-        if found is None:
+        if label not in self.class_of:
             known = list(self.class_of)
             raise UserError(
                 f"column `{self.label_field}` is {shown(label)}, which is none of data.labels: "
                 f"{cut(', '.join(known), 200)}",
                 fix=did_you_mean(label, known, "correct the record, or add it to data.labels"),
             )
-        if label not in self.class_of and label != _comparable(label):
-            logger.warning(
-                "column `%s`: %a counts as %a", self.label_field, label, _comparable(label)
-            )
-        return found
+        return self.class_of[label]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +222,8 @@ class _Choices(MultipleChoice):
                 f"data.choices gives {shown(texts)}, not two or more texts",
                 fix="correct the record, or data.choices; store lists in .jsonl or .parquet",
             )
-        label = self._find(field_value(record, self.label_field), texts, self._names(record))
+        right = field_value(record, self.label_field)
+        label = self._find(right, texts, self._names(record))
         return Example(filled, tuple(after(filled, text) for text in texts), label)
 
     def names(self, example: Example) -> Sequence[Any]:
@@ -264,13 +235,9 @@ class _Choices(MultipleChoice):
             listed = self.texts[0].only_value(record)
             if isinstance(listed, list):
                 return [field_text(self.texts[0].fields[0], each) for each in listed]
-        missing = {
-            field: ""
-            for template in self.texts
-            for field in template.fields
-            if field_value(record, field) is None
-        }
-        texts = [template.fill({**record, **missing}) for template in self.texts]
+        # Where others have more, a table has "", and Parquet null.
+        filled = {name: "" if value is None else value for name, value in record.items()}
+        texts = [template.fill(filled) for template in self.texts]
         while texts and not texts[-1].strip():
             texts.pop()
         return texts
@@ -286,29 +253,23 @@ class _Choices(MultipleChoice):
         label = _label_text(self.label_field, value)
         if label is None:
             return None
-        if self.labels or label in names:
-            known = list(self.labels or names)
-            if label in known[: len(texts)]:
-                return known.index(label)
-        is_index = label.isdecimal() and int(label) < len(texts)
-        if not self.labels and label in texts and not isinstance(value, int):
-            if is_index and texts[int(label)] != label:
-                raise UserError(
-                    f"column `{self.label_field}` is {shown(label)}, which may be the text of a "
-                    "choice or the index of another",
-                    fix="list in data.labels what the column holds for the first, second, ... "
-                    "choice, or write indices as numbers in .jsonl",
-                )
-            return texts.index(label)
-        if not self.labels and is_index:
-            return int(label)
-        expected = f"an index from 0, or one of the choices {shown(texts)}"
-        if self.labels:
-            expected = f"one of data.labels: {cut(', '.join(map(str, self.labels)), 200)}"
-        raise UserError(
-            f"column `{self.label_field}` is {shown(label)}, not {expected}",
-            fix="list in data.labels what the column holds for the first, second, ... choice",
-        )
+        names = [str(name) for name in self.labels or names][: len(texts)]
+        if label in names:
+            return names.index(label)
+        meant = set()
+        if not self.labels:
+            if label.isdecimal() and int(label) < len(texts):
+                meant.add(int(label))
+            if label in texts and not isinstance(value, int):
+                meant.add(texts.index(label))
+        if len(meant) != 1:
+            expected = cut(", ".join(map(str, self.labels or texts)), 200)
+            raise UserError(
+                f"column `{self.label_field}` is {shown(label)}, which does not name one choice: "
+                f"an index from 0, or one of {expected}",
+                fix="list in data.labels what the column holds for the first, second, ... choice",
+            )
+        return meant.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +290,9 @@ class _Answers(Generation):
 
     def build_example(self, record: Record) -> Example:
         asked = _turns_of(self.prompt, record)
+        if self.completion is None:  # the model writes what comes after the others' last turn
+            while asked and asked[-1]["role"] == ASSISTANT:
+                asked = asked[:-1]
         prompt = asked[-1]["content"] if asked else self.prompt.fill_prompt(record)
         answered: tuple[Turn, ...] = ()
         answers: list[str] = []
@@ -372,10 +336,8 @@ class _Answers(Generation):
         if isinstance(value, list):
             texts = [field_text(self.completion.fields[0], each) for each in value]
         else:
-            missing = {
-                name: "" for name in self.completion.fields if field_value(record, name) is None
-            }
-            texts = [self.completion.fill({**record, **missing})]
+            filled = {name: "" if value is None else value for name, value in record.items()}
+            texts = [self.completion.fill(filled)]
         return [text for text in texts if text.strip()]
 
 
@@ -410,7 +372,7 @@ class _Conversations(Chat):
         )
 
     def unanswered(self) -> Task:
-        return _NextTurns(
+        return _Answers(
             name=self.name,
             has_answers=False,
             answer_fields=(),
@@ -420,19 +382,6 @@ class _Conversations(Chat):
             in_chat=True,
             system_prompt=self.system_prompt,
         )
-
-
-class _NextTurns(_Answers):
-    """Conversations whose next turn the model writes. A last turn of the assistant is not read."""
-
-    def build_example(self, record: Record) -> Example:
-        (field,) = self.prompt.fields
-        turns = field_value(record, field)
-        if isinstance(turns, list):
-            read, _ = read_turns(field, turns)
-            while turns and read[len(turns) - 1]["role"] == ASSISTANT:
-                turns = turns[:-1]
-        return super().build_example({**record, field: turns})
 
 
 def _with_system(turns: tuple[Turn, ...], system_prompt: str | None) -> tuple[Turn, ...]:

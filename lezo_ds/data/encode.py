@@ -20,7 +20,6 @@ read what is between them as text. What a chat template or data.prompt writes it
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
-    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
     is_sentencepiece_available,
 )
 from transformers.utils.chat_template_utils import mark_control_tokens
@@ -151,8 +149,6 @@ class PromptTokenizer:
         """Return the last `max_length` ids. Those that begin every sequence stay among them."""
         num_over = max(len(ids) - max_length, 0)
         num_kept = len(self.begin_ids)
-        if tuple(ids[:num_kept]) != self.begin_ids:
-            num_kept = 0
         return (*ids[:num_kept], *ids[num_kept + num_over :])
 
     def stop_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
@@ -205,9 +201,6 @@ def load_tokenizer(
         vocabulary = range(config.get_text_config().vocab_size)
         written = backend("a", return_special_tokens_mask=True)
         ends = generation_ends(directory, config)
-        of_processor = directory / LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
-        if backend.chat_template is None and of_processor.is_file():  # older models for images
-            backend.chat_template = json.loads(of_processor.read_text())["chat_template"]
     except Exception as error:  # transformers raises many unrelated types here
         fix = "correct model.path, or save config.json and the tokenizer's files there"
         if (directory / "tokenizer.model").is_file() and not is_sentencepiece_available():
@@ -296,7 +289,8 @@ def encode_candidates(
                 f"the answer {candidate[:40]!r} leaves no token before it",
                 fix=f"raise data.max_length={max_length}, or give it a longer prompt",
             )
-        masks.append((False,) * (len(ids) - length) + (True,) * length)
+        num_before = len(ids) - length
+        masks.append((False,) * num_before + (True,) * length)
     return EncodedExample(
         tuple(sequences), tuple(masks), example.label, truncated=sequences != list(full)
     )
@@ -304,7 +298,8 @@ def encode_candidates(
 
 def encode_prompt(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
     """Return the token ids of an example's prompt for the model to continue."""
-    (ids,) = tokenizer.encode([example.demonstrations + example.prompt.strip(" ")])
+    text = example.demonstrations + example.prompt.strip(" ")
+    (ids,) = tokenizer.encode([text])
     return ids
 
 
@@ -325,7 +320,8 @@ def prompt_room(max_length: int, max_new_tokens: int) -> int:
     return room
 
 
-def num_alike(left: Sequence[object], right: Sequence[object]) -> int:
-    """Return the number of equal tokens or characters with which two sequences begin."""
-    pairs = zip(left, right, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def common_start(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens with which all sequences begin."""
+    columns = zip(*sequences, strict=False)
+    alike = takewhile(lambda column: len(set(column)) == 1, columns)
+    return [column[0] for column in alike]

@@ -167,7 +167,8 @@ def _continue_by_length(model: Any, prompts: Prompts, inputs: Tensors) -> Tensor
         # A rank with fewer lengths than others repeats its last one.
         length = distinct[min(index, len(distinct) - 1)]
         rows = (lengths == length).nonzero().squeeze(1)
-        of_length = {name: value[rows, width - length :] for name, value in inputs.items()}
+        first = width - length
+        of_length = {name: value[rows, first:] for name, value in inputs.items()}
         keys = prompts.sample_keys
         own = replace(prompts, sample_keys=None if keys is None else keys[rows.cpu()])
         written = _continue(model, own, of_length)
@@ -247,7 +248,8 @@ def _logits_processors(prompts: Prompts, width: int) -> LogitsProcessorList:
         position = input_ids.shape[1] - width
         # The words of the whole vocabulary take 0.15 ms a key, and a jump to one word 2
         # microseconds. So drawing only the tokens that top_p leaves would seldom be faster.
-        drawn = [uniforms(key, position, scores.shape[1]) for key in unique_keys.tolist()]
+        size = scores.shape[1]
+        drawn = [uniforms(key, position, size) for key in unique_keys.tolist()]
         uniform = torch.from_numpy(np.stack(drawn)).to(scores.device)
         noise = torch.log(-torch.log(uniform))  # minus Gumbel noise, [keys, vocabulary]
         return scores - noise[rows.to(scores.device)]
@@ -325,5 +327,7 @@ def tidy(answer: str) -> str:
 
 def up_to_stop(tokens: Sequence[int], settings: GenerationSettings) -> Sequence[int]:
     """Return the new tokens of an answer with the first that ends it. What follows is padding."""
-    ends = [place for place, token in enumerate(tokens, start=1) if token in settings.stop_ids]
-    return tokens[: min(ends, default=None)]
+    for place, token in enumerate(tokens, start=1):
+        if token in settings.stop_ids:
+            return tokens[:place]
+    return tokens

@@ -168,7 +168,8 @@ def majority_score(score: Score, examples: Sequence[Example]) -> float | None:
 
     It is None if the metric fails on such predictions, as a correlation does.
     """
-    ((label, _),) = Counter(example.label for example in examples).most_common(1)
+    counts = Counter(example.label for example in examples)
+    ((label, _),) = counts.most_common(1)
     try:
         return score([label or 0] * len(examples), examples)
     except UserError:

@@ -167,7 +167,8 @@ def load_objective(objective: str | Mapping[str, float], task: Task) -> Objectiv
     functions: dict[str, Any] = {name: OBJECTIVES.find(name) for name in weights}
     others = [name for name in functions if not judges_answers(functions[name])]
     if not others:
-        rewards = Rewards(tuple(Reward(name, functions[name], weights[name]) for name in weights))
+        judges = [Reward(name, functions[name], weights[name]) for name in weights]
+        rewards = Rewards(tuple(judges))
         return Objective(build_batch=None, loss=rewards.loss, rewards=rewards)
     name = others[0]
     if not isinstance(objective, str):

@@ -1,7 +1,7 @@
 """How a model reads the examples of a task, and how its outputs are read.
 
-    examples   -- Encoder.rows_of: as token ids and masks -->   rows of an EncodedSplit
-    outputs    -- Reader: as answers, and as losses      -->   numbers
+    examples   -- as token ids and masks     -->   rows of an EncodedSplit
+    outputs    -- as answers, and as losses  -->   numbers
 
 A row is one sequence of an example, or its candidates. The rows of a split are a `datasets.Dataset`
 in an Arrow file, so that all ranks of a machine share them. A `Reader` needs neither weights nor a
@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,9 +29,9 @@ from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import TurnEnd, encode_question, end_of_turn
 from lezo_ds.data.encode import (
     PromptTokenizer,
+    common_start,
     encode_prompt,
     load_tokenizer,
-    num_alike,
     prompt_room,
     refuse_unknown,
 )
@@ -47,8 +48,6 @@ T = TypeVar("T")
 
 FEWEST_COMMON = 8
 """Tokens with which all prompts begin run on their own if they are at least this many."""
-_MEZO_LOSS_BATCH = 8
-"""Examples in a batch of MeZO's validation loss, the default of transformers' Trainer."""
 
 FEATURES = Features(
     {
@@ -93,127 +92,6 @@ class Lazy(Sequence[T]):
         return self._make(range(self._size)[index])
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """Turns examples into rows, in any process.
-
-    Attributes:
-        task: of the examples.
-        tokenizer: of the model.
-        config: the recipe.
-        has_prompts: whether the model writes answers to them.
-        reads_records: whether the objective is a reward, which reads the fields of records.
-    """
-
-    task: Task
-    tokenizer: PromptTokenizer
-    config: RunConfig
-    has_prompts: bool
-    reads_records: bool
-
-    def rows_of(self, example: Example, place: int) -> list[dict[str, Any]]:
-        """Return the rows of an example: one, or one for each turn to learn.
-
-        Raises:
-            UserError: the example cannot be encoded.
-        """
-        read = self.as_read(example)
-        prompt: TokenIds = ()
-        if self.has_prompts:
-            prompt = self._prompt(read)
-        parts = self.task.encode(self.tokenizer, self._encoding_config, read)
-        is_by_turn = len(parts) > 1
-        rows = []
-        for number, encoded in enumerate(parts):
-            label = -1 if encoded.label is None else encoded.label
-            row = {
-                "place": place,
-                "index": example.index,
-                "turn": example.learned[number] if is_by_turn else -1,
-                "sequences": encoded.sequences,
-                "masks": encoded.masks,
-                "label": label,
-                "prompt": prompt,
-                "truncated": encoded.truncated,
-                "length": encoded.num_tokens,
-                "num_gold": 0 if label < 0 else encoded.num_gold_tokens(),
-                "prompt_length": len(prompt),
-                "common_start": None,
-                "common_prompt": None,
-                "largest": max(max(ids) for ids in (prompt, (0,), *encoded.sequences) if ids),
-            }
-            content: list[Any] = [encoded.sequences, encoded.masks, label]
-            content += [example.references, prompt]
-            if self.reads_records:
-                content.append(json.dumps(example.record, sort_keys=True, default=str))
-            digest = hashlib.blake2b(repr(content).encode(), digest_size=16)
-            row["digest"] = digest.hexdigest()
-            rows.append(row)
-        return rows
-
-    def encode(self, examples: Sequence[Example], places: Sequence[int]) -> dict[str, list[Any]]:
-        """Return the columns of FEATURES of some examples.
-
-        One that cannot be encoded has the place -1 - place, and the problem as its digest.
-        """
-        rows: list[dict[str, Any]] = []
-        for place in places:
-            try:
-                rows += self.rows_of(examples[place], place)
-            except UserError as error:
-                rows.append(dict.fromkeys(FEATURES) | {"place": -1 - place, "digest": str(error)})
-        usable = [row for row in rows if row["place"] >= 0]
-        if usable:
-            starts = [
-                ids[: mask.index(True) - 1]
-                for row in usable
-                for ids, mask in zip(row["sequences"], row["masks"], strict=True)
-            ]
-            usable[0]["common_start"] = common_start(starts)
-            # A token is left to continue.
-            usable[0]["common_prompt"] = common_start([row["prompt"][:-1] for row in usable])
-        return {column: [row[column] for row in rows] for column in FEATURES}
-
-    def as_read(self, example: Example) -> Example:
-        """Return an example as the model reads it, with marks at the text of control tokens."""
-        record = json.dumps(example.record, ensure_ascii=False, default=str)
-        if self.tokenizer.control_tokens.search(record):
-            marked = self.task.build_example(self.tokenizer.marked(dict(example.record)))
-            learned = bool(example.learned) or not marked.learned
-            messages = marked.messages if learned else marked.messages[: marked.learned[0]]
-            example = replace(
-                example,
-                prompt=marked.prompt,
-                candidates=marked.candidates[: len(example.candidates)],
-                messages=messages,
-            )
-        if self.config.data.protocol == "mezo" and not example.demonstrations:
-            # MeZO's code strips white space of any kind before the whole text. Demonstrations begin
-            # without white space.
-            example = replace(example, prompt=example.prompt.lstrip())
-        return example
-
-    def _prompt(self, example: Example) -> TokenIds:
-        if example.messages:
-            return encode_question(self.tokenizer, self.config, example)
-        ids = encode_prompt(self.tokenizer, example)
-        max_new_tokens = self.config.generation.max_new_tokens
-        return self.tokenizer.cut_left(
-            ids, prompt_room(self.config.data.max_length, max_new_tokens)
-        )
-
-    @cached_property
-    def _encoding_config(self) -> RunConfig:
-        """The recipe with the most tokens of a text with its answer."""
-        data = self.config.data
-        if data.protocol != "mezo" or not self.task.writes_answers:
-            return self.config
-        # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to come.
-        room = prompt_room(data.max_length, self.config.generation.max_new_tokens)
-        shorter = data.model_copy(update={"max_length": room})
-        return self.config.model_copy(update={"data": shorter})
-
-
 class EncodedSplit:
     """The examples of one split and their tokens, in the same order.
 
@@ -243,7 +121,8 @@ class EncodedSplit:
 
     def column(self, name: str) -> np.ndarray:
         """Return the numbers of a column of FEATURES, int64 [rows]."""
-        return np.asarray(self.rows.data.column(name).to_numpy(), dtype=np.int64)
+        values = self.rows.data.column(name).to_numpy()
+        return np.asarray(values, dtype=np.int64)
 
     def _example(self, row: int) -> Example:
         values = self.rows[row]
@@ -308,16 +187,6 @@ class EncodedSplit:
         return digest.hexdigest()[:32]
 
 
-def common_start(sequences: Sequence[Any]) -> list[int]:
-    """Return the tokens with which all sequences begin."""
-    if not sequences:
-        return []
-    # All lie between the first and the last in lexical order, and begin as these two do.
-    comparable = [tuple(sequence) for sequence in sequences]
-    first = min(comparable)
-    return list(first[: num_alike(first, max(comparable))])
-
-
 @dataclass(frozen=True)
 class Reader:
     """How a model reads the examples of a task.
@@ -338,23 +207,118 @@ class Reader:
     config: RunConfig
     generation: GenerationSettings | None
 
-    def encoder(self, *, is_training: bool = False) -> Encoder:
-        """Return what encodes the examples of a split.
+    def rows_of(
+        self, example: Example, place: int, *, is_training: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the rows of an example: one, or one for each turn to learn.
 
         The model writes answers to examples that are trained on only if the objective reads them.
+
+        Raises:
+            UserError: the example cannot be encoded.
         """
+        read = self.as_read(example)
+        prompt: TokenIds = ()
         is_answered = self.generation is not None and not is_training
-        return Encoder(
-            self.task,
-            self.tokenizer,
-            self.config,
-            has_prompts=is_answered or self.objective.reads_answers,
-            reads_records=self.objective.is_reward,
-        )
+        if is_answered or self.objective.reads_answers:
+            prompt = self._prompt(read)
+        parts = self.task.encode(self.tokenizer, self._encoding_config, read)
+        is_by_turn = len(parts) > 1
+        rows = []
+        for number, encoded in enumerate(parts):
+            label = -1 if encoded.label is None else encoded.label
+            content: list[Any] = [encoded.sequences, encoded.masks, label]
+            content += [example.references, prompt]
+            if self.objective.is_reward:  # it reads the fields of records
+                content.append(json.dumps(example.record, sort_keys=True, default=str))
+            digest = hashlib.blake2b(repr(content).encode(), digest_size=16)
+            row = {
+                "place": place,
+                "index": example.index,
+                "turn": example.learned[number] if is_by_turn else -1,
+                "sequences": encoded.sequences,
+                "masks": encoded.masks,
+                "label": label,
+                "prompt": prompt,
+                "truncated": encoded.truncated,
+                "length": encoded.num_tokens,
+                "num_gold": 0 if label < 0 else encoded.num_gold_tokens(),
+                "prompt_length": len(prompt),
+                "largest": max(chain(prompt, *encoded.sequences), default=0),
+                "digest": digest.hexdigest(),
+            }
+            rows.append(row)
+        return rows
+
+    def columns_of(
+        self, examples: Sequence[Example], places: Sequence[int], *, is_training: bool = False
+    ) -> dict[str, list[Any]]:
+        """Return the columns of FEATURES of some examples.
+
+        One that cannot be encoded has the place -1 - place, and the problem as its digest.
+        """
+        rows: list[dict[str, Any]] = []
+        usable: list[dict[str, Any]] = []
+        for place in places:
+            try:
+                usable += self.rows_of(examples[place], place, is_training=is_training)
+            except UserError as error:
+                rows.append({"place": -1 - place, "digest": str(error)})
+        if usable:
+            starts = [
+                ids[: mask.index(True) - 1]
+                for row in usable
+                for ids, mask in zip(row["sequences"], row["masks"], strict=True)
+            ]
+            usable[0]["common_start"] = common_start(starts)
+            # A token is left to continue.
+            prompts = [row["prompt"][:-1] for row in usable]
+            usable[0]["common_prompt"] = common_start(prompts)
+        rows += usable
+        return {column: [row.get(column) for row in rows] for column in FEATURES}
+
+    def as_read(self, example: Example) -> Example:
+        """Return an example as the model reads it, with marks at the text of control tokens."""
+        record = json.dumps(example.record, ensure_ascii=False, default=str)
+        if self.tokenizer.control_tokens.search(record):
+            marked = self.task.build_example(self.tokenizer.marked(dict(example.record)))
+            learned = bool(example.learned) or not marked.learned
+            messages = marked.messages if learned else marked.messages[: marked.learned[0]]
+            example = replace(
+                example,
+                prompt=marked.prompt,
+                candidates=marked.candidates[: len(example.candidates)],
+                messages=messages,
+            )
+        if self.config.data.protocol == "mezo" and not example.demonstrations:
+            # MeZO's code strips white space of any kind before the whole text. Demonstrations begin
+            # without white space.
+            example = replace(example, prompt=example.prompt.lstrip())
+        return example
+
+    def _prompt(self, example: Example) -> TokenIds:
+        if example.messages:
+            return encode_question(self.tokenizer, self.config, example)
+        return self.tokenizer.cut_left(encode_prompt(self.tokenizer, example), self._prompt_room)
+
+    @property
+    def _prompt_room(self) -> int:
+        max_new_tokens = self.config.generation.max_new_tokens
+        return prompt_room(self.config.data.max_length, max_new_tokens)
+
+    @cached_property
+    def _encoding_config(self) -> RunConfig:
+        """The recipe with the most tokens of a text with its answer."""
+        data = self.config.data
+        if data.protocol != "mezo" or not self.task.writes_answers:
+            return self.config
+        # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to come.
+        shorter = data.model_copy(update={"max_length": self._prompt_room})
+        return self.config.model_copy(update={"data": shorter})
 
     def encode(self, examples: Sequence[Example]) -> EncodedSplit:
         """Encode a few examples in memory. UserError: one cannot be encoded, or does not fit."""
-        columns = self.encoder().encode(examples, range(len(examples)))
+        columns = self.columns_of(examples, range(len(examples)))
         for place, problem in zip(columns["place"], columns["digest"], strict=True):
             if place < 0:
                 raise UserError(problem)
@@ -383,9 +347,8 @@ class Reader:
                 f"an input has {longest} tokens, and the model has {most} positions",
                 fix=f"set data.max_length={most}",
             )
-        refuse_unknown(
-            self.tokenizer, int(split.column("largest").max(initial=0)), self.model_config
-        )
+        largest = int(split.column("largest").max(initial=0))
+        refuse_unknown(self.tokenizer, largest, self.model_config)
         return split
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
@@ -417,11 +380,6 @@ class Reader:
             answers = self.answers(outputs, as_written=self.objective.is_reward)
             return self.objective.loss(answers, batch)
         return self.objective.loss(outputs, batch)
-
-    @property
-    def loss_batch(self) -> int | None:
-        """Examples of a validation loss that are averaged first; None averages over all terms."""
-        return _MEZO_LOSS_BATCH if self.config.data.protocol == "mezo" else None
 
 
 def load_reader(task: Task, config: RunConfig, objective: Objective | None = None) -> Reader:

@@ -36,6 +36,7 @@ SUFFIXES = (*TABLES, ".jsonl", ".json", ".parquet")
 UTF_8 = "utf-8-sig"
 """UTF-8 with or without a byte order mark: the encoding of tables unless a recipe names another."""
 
+_SUFFIX = re.compile(r"(\.csv|\.tsv)(\.\w+)?$|\.jsonl$|\.json$|\.parquet$")
 _ON_HUB = re.compile("([^/]*/[^/]*)(?:/([^/]*))?:([^:]*)")
 _PARQUET_ROWS = 1024  # in memory at a time
 
@@ -84,14 +85,13 @@ def suffix_of(path: Path) -> str:
 
     A table may be compressed: that of tickets.csv.gz is .csv.
     """
-    known = [suffix for suffix in path.suffixes[-2:] if suffix.lower() in SUFFIXES]
-    is_compressed = bool(known) and known[0] != path.suffix
-    if not known or (is_compressed and known[0].lower() not in TABLES):
+    found = _SUFFIX.search(path.name.lower())
+    if found is None:
         raise UserError(
             f"{path} has no suffix of {', '.join(SUFFIXES)}",
             fix="name a file that ends in one of these, or OWNER/NAME:SPLIT on the Hub",
         )
-    return known[0].lower()
+    return found[1] or found[0]
 
 
 def read_hub(hub_id: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
@@ -178,19 +178,19 @@ def _read_json(path: Path, *, is_list: bool) -> Iterator[dict[str, Any]]:
                 value = json.loads(text, object_pairs_hook=_unique_keys)
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
-            records = value if is_list and isinstance(value, list) else [value]
-            for record in records:
-                if not isinstance(record, dict) or (is_list and not isinstance(value, list)):
-                    kind = "a list of objects" if is_list else "an object"
-                    raise ValueError(f"line {number} does not hold {kind}")
-                yield record
+            records = value if is_list else [value]
+            if not isinstance(records, list) or not all(type(each) is dict for each in records):
+                kind = "a list of objects" if is_list else "an object"
+                raise ValueError(f"line {number} does not hold {kind}")
+            yield from records
 
 
 def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. ValueError: it has several values with one key."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        ((key, number),) = Counter(key for key, _ in pairs).most_common(1)
+        counts = Counter(key for key, _ in pairs)
+        ((key, number),) = counts.most_common(1)
         raise ValueError(f"an object has the key {key!r} {number} times")
     return values
 
@@ -232,7 +232,8 @@ def write_records(
             sep=separator or TABLES[suffix], index=False, lineterminator="\n"
         )
     elif suffix == ".json":
-        text = json.dumps(list(records), ensure_ascii=False, indent=1, default=str) + "\n"
+        rows = list(records)
+        text = json.dumps(rows, ensure_ascii=False, indent=1, default=str) + "\n"
     else:
         lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
         text = "".join(lines)

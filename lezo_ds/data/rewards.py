@@ -66,8 +66,7 @@ def _is_of_trl(function: Any) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some functions of C have no signature
         return False
-    takes_names = {each.kind for each in parameters.values()} == {inspect.Parameter.VAR_KEYWORD}
-    return takes_names or "completions" in parameters
+    return "completions" in parameters
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,10 @@ class Rewards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What metrics call them: the function alone, unless two modules have one of this name."""
+        """What metrics call several: the function alone, unless two have this name; () for one."""
         short = [each.name.rpartition(":")[2] for each in self.functions]
+        if len(short) == 1:
+            return ()
         return tuple(
             name if short.count(name) == 1 else each.name
             for name, each in zip(short, self.functions, strict=True)
@@ -164,7 +165,8 @@ class Rewards:
 
     def loss_of(self, scores: Tensor) -> Tensor:
         """Return minus the weighted sums of some `scores`, float64 [answers]; NaN without any."""
-        weights = torch.tensor([each.weight for each in self.functions], dtype=torch.float64)
+        of_functions = [each.weight for each in self.functions]
+        weights = torch.tensor(of_functions, dtype=torch.float64)
         losses = -(scores * weights).nansum(dim=1)
         return losses.masked_fill(scores.isnan().all(dim=1), math.nan)
 

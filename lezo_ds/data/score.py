@@ -29,14 +29,15 @@ from itertools import chain, groupby, islice
 from statistics import fmean
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
-from lezo_ds.data.batches import all_candidates, teacher_forcing_batch, token_batch
-from lezo_ds.data.examples import EncodedExample, Example, Prediction, TokenCounts, TokenIds
+from lezo_ds.data.batches import Candidate, all_candidates, teacher_forcing_batch, token_batch
+from lezo_ds.data.examples import EncodedExample, Example, Prediction, TokenCounts
 from lezo_ds.data.generation import ended_answers, tidy
 from lezo_ds.data.metrics import LabelScore, label_scores, load_score, majority_score
 from lezo_ds.data.objectives import (
@@ -59,6 +60,8 @@ OF_LABEL = f"{PROBABILITY}_"
 """How the keys of the probabilities of all labels begin; the label follows."""
 NUM_SAMPLES = 4
 """Number of answers that an evaluation shows."""
+_MEZO_LOSS_BATCH = 8
+"""Examples in a batch of MeZO's validation loss, the default of transformers' Trainer."""
 _FEW_DIFFERENT = 0.1
 """A run whose answers are alike to this share has probably collapsed to a few."""
 
@@ -154,11 +157,11 @@ class Scorer:
 
     def rewards(self) -> dict[str, float]:
         """Return the mean of each of several rewards, of the answers that it applies to."""
-        functions = self.reader.objective.rewards
-        if functions is None or len(functions.names) == 1:
+        judges = self.reader.objective.rewards
+        if judges is None:
             return {}
         means = self.objective_values[:, 1:].nanmean(dim=0)
-        pairs = zip(functions.names, means.tolist(), strict=True)
+        pairs = zip(judges.names, means.tolist(), strict=False)
         return {name: mean for name, mean in pairs if not math.isnan(mean)}
 
     def head_states(self, tokens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +206,8 @@ class Scorer:
         candidates = all_candidates(encoded)
         num_candidates = [len(example.sequences) for example in encoded]
         example_of = torch.arange(len(encoded)).repeat_interleave(torch.tensor(num_candidates))
-        num_contexts = max(len({ids[:-1] for ids in example.sequences}) for example in encoded)
+        contexts = [{ids[:-1] for ids in example.sequences} for example in encoded]
+        num_contexts = max(map(len, contexts))
         # Rows that cannot be shared in the end are no more than `batch_size`, too.
         are_together = self._takes_packed and 1 < num_contexts <= self.batch_size
 
@@ -217,12 +221,9 @@ class Scorer:
             batch, logits = self._forward(batch)
             return -teacher_forcing_loss(logits, batch).unsqueeze(1)
 
-        if are_together:
-            rows = _rows_by_example(encoded)
-            sums = self._spread(rows, 1, score, self.batch_size // num_contexts)
-        else:
-            sequences = [example.sequences[number] for example, number in candidates]
-            sums = self._spread(_rows_by_context(sequences), 1, score)
+        rows = _rows_by_example(encoded) if are_together else _rows_by_context(candidates)
+        size = self.batch_size // num_contexts if are_together else self.batch_size
+        sums = self._spread(rows, 1, score, size)
         return list(torch.split(sums.squeeze(1), num_candidates))
 
     @cached_property
@@ -284,7 +285,8 @@ class Scorer:
                 return reader.loss(outputs, batch).unsqueeze(1)
             answers = reader.answers(outputs, as_written=True)
             scores = judges.scores(answers, batch.examples)
-            return torch.cat([judges.loss_of(scores).unsqueeze(1), scores], dim=1)
+            losses = judges.loss_of(scores)
+            return torch.cat([losses[:, None], scores], dim=1)
 
         rows = _rows_by_length([example.num_tokens for example in self.encoded])
         return self._spread(rows, width, run)
@@ -292,19 +294,18 @@ class Scorer:
     def _mean(self, losses: Tensor) -> float:
         """Return the mean of the objective from its sum over each example, float64 [examples].
 
-        With `Reader.loss_batch`, it is the mean over batches, each of which counts by its number of
+        With protocol mezo, it is the mean over batches, each of which counts by its number of
         examples, as transformers' Trainer averages.
         """
         num_terms = torch.ones(len(losses))
         if self.reader.objective.counts_tokens:
             num_terms = torch.from_numpy(self.split.num_gold)
-        size = self.reader.loss_batch
-        if size is None:
+        if self.reader.config.data.protocol != "mezo":
             return float(losses.sum() / num_terms.sum())
         total = 0.0
-        for batch, batch_terms in zip(
-            torch.split(losses, size), torch.split(num_terms, size), strict=True
-        ):
+        batches = torch.split(losses, _MEZO_LOSS_BATCH)
+        terms = torch.split(num_terms, _MEZO_LOSS_BATCH)
+        for batch, batch_terms in zip(batches, terms, strict=True):
             total += len(batch) * float(batch.sum() / batch_terms.sum())
         return total / len(losses)
 
@@ -346,7 +347,8 @@ class Scorer:
             list(chain.from_iterable(rows[begin : begin + size]))
             for begin in range(0, len(rows), size)
         ]
-        values = torch.zeros(sum(map(len, rows)), width, dtype=torch.float64)
+        num_items = sum(map(len, rows))
+        values = torch.zeros(num_items, width, dtype=torch.float64)
         same_batches = self.engine.tensor_parallel  # ranks that run the same batches
         stride = distributed.world_size() // same_batches
         first = distributed.rank() // same_batches
@@ -360,27 +362,29 @@ class Scorer:
         return distributed.sum_tensor(values.to(distributed.device())).cpu()
 
 
-def _rows_by_context(sequences: Sequence[TokenIds]) -> list[list[int]]:
+def _rows_by_context(candidates: Sequence[Candidate]) -> list[list[int]]:
     """Return the items that share each row of a batch of candidates, in order of length.
 
     Sequences that differ in their last token only are neighbors in this order.
     """
-    order = sorted(range(len(sequences)), key=lambda item: (len(sequences[item]), sequences[item]))
-    return [list(items) for _, items in groupby(order, key=lambda item: sequences[item][:-1])]
+    sequences = [example.sequences[number] for example, number in candidates]
+    items = range(len(sequences))
+    order = sorted(items, key=lambda item: (len(sequences[item]), sequences[item]))
+    by_context = groupby(order, key=lambda item: sequences[item][:-1])
+    return [list(together) for _, together in by_context]
 
 
 def _rows_by_example(encoded: Sequence[EncodedExample]) -> list[list[int]]:
     """Return the items of each example, its candidates, in order of the length of examples."""
     items = iter(range(sum(len(example.sequences) for example in encoded)))
-    rows = [
-        (example.num_tokens, list(islice(items, len(example.sequences)))) for example in encoded
-    ]
-    return [row for _, row in sorted(rows)]
+    rows = [list(islice(items, len(example.sequences))) for example in encoded]
+    lengths = [example.num_tokens for example in encoded]
+    return [rows[item] for (item,) in _rows_by_length(lengths)]
 
 
 def _rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Return a row for each item, in order of length."""
-    return [[item] for item in sorted(range(len(lengths)), key=lambda item: lengths[item])]
+    return [[item] for item in np.argsort(lengths, kind="stable").tolist()]
 
 
 @dataclass(frozen=True)
@@ -502,11 +506,12 @@ def _answers(scorer: Scorer) -> Answers:
     ended = ended_answers(tokens, reader.generation, reader.tokenizer)
     answers = reader.answers(tokens, as_written=reader.objective.is_reward)
     judges = reader.objective.rewards
-    names = judges.names if judges is not None and len(judges.names) > 1 else ()
+    names = () if judges is None else judges.names
     samples = []
     for number, answer in enumerate(answers[:NUM_SAMPLES]):
         example = scorer.split.examples[number]
-        loss, *scores = (_or_none(each) for each in scorer.objective_values[number].tolist())
+        values = scorer.objective_values[number].tolist()
+        loss, *scores = map(_or_none, values)
         samples.append(
             Sample(
                 example.index,

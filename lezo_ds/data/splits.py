@@ -20,15 +20,16 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from lezo_ds.config import DataConfig
-from lezo_ds.data.batches import num_earlier
+from lezo_ds.config.schema import CUSTOM
 from lezo_ds.data.examples import Example
 from lezo_ds.data.records import SUFFIXES, read_hub, read_records
 from lezo_ds.data.tasks import SplitSizes, Task
@@ -47,25 +48,6 @@ _FEW = 0.2
 recipe."""
 _FEWEST_TO_TELL = 30
 """Choices with the index 0 are expected among so many records."""
-
-
-@dataclass(frozen=True)
-class StoredExample:
-    """An example as a file keeps it.
-
-    Attributes:
-        record: as JSON text.
-        label: of the example; -1 if it has none.
-        key: hash of what the model reads, without its case and spacing.
-    """
-
-    record: str
-    label: int
-    key: int
-
-    def example(self, task: Task, index: int) -> Example:
-        """Return the example, of a task that has accepted its record."""
-        return replace(task.example(json.loads(self.record)), index=index)
 
 
 def sources_of(task: Task, data: DataConfig) -> dict[str, str]:
@@ -90,11 +72,8 @@ def sources_of(task: Task, data: DataConfig) -> dict[str, str]:
 
 def _file_of(directory: Path, split: str) -> str:
     """Return the only file of a split in data.path."""
-    found = [
-        path
-        for path in sorted(directory.glob(f"{split}*"))
-        if path.suffix in SUFFIXES and path.name.partition(".")[0].partition("-")[0] == split
-    ]
+    named = [*directory.glob(f"{split}.*"), *directory.glob(f"{split}-*")]
+    found = [path for path in sorted(named) if path.suffix in SUFFIXES]
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "none"
         raise UserError(
@@ -104,35 +83,93 @@ def _file_of(directory: Path, split: str) -> str:
     return str(found[0])
 
 
-def read_split(task: Task, data: DataConfig, source: str) -> Iterator[StoredExample]:
+def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, Any]]:
     """Yield the examples of a source that have a right answer, or all if the task has no answers.
+
+    Each has the keys record, as JSON text; label, -1 if there is none; and key, a hash of what the
+    model reads, without its case and spacing.
 
     Raises:
         UserError: the source cannot be read, or records do not fit the task.
     """
-    refused = Refused(source, data.skip_unusable)
-    num_answered = 0
-    for number, record in enumerate(_records(task, data, source), start=1):
-        with refused.unless_usable(f"row {number} of {source}"):
+    problems: dict[str, str] = {}
+    num_records = 0
+    num_unanswered = 0
+    for record in _records(task, data, source):
+        num_records += 1
+        try:
             text = json.dumps(record, ensure_ascii=False, default=str)
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise UserError("it has half of a character", fix="remove it") from error
-            example = task.example(json.loads(text))
-            _refuse_images(example)
-            if example.label is None and task.has_answers:
-                refused.num_unanswered += 1
-            else:
-                num_answered += 1
-                label = -1 if example.label is None else example.label
-                yield StoredExample(text, label, _key(example))
-    refused.report()
-    if num_answered == 0:
+            example = _checked_example(task, text)
+        except UserError as error:
+            problems[f"row {num_records} of {source}"] = str(error)
+            continue
+        if example.label is None and task.has_answers:
+            num_unanswered += 1
+        else:
+            label = -1 if example.label is None else example.label
+            yield {"record": text, "label": label, "key": _key(example)}
+    if num_unanswered:
+        logger.warning(
+            "%d of %d records of %s have no right answer and are left out",
+            num_unanswered,
+            num_records,
+            source,
+        )
+    refuse_together(problems, num_records, skip=data.skip_unusable)
+    if num_unanswered + len(problems) == num_records:
         raise UserError(
-            f"none of the {refused.num_unanswered} records of {source} has an answer",
+            f"none of the {num_records} records of {source} has an answer",
             fix="correct the file; if a reward judges the answers, set data.prompt alone",
         )
+
+
+def _checked_example(task: Task, text: str) -> Example:
+    """Return the example of a record, which is JSON text. UserError: it cannot be used."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("it has half of a character", fix="remove it") from error
+    example = task.example(json.loads(text))
+    has_image = example.record.get("images") or example.record.get("image")
+    texts = [example.prompt, *(turn["content"] for turn in example.messages)]
+    if has_image and any("<image>" in text for text in texts):
+        raise UserError(
+            "it has images, and a text with <image>",
+            fix="use a model and records of text alone: no images are read",
+        )
+    return example
+
+
+def refuse_together(problems: Mapping[str, str], num_records: int, *, skip: bool) -> None:
+    """Refuse records that cannot be used in one message, or warn that they are left out.
+
+    Args:
+        problems: the text of the UserError of each, by where it is.
+        num_records: number of all records.
+        skip: whether they are left out, unless these are all.
+
+    Raises:
+        UserError: they must be used.
+    """
+    if not problems:
+        return
+    places: dict[str, str] = {}
+    fixes: Counter[str] = Counter()
+    for where, text in problems.items():
+        problem, _, fix = text.partition("; fix: ")
+        places.setdefault(problem, where)
+        fixes[fix] += 1
+    shown = [cut(f"{where}: {problem}", 300) for problem, where in places.items()]
+    if len(shown) > _NUM_SHOWN:
+        shown[_NUM_SHOWN:] = ["and others"]
+    message = f"{len(problems)} of {num_records} records cannot be used: {'; '.join(shown)}"
+    if skip and len(problems) < num_records:
+        logger.warning("left out: %s", message)
+        return
+    ((fix, _),) = fixes.most_common(1)
+    if len(problems) <= _FEW * num_records:
+        fix += ", or leave out such records: data.skip_unusable=true"
+    raise UserError(message, fix=fix)
 
 
 def _records(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, Any]]:
@@ -142,98 +179,22 @@ def _records(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, An
     return read_records(source, data.separator, data.encoding)
 
 
-def _refuse_images(example: Example) -> None:
-    """Refuse a record whose text stands for an image that the model would not see."""
-    has_image = example.record.get("images") or example.record.get("image")
-    texts = [example.prompt, *(turn["content"] for turn in example.messages)]
-    if has_image and any("<image>" in text for text in texts):
-        raise UserError(
-            "it has images, and a text with <image>",
-            fix="use a model and records of text alone: no images are read",
-        )
-
-
 def _key(example: Example) -> int:
     """Return a hash of what the model reads of an example, without its case and spacing."""
     turns = [turn["content"] for turn in example.messages[:-1]]
     choices = example.candidates if len(example.candidates) > 1 else ()
-    content = repr((" ".join(example.prompt.casefold().split()), turns, choices))
-    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "little")
+    words = example.prompt.casefold().split()
+    content = repr((" ".join(words), turns, choices))
+    digest = hashlib.blake2b(content.encode(), digest_size=7)
+    return int.from_bytes(digest.digest(), "little")
 
 
-class Refused:
-    """Records that cannot be used, which are refused together, or left out with a warning.
-
-    Attributes:
-        num_seen: number of records.
-        num_unanswered: number of records without a right answer, which are left out.
-    """
-
-    def __init__(self, source: str, skip: bool) -> None:
-        self.num_unanswered = 0
-        self._source = source
-        self._skip = skip
-        self._where = ""
-        self.num_seen = 0
-        self._errors: list[tuple[str, str, str]] = []
-
-    def unless_usable(self, where: str) -> Refused:
-        """Return a context in which a UserError of one record, at a place, is noted."""
-        self._where = where
-        self.num_seen += 1
-        return self
-
-    def __enter__(self) -> None:
-        """Begin to use a record."""
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
-        if not isinstance(error, UserError):
-            return False
-        problem, _, fix = str(error).partition("; fix: ")
-        self._errors.append((self._where, problem, fix))
-        return True
-
-    def report(self) -> None:
-        """Say how many records are left out. UserError: some cannot be used, and must be."""
-        if self.num_unanswered:
-            logger.warning(
-                "%d of %d records of %s have no right answer and are left out",
-                self.num_unanswered,
-                self.num_seen,
-                self._source,
-            )
-        if not self._errors:
-            return
-        number = len(self._errors)
-        first_places: dict[str, str] = {}
-        for where, problem, _ in self._errors:
-            first_places.setdefault(problem, where)
-        shown = [cut(f"{where}: {problem}", 300) for problem, where in first_places.items()]
-        if len(shown) > _NUM_SHOWN:
-            shown[_NUM_SHOWN:] = ["and others"]
-        message = f"{number} of {self.num_seen} records cannot be used: {'; '.join(shown)}"
-        if self._skip and number < self.num_seen:
-            logger.warning("left out: %s", message)
-            return
-        ((fix, _),) = Counter(fix for _, _, fix in self._errors).most_common(1)
-        if number <= _FEW * self.num_seen:
-            fix += ", or leave out such records: data.skip_unusable=true"
-        raise UserError(message, fix=fix)
+BySplit = dict[str, np.ndarray]
+"""Values for "train", "dev" and "test"."""
 
 
-@dataclass(frozen=True)
-class SplitRows:
-    """Which examples each split has: indices in the examples of its source, int64."""
-
-    train: np.ndarray
-    dev: np.ndarray
-    test: np.ndarray
-
-
-def draw_splits(
-    task: Task, data: DataConfig, labels: dict[str, np.ndarray], keys: dict[str, np.ndarray]
-) -> SplitRows:
-    """Return which examples each split has (see the module's docstring).
+def draw_splits(task: Task, data: DataConfig, labels: BySplit, keys: BySplit) -> BySplit:
+    """Return which examples of its source each split has, by index (see the module's docstring).
 
     Args:
         task: the task.
@@ -245,45 +206,43 @@ def draw_splits(
         UserError: there are too few examples.
     """
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
-    if data.train is not None:  # the sizes are those of the task's data set on the Hub
+    if data.train is not None or data.task == CUSTOM:  # sizes are those of data sets on the Hub
         sizes = SplitSizes(num_train=None, num_dev=None, num_test=None)
+    wanted = {
+        split: getattr(data, f"num_{split}") or getattr(sizes, f"num_{split}")
+        for split in ("train", "dev", "test")
+    }
     order = {split: _in_order(task, data.seed, of_split) for split, of_split in labels.items()}
-    if "train" not in order:
-        nothing = np.zeros(0, dtype=np.int64)
-        dev = order.get("dev", nothing)[: data.num_dev or sizes.num_dev]
-        return SplitRows(
-            nothing, dev, order.get("test", nothing)[: data.num_test or sizes.num_test]
-        )
-    _refuse_no_first_choice(task, labels["train"])
-    left = order["train"]
+    nothing = np.zeros(0, dtype=np.int64)
+    left = order.get("train", nothing)
     num_records = len(left)
-    num_dev = data.num_dev or sizes.num_dev
+    if num_records == 0:
+        drawn = {split: order.get(split, nothing) for split in wanted}
+        return {split: rows[: wanted[split]] for split, rows in drawn.items()}
+    _refuse_no_first_choice(task, labels["train"])
     if "test" in order:
-        test = order["test"][: data.num_test or sizes.num_test]
+        test = order["test"][: wanted["test"]]
     else:
-        num_test = data.num_test or sizes.num_test or _fifth(num_records, "test")
+        num_test = wanted["test"] or _fifth(num_records, "test")
         test = left[:num_test]
         left = left[num_test:]
-    if "dev" in order:
-        dev = order["dev"][:num_dev]
-        num_drawn = 0
-    else:
-        num_drawn = num_dev or _fifth(num_records, "dev")
-    wanted = data.num_train or sizes.num_train or max(1, len(left) - num_drawn)
-    num_train = min(wanted, len(left) - num_drawn)
-    if num_train < wanted:
+    num_drawn = 0
+    if "dev" not in order:
+        num_drawn = wanted["dev"] or _fifth(num_records, "dev")
+    num_wanted = wanted["train"] or max(1, len(left) - num_drawn)
+    num_train = min(num_wanted, len(left) - num_drawn)
+    if num_train < num_wanted:
         problem = (
-            f"{num_records} training records are too few for {wanted} to train on, {num_drawn} "
+            f"{num_records} training records are too few for {num_wanted} to train on, {num_drawn} "
             "for dev and those for test"
         )
         if data.protocol == "clean" or num_train < 1:
             raise UserError(problem, fix="set a smaller data.num_train or data.num_dev")
         logger.warning("%s: MeZO's protocol trains on %d", problem, num_train)
-    train = left[:num_train]
-    if "dev" not in order:
-        dev = left[num_train : num_train + num_drawn]
-    drawn = SplitRows(train, dev, test)
-    return _without_repeats(task, drawn, order, labels, keys)
+    num_dev = wanted["dev"] or num_drawn or None
+    dev = order.get("dev", left[num_train:])[:num_dev]
+    drawn = {"train": left[:num_train], "dev": dev, "test": test}
+    return _without_repeats(task, drawn, labels, keys)
 
 
 def _fifth(num_records: int, split: str) -> int:
@@ -300,11 +259,10 @@ def _in_order(task: Task, seed: int, labels: np.ndarray) -> np.ndarray:
     shuffled = np.random.RandomState(seed).permutation(len(labels))
     if not task.keeps_shares:
         return shuffled
-    drawn = labels[shuffled].tolist()
-    totals = Counter(drawn)
-    pairs = zip(drawn, num_earlier(drawn), strict=True)
-    places = [(number + 0.5) / totals[label] for label, number in pairs]
-    return shuffled[np.argsort(places, kind="stable")]
+    drawn = pd.Series(labels[shuffled])
+    of_label = drawn.groupby(drawn)
+    places = (of_label.cumcount() + 0.5) / of_label.transform("size")
+    return shuffled[np.argsort(places.to_numpy(), kind="stable")]
 
 
 def _refuse_no_first_choice(task: Task, labels: np.ndarray) -> None:
@@ -319,21 +277,17 @@ def _refuse_no_first_choice(task: Task, labels: np.ndarray) -> None:
         )
 
 
-def _without_repeats(
-    task: Task,
-    drawn: SplitRows,
-    order: dict[str, np.ndarray],
-    labels: dict[str, np.ndarray],
-    keys: dict[str, np.ndarray],
-) -> SplitRows:
+def _without_repeats(task: Task, drawn: BySplit, labels: BySplit, keys: BySplit) -> BySplit:
     """Leave out test examples that repeat what the model reads in another split, and say so."""
-    train_keys = keys["train"][drawn.train]
-    dev_keys = keys["dev" if "dev" in order else "train"][drawn.dev]
-    test_keys = keys["test" if "test" in order else "train"][drawn.test]
-    if task.has_classes and len(set(labels["train"][drawn.train].tolist())) == 1:
-        logger.warning("all %d training records have the same label", len(drawn.train))
+    of_train = labels["train"][drawn["train"]]
+    if task.has_classes and len(np.unique(of_train)) == 1:
+        logger.warning("all %d training records have the same label", len(of_train))
     if task.hub_id is not None:  # the splits are those of the papers
         return drawn
+    of_source = {split: keys.get(split, keys["train"]) for split in drawn}
+    train_keys = of_source["train"][drawn["train"]]
+    dev_keys = of_source["dev"][drawn["dev"]]
+    test_keys = of_source["test"][drawn["test"]]
     num_repeated = int(np.isin(dev_keys, train_keys).sum())
     if num_repeated:
         logger.warning(
@@ -344,14 +298,14 @@ def _without_repeats(
     is_new = ~np.isin(test_keys, np.concatenate([train_keys, dev_keys]))
     if is_new.all():
         return drawn
-    kept = drawn.test[is_new] if is_new.any() else drawn.test
+    kept = drawn["test"][is_new] if is_new.any() else drawn["test"]
     logger.warning(
         "%d of %d test records repeat the text of training or validation records; %d stay",
         int((~is_new).sum()),
         len(test_keys),
         len(kept),
     )
-    return replace(drawn, test=kept)
+    return {**drawn, "test": kept}
 
 
 def with_demonstrations(
@@ -389,12 +343,15 @@ def with_demonstrations(
     if not per_question:
         shown = _solved(map(as_read, train[:count]))
         return [replace(question, demonstrations=shown) for question in questions]
-    seeds = np.random.RandomState(data.seed).randint(0, 10_000, len(questions)).tolist()
+    draws = np.random.RandomState(data.seed)
+    seeds = draws.randint(0, 10_000, len(questions)).tolist()
     asked = []
     for question, seed in zip(questions, seeds, strict=True):
-        rows = np.random.RandomState(seed).permutation(len(pool))[: count + 1]
-        others = [pool[row] for row in rows if pool[row] is not question]
-        asked.append(replace(question, demonstrations=_solved(map(as_read, others[:count]))))
+        rows = np.random.RandomState(seed).permutation(len(pool))
+        drawn = [pool[row] for row in rows[: count + 1]]
+        others = [example for example in drawn if example is not question]
+        shown = _solved(map(as_read, others[:count]))
+        asked.append(replace(question, demonstrations=shown))
     return asked
 
 

@@ -2,7 +2,7 @@
 
     records (records.py)             read once for each machine, checked, and stored
       |  splits.draw_splits          which of them each split has
-      |  reader.Encoder              as token ids and masks, by several processes
+      |  reader.Reader               as token ids and masks, by several processes
     rows (reader.EncodedSplit)       an Arrow file that all ranks of a machine share (store.py)
       |  batches, generation         as tensors
 
@@ -20,15 +20,18 @@ any number of ranks, with the same batches.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 import torch
 from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
@@ -37,27 +40,24 @@ from torch import Tensor
 import lezo_ds
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
-from lezo_ds.data.batches import batch_indices, num_earlier
-from lezo_ds.data.described import columns_of, find_task
-from lezo_ds.data.encode import PromptTokenizer
+from lezo_ds.data.batches import batch_indices
+from lezo_ds.data.described import find_task
 from lezo_ds.data.examples import Example
 from lezo_ds.data.metrics import REWARD, try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_loss
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
-from lezo_ds.data.reader import FEATURES, EncodedSplit, Encoder, Lazy, Reader, load_reader
+from lezo_ds.data.reader import FEATURES, EncodedSplit, Lazy, Reader, load_reader
 from lezo_ds.data.splits import (
-    Refused,
-    SplitRows,
-    StoredExample,
     draw_splits,
     read_split,
+    refuse_together,
     sources_of,
     with_demonstrations,
 )
 from lezo_ds.data.store import key_of, shared_dataset
 from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
+from lezo_ds.forward.batch import MicroBatch, StepBatch
 from lezo_ds.registry import names_code
 from lezo_ds.zo.keys import sample_key
 
@@ -102,23 +102,9 @@ class TaskData:
         return self.reader.task
 
     @property
-    def tokenizer(self) -> PromptTokenizer:
-        """The model's tokenizer."""
-        return self.reader.tokenizer
-
-    @property
-    def generation(self) -> GenerationSettings | None:
-        """How answers are written; None if neither the task nor the objective needs them."""
-        return self.reader.generation
-
-    @property
     def objective(self) -> Objective:
         """The loss to minimize."""
         return self.reader.objective
-
-    def answers(self, tokens: Tensor) -> list[str]:
-        """Return the answers in new tokens; see `Reader.answers`."""
-        return self.reader.answers(tokens)
 
     def loss(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed loss of each example: a LossFunction; see `Reader.loss`."""
@@ -131,21 +117,17 @@ class TaskData:
         """
         size = config.train.micro_batch_size
         rows = self._in_order(config, self.step_rows(config, step))
-        # A batch that is larger than the data, or that crosses the end of an epoch, repeats
-        # examples. A conversation may be several, one for each turn.
-        repetitions = num_earlier(self.train.index[rows].tolist())
+        keys = self._sample_keys(config, step, rows)
 
         def build(index: int) -> MicroBatch:
             part = slice(index * size, (index + 1) * size)
             of_micro_batch: list[int] = rows[part].tolist()
             if not self.objective.reads_answers:
                 return self.training_batch(of_micro_batch)
-            keys = self._sample_keys(config, step, of_micro_batch, repetitions[part])
-            return self._answer_batch(config, of_micro_batch, keys)
+            return self._answer_batch(config, of_micro_batch, None if keys is None else keys[part])
 
-        weights = self._weights(config, rows)
         return StepBatch(
-            weights,
+            self._weights(config, rows),
             build,
             rows.tobytes(),
             num_examples=len(rows),
@@ -158,7 +140,7 @@ class TaskData:
 
     def num_tokens(self, config: RunConfig, step: int) -> int:
         """Return the number of tokens that a forward pass runs for all examples of a step."""
-        return sum(self._length(row) for row in self.step_rows(config, step))
+        return int(self._lengths[self.step_rows(config, step)].sum())
 
     def training_batch(self, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of some training examples, which share rows if the model allows it."""
@@ -169,7 +151,8 @@ class TaskData:
         """Return the examples of a step, one micro-batch after the other."""
         size = config.train.micro_batch_size
         # A micro-batch is padded to its longest example, so sorting by length reduces padding.
-        rows = np.array(sorted(drawn, key=lambda row: (self._length(row), row)))
+        by_number = np.sort(drawn)
+        rows = by_number[np.argsort(self._lengths[by_number], kind="stable")]
         if self.packed and FEWEST_DEALT <= size < len(rows):
             rows = deal(rows, len(rows) // size)
         group_size = config.zo.examples_per_direction
@@ -179,70 +162,66 @@ class TaskData:
             rows = np.concatenate([deal(part, size // group_size) for part in parts])
         return rows
 
-    def _length(self, row: int) -> int:
-        """Return the number of tokens that a forward pass runs for a training example."""
-        if self.objective.reads_answers:
-            return len(self.train.prompts[row])
-        return int(self.train.lengths[row])
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        """The number of tokens that a forward pass runs for each training example."""
+        return self.train.column("prompt_length" if self.objective.reads_answers else "length")
 
     def _weights(self, config: RunConfig, rows: np.ndarray) -> list[float]:
         """Return the number of terms in the loss of each micro-batch."""
         num_terms = np.ones(len(rows), dtype=np.int64)
         if self.objective.counts_tokens:
             num_terms = self.train.num_gold[rows]
-        weights = np.add.reduceat(num_terms, np.arange(0, len(rows), config.train.micro_batch_size))
+        firsts = np.arange(0, len(rows), config.train.micro_batch_size)
+        weights = np.add.reduceat(num_terms, firsts)
         if self.objective.reads_answers:
             weights *= config.generation.num_samples
         sums: list[float] = weights.tolist()
         return sums
 
     def _answer_batch(
-        self, config: RunConfig, rows: Sequence[int], keys: Sequence[int]
+        self, config: RunConfig, rows: Sequence[int], keys: Tensor | None
     ) -> MicroBatch:
         """Return the batch of prompts to train on; the samples of a prompt are neighboring rows.
 
         Args:
             config: of the run.
             rows: indices in `train` of the prompts.
-            keys: of the random numbers of each sample; none if answers are not drawn.
+            keys: of the random numbers of each sample, [prompts, samples]; None if answers are not
+                drawn.
         """
         samples = range(config.generation.num_samples)
-        batch = self.reader.objective_batch(self.train, [row for row in rows for _ in samples])
+        repeated = [row for row in rows for _ in samples]
+        batch = self.reader.objective_batch(self.train, repeated)
         assert batch.prompts is not None
         common = batch.prompts.common_ids
         if common is not None:
             # Each group of examples reads what all prompts begin with in its own direction.
-            num_groups = max(1, len(rows) // (config.zo.examples_per_direction or len(rows)))
-            is_shared = num_groups < len(batch.inputs["input_ids"])  # else it is read at once
+            group_size = config.zo.examples_per_direction or len(rows)
+            num_groups = max(1, len(rows) // group_size)
+            is_shared = num_groups < len(repeated)  # else it is read at once
             common = common.expand(num_groups, -1) if is_shared else None
-        prompts = replace(
-            batch.prompts,
-            sample_keys=torch.tensor(keys) if keys else None,
-            common_ids=common,
-        )
+        sample_keys = None if keys is None else keys.flatten()
+        prompts = replace(batch.prompts, sample_keys=sample_keys, common_ids=common)
         return replace(batch, prompts=prompts)
 
-    def _sample_keys(
-        self, config: RunConfig, step: int, rows: Sequence[int], repetitions: Sequence[int]
-    ) -> list[int]:
-        """Return the key of the random numbers of each sample, if answers are drawn.
+    def _sample_keys(self, config: RunConfig, step: int, rows: np.ndarray) -> Tensor | None:
+        """Return the keys of the random numbers of each sample, [prompts, samples].
 
-        Args:
-            config: of the run.
-            step: index of the step.
-            rows: indices in `train` of the prompts.
-            repetitions: how often the step had each of these prompts before.
+        It is None if answers are not drawn. A batch that is larger than the data, or that crosses
+        the end of an epoch, repeats examples. Each time, the samples have other numbers.
         """
-        if config.generation.temperature == 0:
-            return []
+        if not self.objective.reads_answers or config.generation.temperature == 0:
+            return None
+        examples = pd.Series(self.train.index[rows])
+        times = examples.groupby(examples).cumcount()  # how often each was there before
         num_samples = config.generation.num_samples
-        keys = []
-        for row, repetition in zip(rows, repetitions, strict=True):
-            example = int(self.train.index[row])
-            first = repetition * num_samples
-            for number in range(first, first + num_samples):
-                keys.append(sample_key(config.seed, step, example, number))
-        return keys
+        keys = [
+            sample_key(config.seed, step, example, time * num_samples + number)
+            for example, time in zip(examples.tolist(), times.tolist(), strict=True)
+            for number in range(num_samples)
+        ]
+        return torch.tensor(keys).reshape(-1, num_samples)
 
 
 class Examples:
@@ -274,17 +253,18 @@ class Examples:
         self._sources = sources
         self._task = task
         self._stored = {split: self._read(config, split) for split in self._sources}
-        labels = {split: _numbers(rows, "label") for split, rows in self._stored.items()}
-        keys = {split: _numbers(rows, "key") for split, rows in self._stored.items()}
-        self.rows: SplitRows = draw_splits(task, data, labels, keys)
+        labels = {}
+        keys = {}
+        for split, rows in self._stored.items():
+            labels[split] = _numbers(rows, "label")
+            keys[split] = _numbers(rows, "key")
+        self.rows = draw_splits(task, data, labels, keys)
         source = next(iter(sources))
-        tried = [self._example(source, row) for row in range(len(self._stored[source]))[:_TRIED]]
+        num_tried = min(_TRIED, len(self._stored[source]))
+        tried = [self._example(source, row) for row in range(num_tried)]
         if objective.rewards is not None:
             objective.rewards.try_out(tried)
         try_metric(task, tried)
-        unread = set(tried[0].record) - columns_of(task)
-        if unread and not objective.is_reward and task.hub_id is None:
-            logger.info("unused columns: %s", ", ".join(sorted(unread)))
         self.reader = load_reader(task, config, objective)
 
     def split(self, name: str) -> EncodedSplit:
@@ -293,7 +273,7 @@ class Examples:
         Raises:
             UserError: an example cannot be encoded, or does not fit the model.
         """
-        rows = getattr(self.rows, name)
+        rows = self.rows[name]
         source = name if name in self._sources else "train"
         examples: Sequence[Example] = Lazy(
             len(rows), lambda place: self._example(source, rows[place])
@@ -301,25 +281,25 @@ class Examples:
         config = self.reader.config
         if config.data.num_demonstrations and name != "train":
             examples = self._with_demonstrations(name, source, rows)
-        encoder = self.reader.encoder(is_training=name == "train")
         key = None
         if not config.data.num_demonstrations:
             key = self._key(config, source, name, rows.tobytes())
-        encoded = shared_dataset(key, lambda folder: _encode(folder, encoder, examples, name))
+        encoded = shared_dataset(key, lambda folder: _encode(folder, self.reader, examples, name))
         return self.reader.checked(EncodedSplit(encoded, examples))
 
     def _example(self, source: str, row: int) -> Example:
-        stored = StoredExample(**self._stored[source][int(row)])
-        return stored.example(self._task, int(row))
+        record = json.loads(self._stored[source][int(row)]["record"])
+        return replace(self._task.example(record), index=int(row))
 
     def _with_demonstrations(self, name: str, source: str, rows: np.ndarray) -> list[Example]:
-        pool = [self._example("train", row) for row in range(len(self._stored["train"]))]
+        num_records = len(self._stored["train"])
+        pool = [self._example("train", row) for row in range(num_records)]
         questions = [self._example(source, row) for row in rows]
         if source == "train":
             questions = [pool[row] for row in rows]
-        train = [pool[row] for row in self.rows.train]
-        as_read = self.reader.encoder().as_read
-        return with_demonstrations(self.reader.config.data, questions, pool, train, as_read)
+        train = [pool[row] for row in self.rows["train"]]
+        data = self.reader.config.data
+        return with_demonstrations(data, questions, pool, train, self.reader.as_read)
 
     def _read(self, config: RunConfig, split: str) -> Dataset:
         """Return the stored examples of a source. A collective."""
@@ -327,7 +307,7 @@ class Examples:
 
         def write(folder: Path) -> None:
             stored = read_split(self._task, config.data, source)
-            _write_rows(folder, map(vars, stored), _STORED)
+            _write_rows(folder, stored, _STORED)
 
         return shared_dataset(self._key(config, split), write)
 
@@ -357,14 +337,14 @@ def _write_rows(folder: Path, rows: Iterable[dict[str, Any]], features: datasets
         writer.finalize()
 
 
-def _encode(folder: Path, encoder: Encoder, examples: Sequence[Example], name: str) -> None:
+def _encode(folder: Path, reader: Reader, examples: Sequence[Example], name: str) -> None:
     """Write the rows of a split by several processes, with a progress bar.
 
     Raises:
         UserError: some examples cannot be encoded.
     """
     global _work
-    _work = encoder, examples
+    _work = partial(reader.columns_of, examples, is_training=name == "train")
     if len(examples) < _OF_A_PROCESS:
         datasets.disable_progress_bars()
     num_processes = min(len(os.sched_getaffinity(0)), len(examples) // _OF_A_PROCESS + 1)
@@ -384,14 +364,11 @@ def _encode(folder: Path, encoder: Encoder, examples: Sequence[Example], name: s
     )
     datasets.enable_progress_bars()
     _work = None
-    refused = Refused(f"the {name} split", encoder.config.data.skip_unusable)
     place = _numbers(encoded, "place")
-    for bad in np.flatnonzero(place < 0).tolist():
-        with refused.unless_usable(f"{name} example {-place[bad]}"):
-            raise UserError(encoded[bad]["digest"])
-    refused.num_seen = len(examples)
-    refused.report()
-    if (place < 0).any():
+    refused = np.flatnonzero(place < 0).tolist()
+    problems = {f"{name} example {-place[row]}": encoded[row]["digest"] for row in refused}
+    refuse_together(problems, len(examples), skip=reader.config.data.skip_unusable)
+    if refused:
         parts = list(folder.glob("*.arrow"))
         kept = encoded.select(np.flatnonzero(place >= 0))
         kept.flatten_indices(cache_file_name=str(folder / "kept.arrow"), features=FEATURES)
@@ -399,14 +376,13 @@ def _encode(folder: Path, encoder: Encoder, examples: Sequence[Example], name: s
             part.unlink()
 
 
-_work: tuple[Encoder, Sequence[Example]] | None = None
-"""What `_encode_some` works on. Its processes inherit it when they are forked."""
+_work: Callable[[list[int]], dict[str, list[Any]]] | None = None
+"""What `_encode_some` calls. Its processes inherit it when they are forked."""
 
 
 def _encode_some(places: list[int]) -> dict[str, list[Any]]:
     assert _work is not None
-    encoder, examples = _work
-    return encoder.encode(examples, places)
+    return _work(places)
 
 
 def load_task_data(config: RunConfig) -> TaskData:
@@ -446,25 +422,22 @@ def warn_of_unreachable(reader: Reader, split: EncodedSplit) -> None:
     settings = reader.generation
     if settings is None or not reader.task.writes_answers:
         return
-    num_stopped = 0
-    num_long = 0
-    for example, num_gold in zip(split.examples, split.num_gold.tolist(), strict=True):
-        if not example.references:
-            continue
-        if all(any(stop in text for stop in settings.stops) for text in example.references):
-            num_stopped += 1
-        elif num_gold - 1 > settings.max_new_tokens:  # the last one ends it
-            num_long += 1
-    stops = ", ".join(map(repr, settings.stops))
-    problems = {
-        f"have a text that ends an answer ({stops}): no answer can equal them; to end answers at "
-        "the end of the sequence, set generation.stop=[]": num_stopped,
-        f"have more than generation.max_new_tokens={settings.max_new_tokens} tokens: no answer can "
-        "equal them; set it higher": num_long,
-    }
-    for problem, number in problems.items():
-        if number:
-            logger.warning("%d of %d right answers to score %s", number, len(split), problem)
+    written = zip(split.examples, split.num_gold.tolist(), strict=True)
+    num_unreachable = 0
+    for example, num_gold in written:
+        right = example.references
+        are_stopped = [any(stop in text for stop in settings.stops) for text in right]
+        is_long = num_gold - 1 > settings.max_new_tokens  # the last one ends it
+        num_unreachable += bool(right) and (is_long or all(are_stopped))
+    if num_unreachable:
+        logger.warning(
+            "no answer can equal %d of %d right answers to score: they have a text that ends one "
+            "(%s; set generation.stop=[]), or more than generation.max_new_tokens=%d tokens",
+            num_unreachable,
+            len(split),
+            ", ".join(map(repr, settings.stops)),
+            settings.max_new_tokens,
+        )
 
 
 def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:

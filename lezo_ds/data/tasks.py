@@ -28,7 +28,7 @@ from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import encode_choices, encode_turns
 from lezo_ds.data.encode import PromptTokenizer, encode_candidates
 from lezo_ds.data.examples import EncodedExample, Example, Predicted, Prediction, TokenCounts
-from lezo_ds.data.template import Record, Template, field_value, shown
+from lezo_ds.data.template import Record, field_value, shown
 from lezo_ds.errors import UserError
 
 if TYPE_CHECKING:
@@ -198,39 +198,7 @@ class _Choice(Task):
     ) -> list[EncodedExample]:
         if not config.data.chat_template:
             return super().encode(tokenizer, config, example)
-        encoded = encode_choices(tokenizer, config, example)
-        fields = dict(example.record)
-        is_cut = False
-        while encoded.num_tokens > config.data.max_length:
-            is_cut = True
-            num_over = encoded.num_tokens - config.data.max_length
-            fields |= self._shortened(tokenizer, fields, num_over)
-            shorter = replace(example, prompt=self.build_example(fields).prompt)
-            encoded = encode_choices(tokenizer, config, shorter)
-        return [replace(encoded, truncated=is_cut)]
-
-    def _shortened(
-        self, tokenizer: PromptTokenizer, fields: Record, num_over: int
-    ) -> dict[str, str]:
-        """Return the longest field of the prompt without its first characters.
-
-        So the chat template and the words of data.prompt stay.
-
-        Raises:
-            UserError: the field does not have so many tokens.
-        """
-        template = getattr(self, "prompt", None)
-        names = template.fields if isinstance(template, Template) else ()
-        texts = {name: str(fields[name]) for name in names if isinstance(fields.get(name), str)}
-        longest = max(texts, key=lambda name: len(texts[name]), default="")
-        (ids,) = tokenizer.encode_written([texts.get(longest, "")])
-        if len(ids) <= num_over:
-            raise UserError(
-                f"the prompt has {num_over} tokens more than data.max_length in the chat template",
-                fix="raise data.max_length",
-            )
-        num_cut = -(-len(texts[longest]) * num_over // len(ids))
-        return {longest: texts[longest][num_cut:]}
+        return [encode_choices(tokenizer, config, example)]
 
     def predict(self, scorer: Scorer, examples: Sequence[Example]) -> list[Predicted]:
         rows = []

@@ -56,9 +56,12 @@ class Template:
 
     def only_value(self, record: Record) -> Any:
         """Return what a record holds in the field that is the whole template; None if none is."""
-        if len(self.pieces) != 1 or self.pieces[0][0] or self.pieces[0][1] is None:
+        if len(self.pieces) != 1:
             return None
-        return field_value(record, self.pieces[0][1])
+        ((text, field),) = self.pieces
+        if text or field is None:
+            return None
+        return field_value(record, field)
 
 
 def parse_template(key: str, text: str) -> Template:

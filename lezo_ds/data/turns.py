@@ -118,5 +118,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        given = {key: item for key, item in value.items() if item is not None}
+        return {key: without_nulls(item) for key, item in given.items()}
     return value

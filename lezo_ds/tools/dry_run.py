@@ -206,7 +206,7 @@ def example_lines(data: TaskData, number: int) -> Iterator[str]:
     and `label` is the index of the right candidate. A prompt that the model answers by itself has
     one line.
     """
-    tokenizer = data.tokenizer.backend
+    tokenizer = data.reader.tokenizer.backend
     for prompt in filter(None, data.train.prompts[:number]):
         yield f"reads  {tokenizer.decode(list(prompt))!r}"
     for encoded in data.train.encoded[:number]:
@@ -348,12 +348,13 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     targets = 0.0
     if batch.selection is not None and batch.selection.vocabulary is None:
         targets = len(batch.selection.rows) / len(longest)
+    answers = data.reader.generation
     return InputSizes(
         length=length,
         mean_length=float(data.train.lengths.mean()),
         rows=batch.inputs["input_ids"].numel() / len(longest) / length,
         targets=targets,
-        new_tokens=0 if data.generation is None else data.generation.max_new_tokens,
+        new_tokens=0 if answers is None else answers.max_new_tokens,
         trains_on_answers=data.objective.reads_answers,
     )
 

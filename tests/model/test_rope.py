@@ -12,6 +12,7 @@ from lezo_ds.data.batches import all_candidates, token_batch
 from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.generation import generate, prompt_batch
 from lezo_ds.data.packing import can_pack
+from lezo_ds.data.tasks import EncodedExample
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.rope import rope_limit, rotate_each_row
@@ -47,10 +48,10 @@ def texts_of(lengths):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_text_has_the_logits_that_it_has_alone(family):
     model = random_model(CONFIGS[family])
-    examples = [
-        EncodedExample(((*ids, 7),), ((False,) * (len(ids) - 1) + (True, True),), 0)
-        for ids in texts_of(LENGTHS)
-    ]
+    examples = []
+    for ids in texts_of(LENGTHS):
+        mask = (False,) * (len(ids) - 1) + (True,) * 2
+        examples.append(EncodedExample(((*ids, 7),), (mask,), 0))
     batch = token_batch(all_candidates(examples), 1).with_logits()
     expected = []
     for example in examples:

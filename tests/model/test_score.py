@@ -191,7 +191,7 @@ def task_loss(reader, split, logs):
         return fmean(-each.double().log_softmax(dim=0)[label].item() for each, label in means)
     # As the Trainer of transformers averages: a batch's mean counts once for each of its examples.
     golds = [example[label] for example, label in pairs]
-    size = reader.loss_batch or len(golds)
+    size = 8 if reader.config.data.protocol == "mezo" else len(golds)
     parts = [golds[start : start + size] for start in range(0, len(golds), size)]
     sums = [-sum(map(sum, part)) / sum(map(len, part)) * len(part) for part in parts]
     return sum(sums) / len(golds)

@@ -49,8 +49,8 @@ def hard_ones_reward(prompts, completions, level, **kwargs):
     return [length if which > 1 else None for length, which in zip(lengths, level, strict=False)]
 
 
-def by_name_reward(**fields):
-    return np.array([None, len(fields["completions"][1])], dtype=object)
+def by_name_reward(completions, **fields):
+    return np.array([None, len(completions[1])], dtype=object)
 
 
 async def easy_ones_reward(completions, level, **kwargs):

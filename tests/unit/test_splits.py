@@ -41,17 +41,15 @@ def draw(data, task=None):
     sources = sources_of(task, data)
     stored = {split: list(read_split(task, data, source)) for split, source in sources.items()}
     columns = [
-        {split: np.array([getattr(row, name) for row in rows]) for split, rows in stored.items()}
+        {split: np.array([row[name] for row in rows]) for split, rows in stored.items()}
         for name in ("label", "key")
     ]
     drawn = draw_splits(task, data, *columns)
-    return {
-        split: [
-            stored.get(split, stored["train"])[row].example(task, int(row)).prompt
-            for row in getattr(drawn, split)
-        ]
-        for split in ("train", "dev", "test")
-    }
+    texts = {}
+    for split, rows in drawn.items():
+        of_source = stored.get(split, stored["train"])
+        texts[split] = [task.example(json.loads(of_source[row]["record"])).prompt for row in rows]
+    return texts
 
 
 def sizes_of(drawn):
@@ -255,8 +253,7 @@ def test_data_path_is_a_folder_with_one_file_of_each_split(tmp_path):
 def test_a_record_is_stored_as_it_is_read(tmp_path):
     data = data_of(tmp_path, {"train": tickets(2, more=[1.5, None, {"a": "é"}])})
     stored = list(read_split(find_task(data), data, data.train))
-    assert [json.loads(row.record) for row in stored] == tickets(2, more=[1.5, None, {"a": "é"}])
-    assert stored[1].example(find_task(data), 1).record["more"] == [1.5, None, {"a": "é"}]
+    assert [json.loads(row["record"]) for row in stored] == tickets(2, more=[1.5, None, {"a": "é"}])
 
 
 # Demonstrations.
