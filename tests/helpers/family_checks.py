@@ -32,7 +32,6 @@ from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack
-from lezo_ds.data.tasks import EncodedExample
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks

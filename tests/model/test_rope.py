@@ -12,7 +12,6 @@ from lezo_ds.data.batches import all_candidates, token_batch
 from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.generation import generate, prompt_batch
 from lezo_ds.data.packing import can_pack
-from lezo_ds.data.tasks import EncodedExample
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.rope import rope_limit, rotate_each_row
