@@ -117,6 +117,9 @@ class CopiedBatch(NamedTuple):
         dimension = _dimension_of_rows(first, self.rows, self.tokens)
         if dimension is None and len(first) == 1:  # made of tensors that all rows share
             parts = tuple(part.expand(self.rows, *part.shape[1:]) for part in parts)
+        if dimension is None and first.dim() == 2 and len(first) == self.tokens:
+            # Positions of all rows, [tokens, width], are added to [rows, tokens, width].
+            parts = tuple(part.expand(self.rows, *part.shape) for part in parts)
         return torch.cat(parts, dimension or 0)
 
 
