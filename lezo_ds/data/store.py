@@ -3,7 +3,7 @@
 The first rank of each machine writes, and the others wait:
 
     cache/lezo_ds/KEY/data-00000.arrow    kept for the next start, if all that decides it is known
-    tmp/lezo_ds-RANDOM/data-00000.arrow   else, and removed once all ranks have mapped it
+    tmp/lezo_ds-RANDOM-N/data-00000.arrow   else, and removed once all ranks have mapped it
 
 The key is a hash of all that decides the content. A start with the same key finds the files there.
 """
@@ -44,7 +44,8 @@ def shared_dataset(key: str | None, write: Callable[[Path], None]) -> Dataset:
     name = secrets.token_hex(8)  # another run may write the same rows
     if is_shared:
         name = distributed.broadcast_object(name)
-    temporary = Path(tempfile.gettempdir()) / f"lezo_ds-{name}"
+    writer = distributed.rank() - distributed.local_rank()  # the first rank of this machine
+    temporary = Path(tempfile.gettempdir()) / f"lezo_ds-{name}-{writer}"
     kept = None if key is None else _cache() / key
     outcome: LezoError | None = None
     if writes:

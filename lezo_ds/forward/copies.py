@@ -138,10 +138,19 @@ def _dimension_of_rows(value: Tensor, num_rows: int, num_tokens: int) -> int | N
     That is the first one of most tensors, [rows, ...] or [rows * tokens, ...], and of Bloom's
     biases of positions, [rows * heads, 1, tokens]. Gemma 3n stacks streams of hidden states,
     [streams, rows, tokens, width].
+
+    Raises:
+        UserError: there are as many rows as streams, or as heads of keys [rows, heads, tokens, n].
     """
     if value.dim() == 0:
         return None
     length, *others = value.shape
+    if length == num_rows > 1 and len(others) == 3 and others[:2] == [num_rows, num_tokens]:
+        raise UserError(
+            f"a tensor [{length}, {num_rows}, {num_tokens}, {others[2]}] of a block may have its "
+            f"{num_rows} rows in two dimensions",
+            fix="set another train.micro_batch_size, or zo.probes_per_pass=1",
+        )
     if length in (num_rows, num_rows * num_tokens):
         return 0
     if len(others) == 3 and length > 1 and others[:2] == [num_rows, num_tokens]:

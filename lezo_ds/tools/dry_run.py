@@ -87,6 +87,7 @@ from lezo_ds.forward.blocks import (
 )
 from lezo_ds.forward.dense import COPIES_AT_ONCE
 from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
+from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.records import with_start_date
 from lezo_ds.runs.screen import duration
 from lezo_ds.runs.trainer import check_run, make_engine
@@ -233,6 +234,7 @@ def measured_step(plan: Plan, data: TaskData, most: int = _MEASURED_STEPS) -> fl
     if distributed.rank() == 0:
         print("measuring a few steps", file=sys.stderr, flush=True)
     engine = make_engine(plan.config)
+    cross_check(engine, data, plan.config, data.step_rows(plan.config, 0))
     seconds: list[float] = []
     while len(seconds) < most and sum(seconds) < _ENOUGH_SECONDS:
         start = time.perf_counter()

@@ -430,7 +430,7 @@ def _fit(facts: dict[str, Any], data: TaskData) -> float | None:
                 return _fit_on_cpu(facts, data)
             _fit_on_gpus(facts, data)
             break
-        except (UserError, RuntimeError) as error:
+        except UserError as error:
             # A model that computes with the shape of its batch takes one copy in a pass.
             if way is ways[-1]:
                 raise
