@@ -1,8 +1,8 @@
 """The demonstration of `make replay`: fine-tuned models from their journals, without training.
 
-It fetches the model and the reviews as `make demo` does. Then it rebuilds a model from each journal
-in docs/journals, or from those that are named, and scores it on the reviews that the run was tested
-on. The digest of the weights must be the one in the journal, and the score that of the run.
+It fetches the model and the sentences as `make demo` does. Then it rebuilds a model from each
+journal in docs/journals, or from those that are named, and scores it on the sentences that the run
+was tested on. `export` refuses weights that have not the digest in the journal.
 
     runs/replayed/NAME/    the model of NAME.lezo
 """
@@ -28,7 +28,8 @@ def replay(journal: Path) -> str:
     if not target.exists():
         words = ["--journal", journal, "--step", "best", f"model.path={ASSETS / MODEL}"]
         run("export", *words, "--out", target)
-    scores = json.loads(run("evaluate", "--model", target, "--json"))
+    data = f"data.path={ASSETS / journal.stem}"
+    scores = json.loads(run("evaluate", "--model", target, "--config", "demo", "--json", data))
     seconds = time.monotonic() - began
     return (
         f"{journal.name}: {scores['metric']} {scores['score']:.3f} on {scores['num_examples']} "
