@@ -23,6 +23,7 @@ from datasets import Dataset, concatenate_datasets
 
 from lezo_ds import distributed
 from lezo_ds.errors import LezoError
+from lezo_ds.files import sha256_file
 
 _FEWEST_BYTES = 1 << 23
 """Smaller sources are read faster than a cache of them is worth."""
@@ -92,8 +93,13 @@ def key_of(files: Sequence[Path], *others: object) -> str | None:
     """Return a hash of the content of files and of other values; None for small files."""
     if not files or sum(file.stat().st_size for file in files) < _FEWEST_BYTES:
         return None
-    digest = hashlib.sha256(repr(others).encode())
-    for file in files:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()[:32]
+    return _hash_of(*others, *map(sha256_file, files))
+
+
+def key_of_part(key: str | None, *others: object) -> str | None:
+    """Return the key of what other values make of the content with a key; None if it has none."""
+    return None if key is None else _hash_of(key, *others)
+
+
+def _hash_of(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:32]

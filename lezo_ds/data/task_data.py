@@ -54,7 +54,7 @@ from lezo_ds.data.splits import (
     sources_of,
     with_demonstrations,
 )
-from lezo_ds.data.store import key_of, shared_dataset
+from lezo_ds.data.store import key_of, key_of_part, shared_dataset
 from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch, StepBatch
@@ -252,7 +252,8 @@ class Examples:
             sources = {only: sources[only]}
         self._sources = sources
         self._task = task
-        self._stored = {split: self._read(config, split) for split in self._sources}
+        self._keys = {split: self._key(config, split) for split in sources}  # a file is read once
+        self._stored = {split: self._read(config, split) for split in sources}
         labels = {}
         keys = {}
         for split, rows in self._stored.items():
@@ -283,7 +284,7 @@ class Examples:
             examples = self._with_demonstrations(name, source, rows)
         key = None
         if not config.data.num_demonstrations:
-            key = self._key(config, source, name, rows.tobytes())
+            key = key_of_part(self._keys[source], name, rows.tobytes())
         encoded = shared_dataset(key, lambda folder: _encode(folder, self.reader, examples, name))
         return self.reader.checked(EncodedSplit(encoded, examples))
 
@@ -309,12 +310,12 @@ class Examples:
             stored = read_split(self._task, config.data, source)
             _write_rows(folder, stored, _STORED)
 
-        return shared_dataset(self._key(config, split), write)
+        return shared_dataset(self._keys[split], write)
 
-    def _key(self, config: RunConfig, source: str, *others: object) -> str | None:
+    def _key(self, config: RunConfig, source: str) -> str | None:
         """Return the key of the cache of what becomes of a source, or None if in doubt."""
         path = Path(self._sources[source])
-        code = [config.data.task, config.data.metric or ""]
+        code = [config.data.task, config.data.metric or "", *config.train.objectives]
         if not path.is_file() or any(map(names_code, code)):
             return None
         model = resolve_model(config.model.path)
@@ -322,7 +323,7 @@ class Examples:
         recipe = config.model_dump(include={"data", "generation"})
         versions = [importlib.metadata.version(name) for name in _LIBRARIES]
         objective = str(config.train.objective)
-        return key_of([path, *found], recipe, lezo_ds.__version__, versions, objective, *others)
+        return key_of([path, *found], recipe, lezo_ds.__version__, versions, objective)
 
 
 def _numbers(rows: Dataset, column: str) -> np.ndarray:

@@ -64,7 +64,8 @@ def _partition_group(partition_size: int) -> Any:
     backend = dist.group.WORLD._get_backend(device())  # type: ignore[union-attr]
     timeout = backend.options._timeout
     # Every rank makes all groups: NCCL splits them off a world that is bound to GPUs.
-    own_group, _ = dist.new_subgroups(partition_size, timeout=timeout)  # type: ignore[no-untyped-call]
+    groups = dist.new_subgroups(partition_size, timeout=timeout)  # type: ignore[no-untyped-call]
+    own_group, _ = groups
     return own_group
 
 
