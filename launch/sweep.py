@@ -113,7 +113,7 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
 
 
 def launch(run: Run, launcher: str) -> int:
-    """Do a run, append its output to a file beside its directory, and return the exit code."""
+    """Do a run, append its output to a log next to its directory, and return the exit code."""
     log = run.directory.with_name(f"{run.directory.name}.log")
     make_directory(log.parent)
     logger.info("output in %s", log)

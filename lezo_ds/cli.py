@@ -603,7 +603,7 @@ def end_process_after(work: Callable[[], None]) -> NoReturn:
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
     # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291). What
-    # comes before: executors of the user's stop their workers, and then exit functions run.
+    # comes before: the user's executors stop their workers, and then exit functions run.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -175,7 +175,7 @@ def forget_launcher() -> None:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End the process at once, and the processes that functions of the user's have started.
+    """End the process at once, and the processes that user functions have started.
 
     Not sys.exit, which destroys the process group: that waits for ranks in a collective.
     """

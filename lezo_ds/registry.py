@@ -1,4 +1,4 @@
-"""Registries: components by name, or a component of the user's own as `package.module:Name`.
+"""Registries: components by name, or a user-defined component as `package.module:Name`.
 
 A key of the recipe names a component, such as `zo.estimator=fzoo` or `data.metric=mine:score`. The
 first form is looked up in a `Registry`. The second one imports the user's module `mine`, which may
@@ -43,7 +43,7 @@ class Registry(dict[str, T]):
     Args:
         noun: What a component is, such as "estimator", for messages.
         key: The configuration's key that names one, such as "zo.estimator", for messages.
-        kind: A component of the user's own must be an instance or a subclass of this type. If it is
+        kind: A user-defined component must be an instance or a subclass of this type. If it is
             None, the component must be callable.
     """
 

@@ -1,4 +1,4 @@
-"""Functions of the user's are called with care: they may raise or return anything."""
+"""User functions are called with care: they may raise or return anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Call a function of the user's, or run it if it is async.
+    """Call a user function, or run it if it is async.
 
     An exception in it becomes a UserError with its file and line.
 
@@ -41,8 +41,8 @@ def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named
 
 
 def shown(value: object) -> str:
-    """Return what a function of the user's returned, as an error shows it."""
+    """Return what a user function returned, as an error shows it."""
     try:
         return cut(str(value), 80)
-    except Exception:  # an integer of over 4300 digits, or a class of the user's
+    except Exception:  # an integer of over 4300 digits, or a user-defined class
         return f"an object of type {type(value).__name__} that cannot be printed"

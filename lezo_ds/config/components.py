@@ -1,6 +1,6 @@
 """What the values of a configuration stand for: components and numbers, and what training needs.
 
-What needs code of the user's is checked here, when a component is made, and not by `schema`.
+What needs user code is checked here, when a component is made, and not by `schema`.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def check_training(config: RunConfig) -> None:
 
 
 def check_data(config: RunConfig, split: str | None = None) -> None:
-    """Refuse a task of the user's own without records, or without right answers and a reward.
+    """Raise UserError if a user-defined task has no records, or neither right answers nor a reward.
 
     Args:
         config: The configuration.

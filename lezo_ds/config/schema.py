@@ -5,7 +5,7 @@ What else is known of a key is metadata on its field, which `keys_with` reads:
 
     may_differ_on_resume   it affects no weight and no score: it may change on resume
     path                   its value may be a path
-    describes_task         it describes a task of the user's own records
+    describes_task         it describes a task on the user's records
     of_export              it says how an exported model reads a record
 
 The validators are the checks: of one value, and of the values of a section. They import no code of
@@ -94,7 +94,7 @@ def _component(registry: Registry[Any]) -> AfterValidator:
     """Restrict a text to the names in a registry, in any case, or `package.module:Name`."""
 
     def checked(name: str) -> str:
-        if not names_code(name):  # code of the user's is imported when it is needed
+        if not names_code(name):  # user code is imported when it is needed
             registry.find(name)
         return _in_lower_case(name)
 

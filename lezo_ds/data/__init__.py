@@ -1,4 +1,4 @@
-"""Data: from a file to batches, and from what a model makes of them to losses and scores.
+"""Data: from a file to batches, and from the model's outputs to losses and scores.
 
 A record goes one way, and returns to no module:
 
@@ -11,6 +11,6 @@ A record goes one way, and returns to no module:
     batch         batches     rows of tensors; packing: several sequences in a row
     step          task_data   the batches of a step; prefetch: those of the next one, in a thread
     outputs       generation  new tokens after prompts, which prompt_reading reads first
-    loss          objectives  of logits or answers; rewards: functions of the user's
+    loss          objectives  of logits or answers; rewards: user functions
     score         score       the loss and score of a split, on all ranks; metrics: its functions
 """

@@ -1,4 +1,4 @@
-"""Tasks that a recipe describes: templates over the fields of a user's own records.
+"""Tasks that a recipe describes: templates over the fields of a user's records.
 
 The keys of the section `data` that are set decide the kind of the task:
 
@@ -201,8 +201,8 @@ class _Labels(Classification):
 class _Choices(MultipleChoice):
     """Records that hold the texts to choose from.
 
-    The label is the index of the right text, from 0; or the text; or its name in the field "label"
-    beside the texts, as in ARC. With data.labels, it is one of these, in the order of the texts.
+    The label is the index of the right text, from 0; or the text; or, as in ARC, its name in the
+    field "label" of the choices. With data.labels, it is one of these, in the order of the texts.
 
     Attributes:
         prompt: template of the prompt.

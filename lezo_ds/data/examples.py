@@ -105,7 +105,7 @@ class TokenCounts(NamedTuple):
 
 
 Prediction = int | float | str | TokenCounts
-"""What a model makes of an example: the index of a candidate, a number, an answer, or counts of
+"""A model's prediction for an example: the index of a candidate, a number, an answer, or counts of
 tokens."""
 
 

@@ -105,7 +105,7 @@ class Objective:
 
     @property
     def is_reward(self) -> bool:
-        """Whether functions of the user's judge answers."""
+        """Whether user functions judge answers."""
         return self.rewards is not None
 
     @property

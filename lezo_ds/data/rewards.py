@@ -1,4 +1,4 @@
-"""Rewards: functions of a user's that judge the answers of a model (docs/rewards.md).
+"""Rewards: user functions that judge a model's answers (docs/rewards.md).
 
 A function is marked by the decorator `reward`, or is one of TRL's GRPOTrainer, whose parameters are
 `prompts`, `completions` and the fields of records by name:

@@ -83,7 +83,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Scorer:
-    """What a model makes of the examples of a split: the `Scorer` of `Task.score`.
+    """A model's outputs for the examples of a split: the `Scorer` of `Task.score`.
 
     What several methods need is computed once.
 
@@ -544,7 +544,7 @@ def predict(
     probabilities: bool = False,
     threshold: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return for each example what the model makes of it. A collective.
+    """Return the model's prediction for each example. A collective.
 
     A record has the key PREDICTED and, for candidates, PROBABILITY: the softmax of the candidates'
     scores, which are mean log-probabilities of tokens.

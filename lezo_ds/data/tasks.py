@@ -36,7 +36,7 @@ TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
 
 
 class Scorer(Protocol):
-    """What a model makes of the examples of a split, as `lezo_ds.data.score.Scorer` computes it."""
+    """A model's outputs for the examples of a split; `lezo_ds.data.score.Scorer` computes them."""
 
     def choices(self) -> list[int]:
         """Return the best candidate of each example."""
@@ -161,7 +161,7 @@ class Task:
                 )
         except UserError:
             raise
-        except Exception as error:  # of a task of the user's own
+        except Exception as error:  # raised by a user-defined task
             raise UserError(
                 f"it does not fit the task {self.name}: {type(error).__name__}: {error}",
                 fix=f"correct the record, or build_example of {self.name}",
@@ -201,7 +201,7 @@ class Task:
         raise NotImplementedError
 
     def predict(self, scorer: Scorer, examples: Sequence[Example]) -> list[Predicted]:
-        """Return what the model makes of examples without right answers. A collective."""
+        """Return the model's predictions for examples without right answers. A collective."""
         raise NotImplementedError
 
     def shown(self, example: Example, predicted: Prediction) -> str:

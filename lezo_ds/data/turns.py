@@ -1,4 +1,4 @@
-"""Turns of conversations, as OpenAI and ShareGPT write them, and the tools beside them.
+"""Turns of conversations, as OpenAI and ShareGPT write them, with their tools.
 
 {"messages": [{"role": "user", "content": "Hello"}, ...], "tools": [...]}
 {"conversations": [{"from": "human", "value": "Hello"}, ...]}

@@ -270,7 +270,7 @@ class ModelEngine:
 
 
 def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
-    """Refuse what is no tensor of a loss for each example, such as their mean.
+    """Raise UserError unless `losses` is a tensor with one entry per example, and not their mean.
 
     Its sum would be another number than that which the weight of the micro-batch divides.
     """

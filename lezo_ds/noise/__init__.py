@@ -262,7 +262,7 @@ class Kernels(ABC):
             precision: how 16-bit values are stored.
 
         Raises:
-            UserError: a law of the user's gives u or b of another shape, dtype or device.
+            UserError: a user-defined law gives u or b of another shape, dtype or device.
         """
         rows, columns = target.elements.rows_and_columns()
         device = target.values.device

@@ -205,7 +205,7 @@ def _encode(config: RunConfig) -> tuple[Reader, dict[str, EncodedSplit]]:
 
 
 def _label_tokens(encoded: Mapping[str, EncodedSplit]) -> list[int] | None:
-    """Return the token of each label, or None if one of them is no token of its own."""
+    """Return the token of each label, or None if a label is not a single token."""
     tokens = shared_candidates([each for split in encoded.values() for each in split.encoded])
     return tokens if tokens is not None and len(set(tokens)) == len(tokens) else None
 

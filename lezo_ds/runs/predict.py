@@ -74,7 +74,7 @@ def predict_file(
     label_field = data.label_field
     if label_field is None and (data.labels or data.choices):
         label_field = "label"  # that of the right answer, if records have one
-    # No metric of the user's is needed. Each record needs its row in the output.
+    # No user metric is needed. Each record needs its row in the output.
     changes = {"metric": None, "label_field": label_field, "skip_unusable": False}
     data = data.model_copy(update=changes)
     config = config.model_copy(update={"data": data})

@@ -2,7 +2,7 @@
 
 Most signals end the launcher alone, and its ranks go on.
 
-A function of the user's may start processes, which Python forks from this one. They end at SIGTERM,
+A user function may start processes, which Python forks from this one. They end at SIGTERM,
 as `terminate()` expects of them, and leave Ctrl-C to the run.
 """
 

@@ -80,7 +80,7 @@ def train(config: RunConfig) -> RunResults:
 
 @contextmanager
 def _exits_refused() -> Iterator[None]:
-    """Let no estimator, policy or task of the user's end a run as if all steps were done."""
+    """Keep a user-defined estimator, policy or task from ending a run as if all steps were done."""
     try:
         yield
     except SystemExit as error:

@@ -15,7 +15,7 @@ The result is lines, one for each finding, such as
     time          about 0:42, besides loading, evaluations and snapshots: 10 steps of 0.41 s
 
 Bad input raises the errors that a run would raise before it loads weights. A model or data on the
-Hub that cannot be reached from here is no error: a line says what is not checked. The time is that
+Hub that cannot be reached is not an error: a line says what is not checked. The time is that
 of a few steps of the run itself, if this process group is that of the run and can hold the model.
 
 Measured peaks are within 20 % of the formula (tests/unit/test_memory_plan.py). With b bytes a

@@ -66,7 +66,7 @@ class LayerPolicy(ABC):
         """Return the sample of the step after `records`, the records of all steps so far."""
 
     def checked_sample(self, seed: int, records: Sequence[StepRecord]) -> LayerSample:
-        """Return the sample of the step, which a policy of the user's own may get wrong.
+        """Return the sample of the step, which a user-defined policy may get wrong.
 
         Raises:
             UserError: it is no `LayerSample` of the groups.

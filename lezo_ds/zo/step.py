@@ -146,7 +146,7 @@ class Step:
         The step is not applied if a loss or a projected gradient is not finite.
 
         Raises:
-            UserError: an estimator of a user's has not estimated each direction.
+            UserError: a user-defined estimator has not estimated each direction.
         """
         if self.may_lack_losses:
             sums = self._filled(sums)
