@@ -382,18 +382,32 @@ class Reader:
         return self.objective.loss(outputs, batch)
 
 
-def load_reader(task: Task, config: RunConfig, objective: Objective | None = None) -> Reader:
+def load_reader(
+    task: Task,
+    config: RunConfig,
+    objective: Objective | None = None,
+    *,
+    shows_examples: bool = False,
+) -> Reader:
     """Return how the model of a recipe reads the examples of a task.
 
     Args:
         task: of the examples.
         config: the recipe, with the model.
         objective: the loss to minimize; None for the task's own.
+        shows_examples: whether questions may follow solved examples.
 
     Raises:
-        UserError: the tokenizer cannot be loaded, or does not fit the recipe.
+        UserError: the tokenizer cannot be loaded, or does not fit the recipe; or the recipe asks
+            for solved examples where none are shown.
     """
     data = config.data
+    if data.num_demonstrations and not (shows_examples and task.has_answers):
+        raise UserError(
+            f"data.num_demonstrations={data.num_demonstrations} is for lezo-ds evaluate, and for a "
+            "task with right answers",
+            fix="remove it",
+        )
     objective = objective or training_objective(task)
     directory = resolve_model(config.model.path)
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)

@@ -3,7 +3,7 @@
 The first rank of each machine writes, and the others wait:
 
     cache/lezo_ds/KEY/data-00000.arrow    kept for the next start, if all that decides it is known
-    tmp/lezo_ds-RANDOM-N/data-00000.arrow   else, and removed once all ranks have mapped it
+    tmp/lezo_ds-RANDOM/data-00000.arrow   else, and removed once all ranks have mapped it
 
 The key is a hash of all that decides the content. A start with the same key finds the files there.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,65 +32,73 @@ def shared_dataset(key: str | None, write: Callable[[Path], None]) -> Dataset:
     """Return the rows that `write` puts into Arrow files of a folder. A collective.
 
     Args:
-        key: of the cache; None if the rows are not to be kept.
+        key: of the cache, see `key_of`; None if the rows are not to be kept.
         write: (folder) -> None, on one rank of each machine.
 
     Raises:
         LezoError: what `write` raises, on all ranks.
     """
-    is_shared = distributed.world_size() > 1
-    # Before ranks have joined, each writes for itself.
-    writes = not is_shared or distributed.local_rank() == 0
-    name = secrets.token_hex(8)  # another run may write the same rows
-    if is_shared:
-        name = distributed.broadcast_object(name)
-    writer = distributed.rank() - distributed.local_rank()  # the first rank of this machine
-    temporary = Path(tempfile.gettempdir()) / f"lezo_ds-{name}-{writer}"
-    kept = None if key is None else _cache() / key
-    outcome: LezoError | None = None
-    if writes:
+    outcome: Path | LezoError | None = None
+    if _writes():
         try:
-            _provide(temporary, kept, write)
+            outcome = _provide(None if key is None else _cache() / key, write)
         except LezoError as error:
             outcome = error
-    for each in distributed.gather_objects(outcome) if is_shared else [outcome]:
-        if each is not None:
+    outcomes = [outcome]
+    writer = 0
+    is_shared = distributed.world_size() > 1
+    if is_shared:
+        outcomes = distributed.gather_objects(outcome)
+        writer = distributed.rank() - distributed.local_rank()  # the first rank of this machine
+    for each in outcomes:
+        if isinstance(each, LezoError):
             raise each
-    folder = temporary if kept is None or temporary.is_dir() else kept
+    folder = outcomes[writer]
+    assert isinstance(folder, Path)
     files = sorted(folder.glob("*.arrow"))
     rows = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
     if is_shared:
         distributed.barrier()
-    if writes:
-        shutil.rmtree(temporary, ignore_errors=True)  # mapped files stay until they are closed
+    if folder.parent != _cache():
+        shutil.rmtree(folder, ignore_errors=True)  # mapped files stay until they are closed
     return rows
+
+
+def _writes() -> bool:
+    """Return whether this rank writes files. Before ranks have joined, each writes for itself."""
+    return distributed.world_size() == 1 or distributed.local_rank() == 0
 
 
 def _cache() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "lezo_ds"
 
 
-def _provide(temporary: Path, kept: Path | None, write: Callable[[Path], None]) -> None:
-    """See that the files are in the cache, or else in a temporary folder."""
+def _provide(kept: Path | None, write: Callable[[Path], None]) -> Path:
+    """Return the folder of the files: the one in the cache, or else a temporary one."""
     if kept is not None and kept.is_dir():
-        return
-    temporary.mkdir(mode=0o700)
+        return kept
+    temporary = Path(tempfile.mkdtemp(prefix="lezo_ds-"))
     write(temporary)
     if kept is None:
-        return
+        return temporary
     part = kept.with_name(f".{kept.name}.{os.getpid()}")
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(temporary, part)
         part.replace(kept)
-        shutil.rmtree(temporary, ignore_errors=True)
     except OSError:  # a home that is full or read-only, or another run was faster
         shutil.rmtree(part, ignore_errors=True)
+        return temporary
+    shutil.rmtree(temporary, ignore_errors=True)
+    return kept
 
 
 def key_of(files: Sequence[Path], *others: object) -> str | None:
-    """Return a hash of the content of files and of other values; None for small files."""
-    if not files or sum(file.stat().st_size for file in files) < _FEWEST_BYTES:
+    """Return a hash of the content of files and of other values; None for small files.
+
+    It is None, too, on the ranks that do not write, so that one rank of a machine reads the files.
+    """
+    if not files or not _writes() or sum(file.stat().st_size for file in files) < _FEWEST_BYTES:
         return None
     return _hash_of(*others, *map(sha256_file, files))
 

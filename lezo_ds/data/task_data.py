@@ -237,7 +237,8 @@ class Examples:
 
         Args:
             config: the recipe.
-            only: a split; if it has a file of its own, no other file is read.
+            only: a split to score; if it has a file of its own, no other file is read. Its
+                questions may follow solved examples.
 
         Raises:
             UserError: data cannot be read or do not fit the task, or the user's reward or metric
@@ -247,6 +248,7 @@ class Examples:
         task = find_task(data)
         objective = load_objective(config.train.objective, task)
         _check_objective(config, task, objective)
+        self.reader = load_reader(task, config, objective, shows_examples=only is not None)
         sources = sources_of(task, data)
         if only in sources:
             sources = {only: sources[only]}
@@ -266,7 +268,6 @@ class Examples:
         if objective.rewards is not None:
             objective.rewards.try_out(tried)
         try_metric(task, tried)
-        self.reader = load_reader(task, config, objective)
 
     def split(self, name: str) -> EncodedSplit:
         """Return a split, "train", "dev" or "test", as token ids. A collective.
@@ -393,11 +394,6 @@ def load_task_data(config: RunConfig) -> TaskData:
         UserError: data cannot be read or do not fit the task, an example does not fit the model, or
             the user's objective fails on one.
     """
-    if config.data.num_demonstrations:
-        raise UserError(
-            f"data.num_demonstrations={config.data.num_demonstrations} is for lezo-ds evaluate",
-            fix="remove it",
-        )
     examples = Examples(config)
     reader = examples.reader
     objective = reader.objective
@@ -449,8 +445,4 @@ def _check_objective(config: RunConfig, task: Task, objective: Objective) -> Non
             f"{needs} needs a reward, not train.objective={config.train.objective}",
             fix="set train.objective=package.module:function, a function with the decorator "
             "`reward`, or add data.labels, data.choices or data.completion",
-        )
-    if config.data.num_demonstrations and not task.has_answers:
-        raise UserError(
-            "data.num_demonstrations shows solved examples, and the task has none", fix="remove it"
         )

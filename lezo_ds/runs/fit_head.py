@@ -129,8 +129,6 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     opened.refuse_code("data.task", "data.metric", "train.objective")
     distributed.on_rank_zero(partial(refuse_taken, target))
     config = opened.config
-    if config.data.num_demonstrations:
-        raise UserError("fit-head shows no solved examples", fix="remove data.num_demonstrations")
     check_data(config)
     reader, encoded = _encode(config)
     tokens = _label_tokens(encoded)
