@@ -297,6 +297,7 @@ class _Answers(Generation):
         answered: tuple[Turn, ...] = ()
         answers: list[str] = []
         if self.completion is not None and self.has_answers:
+            self._refuse_bad(record)
             answered = _turns_of(self.completion, record)
             answers = [answered[-1]["content"]] if answered else self._answers(record)
         if asked or answered or self.in_chat:
@@ -328,6 +329,15 @@ class _Answers(Generation):
         gold = tuple(f"{after(prompt, text)}\n" for text in gold)
         references = tuple(text.strip() for text in answers)
         return Example(prompt, gold, 0 if gold else None, references=references)
+
+    def _refuse_bad(self, record: Record) -> None:
+        """Refuse an answer that is not to be learned: TRL's KTO marks it by the column `label`."""
+        read = {*self.prompt.fields, *self.answer_fields}
+        if "label" not in read and str(record.get("label")).lower() == "false":
+            raise UserError(
+                "column `label` is False, which marks a bad answer, and all answers are learned",
+                fix="remove such records, or rename the column",
+            )
 
     def _answers(self, record: Record) -> list[str]:
         """Return the right answers of a record, the first of which is learned."""

@@ -210,8 +210,11 @@ def load_tokenizer(
         ) from error
     warn_of_other_tokens(directory, backend)
     options = template_options or {}
+    templates = backend.chat_template
+    if isinstance(templates, dict):  # of those with a name, these two write turns
+        templates = [templates.get(name) for name in ("default", "tool_use")]
     for name in options:
-        if not re.search(rf"\b{re.escape(name)}\b", str(backend.chat_template), re.ASCII):
+        if not re.search(rf"\b{re.escape(name)}\b", str(templates), re.ASCII):
             raise UserError(
                 f"the chat template of {path} does not read {name}",
                 fix=f"correct the name, or remove data.chat_template_kwargs.{name}",

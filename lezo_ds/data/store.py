@@ -78,7 +78,11 @@ def _provide(kept: Path | None, write: Callable[[Path], None]) -> Path:
     if kept is not None and kept.is_dir():
         return kept
     temporary = Path(tempfile.mkdtemp(prefix="lezo_ds-"))
-    write(temporary)
+    try:
+        write(temporary)
+    except LezoError:
+        shutil.rmtree(temporary)
+        raise
     if kept is None:
         return temporary
     part = kept.with_name(f".{kept.name}.{os.getpid()}")

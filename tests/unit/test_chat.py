@@ -342,7 +342,7 @@ def test_labels_and_demonstrations_have_the_control_tokens_of_the_recipe_alone(t
         config = own_config(
             model, tmp_path / "t.jsonl", f"data.num_demonstrations={number}", **keys
         )
-        examples = Examples(config)
+        examples = Examples(config, "test")
         for encoded in examples.split("test").encoded:
             for ids in encoded.sequences:
                 begin = ["<s>"]  # of OPT
