@@ -354,7 +354,7 @@ def _encode(folder: Path, reader: Reader, examples: Sequence[Example], name: str
     encoded = places.map(
         _encode_some,
         batched=True,
-        batch_size=64,
+        batch_size=1000,
         input_columns="place",
         remove_columns="place",
         features=FEATURES,
