@@ -236,8 +236,7 @@ class _Choices(MultipleChoice):
             if isinstance(listed, list):
                 return [field_text(self.texts[0].fields[0], each) for each in listed]
         # Where others have more, a table has "", and Parquet null.
-        filled = {name: "" if value is None else value for name, value in record.items()}
-        texts = [template.fill(filled) for template in self.texts]
+        texts = [template.fill_given(record) for template in self.texts]
         while texts and not texts[-1].strip():
             texts.pop()
         return texts
@@ -346,8 +345,7 @@ class _Answers(Generation):
         if isinstance(value, list):
             texts = [field_text(self.completion.fields[0], each) for each in value]
         else:
-            filled = {name: "" if value is None else value for name, value in record.items()}
-            texts = [self.completion.fill(filled)]
+            texts = [self.completion.fill_given(record)]
         return [text for text in texts if text.strip()]
 
 
