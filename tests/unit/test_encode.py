@@ -36,16 +36,8 @@ WORDS = [
     "\n",
     "Yes",
     "No",
-    " ",
-    " so",
-    " the",
-    " cup",
-    " fell",
-    "-",
-    " Paris",
-    " is",
-    " big",
 ]
+WORDS += [" ", " so", " the", " cup", " fell", "-", " Paris", " is", " big"]
 
 
 def save_tokenizer(directory, config, words=WORDS, bos=None, eos="</s>"):
@@ -162,7 +154,7 @@ def test_a_text_begins_with_all_tokens_that_the_tokenizer_puts_before_it(tmp_pat
 
 
 def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
-    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "Ġ", "Ġb"]  # \u0120 is a space
+    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "\u0120", "\u0120b"]  # \u0120 is " "
     (tmp_path / "vocab.json").write_text(
         json.dumps({token: i for i, token in enumerate(vocabulary)})
     )
