@@ -430,8 +430,8 @@ def evaluate(
     scorer = Scorer(engine, reader, split, batch_size)
     task = reader.task
     examples = list(split.examples)
-    predicted: Sequence[Any]
-    loss, predicted = task.score(scorer)
+    loss, found = task.score(scorer)
+    predicted: list[Any] = list(found)
     # The task's own loss follows from the scores. Any other needs passes of its own.
     if reader.objective != training_objective(task):
         loss = scorer.objective_loss()
