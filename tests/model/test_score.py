@@ -113,7 +113,7 @@ def by_ranks(assets):
 def load(assets, case):
     changes = {"generation__max_new_tokens": MAX_NEW_TOKENS} | case.changes
     config = task_config(assets / case.model, assets / "data", case.folder, **changes)
-    examples = Examples(config)
+    examples = Examples(config, "test")
     return examples.reader, examples.split("test")
 
 
