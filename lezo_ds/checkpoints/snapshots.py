@@ -134,7 +134,9 @@ def write_snapshot(
             return
         _copy_companions(sharded.base.directory, temporary)
         for name, text in (texts or {}).items():
-            (temporary / name).write_text(text, encoding="utf-8")
+            file = temporary / name
+            file.parent.mkdir(exist_ok=True)  # of chat templates with a name
+            file.write_text(text, encoding="utf-8")
         _write_config(sharded, temporary, is_untied=is_untied)
 
     _on_rank_zero(prepare, target, temporary)

@@ -205,11 +205,6 @@ def check_training(config: RunConfig) -> None:
         "train.steps and train.epochs both say how long the run is",
         "remove one of them",
     )
-    refuse_if(
-        config.data.num_demonstrations > 0,
-        "a run trains without data.num_demonstrations",
-        "set it to 0; lezo-ds evaluate shows solved examples",
-    )
     check_data(config)
     # `with_steps` checks the number that the examples decide. This one breaks no rule.
     num_steps = config.train.steps or config.zo.warmup_steps + 1

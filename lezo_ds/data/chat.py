@@ -107,13 +107,14 @@ def _source(tokenizer: PromptTokenizer, tools: list[Any] | None) -> str:
         UserError: there is no template, or it does not write tools.
     """
     backend = tokenizer.backend
-    if not backend.chat_template:
+    try:
+        source = str(backend.get_chat_template(tools=tools))
+    except ValueError as error:  # there is none, or several without a default
         raise UserError(
             f"the tokenizer of {backend.name_or_path} has no chat template",
             fix="use a model that was trained for conversations, or add its template as "
             "chat_template.jinja, or write texts instead of turns",
-        )
-    source = str(backend.get_chat_template(tools=tools))
+        ) from error
     if tools and "tools" not in source:
         raise UserError(
             f"the chat template of {backend.name_or_path} does not write tools",

@@ -236,8 +236,7 @@ class _Choices(MultipleChoice):
             if isinstance(listed, list):
                 return [field_text(self.texts[0].fields[0], each) for each in listed]
         # Where others have more, a table has "", and Parquet null.
-        filled = {name: "" if value is None else value for name, value in record.items()}
-        texts = [template.fill(filled) for template in self.texts]
+        texts = [template.fill_given(record) for template in self.texts]
         while texts and not texts[-1].strip():
             texts.pop()
         return texts
@@ -297,6 +296,7 @@ class _Answers(Generation):
         answered: tuple[Turn, ...] = ()
         answers: list[str] = []
         if self.completion is not None and self.has_answers:
+            self._refuse_bad(record)
             answered = _turns_of(self.completion, record)
             answers = [answered[-1]["content"]] if answered else self._answers(record)
         if asked or answered or self.in_chat:
@@ -329,6 +329,15 @@ class _Answers(Generation):
         references = tuple(text.strip() for text in answers)
         return Example(prompt, gold, 0 if gold else None, references=references)
 
+    def _refuse_bad(self, record: Record) -> None:
+        """Refuse an answer that is not to be learned: TRL's KTO marks it by the column `label`."""
+        read = {*self.prompt.fields, *self.answer_fields}
+        if "label" not in read and str(record.get("label")).lower() == "false":
+            raise UserError(
+                "column `label` is False, which marks a bad answer, and all answers are learned",
+                fix="remove such records, or rename the column",
+            )
+
     def _answers(self, record: Record) -> list[str]:
         """Return the right answers of a record, the first of which is learned."""
         assert self.completion is not None
@@ -336,8 +345,7 @@ class _Answers(Generation):
         if isinstance(value, list):
             texts = [field_text(self.completion.fields[0], each) for each in value]
         else:
-            filled = {name: "" if value is None else value for name, value in record.items()}
-            texts = [self.completion.fill(filled)]
+            texts = [self.completion.fill_given(record)]
         return [text for text in texts if text.strip()]
 
 

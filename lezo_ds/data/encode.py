@@ -210,12 +210,7 @@ def load_tokenizer(
         ) from error
     warn_of_other_tokens(directory, backend)
     options = template_options or {}
-    for name in options:
-        if not re.search(rf"\b{re.escape(name)}\b", str(backend.chat_template), re.ASCII):
-            raise UserError(
-                f"the chat template of {path} does not read {name}",
-                fix=f"correct the name, or remove data.chat_template_kwargs.{name}",
-            )
+    _refuse_unread(path, backend, options)
     num_first = len(list(takewhile(bool, written["special_tokens_mask"])))
     begin_ids = tuple(written["input_ids"][:num_first])
     if config.model_type == "opt" and backend.bos_token:
@@ -232,6 +227,19 @@ def load_tokenizer(
         today=datetime.now() if date is None else datetime.fromisoformat(date),
         template_options=tuple(sorted(options.items())),
     )
+
+
+def _refuse_unread(path: str, backend: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    """Refuse names that the chat template does not read."""
+    templates = backend.chat_template
+    if isinstance(templates, dict):  # of those with a name, these two write turns
+        templates = [templates.get(name) for name in ("default", "tool_use")]
+    for name in options:
+        if not re.search(rf"\b{re.escape(name)}\b", str(templates), re.ASCII):
+            raise UserError(
+                f"the chat template of {path} does not read {name}",
+                fix=f"correct the name, or remove data.chat_template_kwargs.{name}",
+            )
 
 
 def refuse_unknown(tokenizer: PromptTokenizer, largest: int, model_config: Any) -> None:

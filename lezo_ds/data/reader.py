@@ -92,6 +92,11 @@ class Lazy(Sequence[T]):
         return self._make(range(self._size)[index])
 
 
+def column_of(rows: Dataset, name: str) -> np.ndarray:
+    """Return the numbers of a column, int64 [rows]."""
+    return np.asarray(rows.data.column(name).to_numpy(), dtype=np.int64)
+
+
 class EncodedSplit:
     """The examples of one split and their tokens, in the same order.
 
@@ -121,8 +126,7 @@ class EncodedSplit:
 
     def column(self, name: str) -> np.ndarray:
         """Return the numbers of a column of FEATURES, int64 [rows]."""
-        values = self.rows.data.column(name).to_numpy()
-        return np.asarray(values, dtype=np.int64)
+        return column_of(self.rows, name)
 
     def _example(self, row: int) -> Example:
         values = self.rows[row]
@@ -351,6 +355,29 @@ class Reader:
         refuse_unknown(self.tokenizer, largest, self.model_config)
         return split
 
+    def warn_of_unreachable(self, split: EncodedSplit) -> None:
+        """Say how many right answers the model cannot write, because its answers end before."""
+        settings = self.generation
+        if settings is None or not self.task.writes_answers:
+            return
+        written = zip(split.examples, split.num_gold.tolist(), strict=True)
+        num_unreachable = 0
+        for example, num_gold in written:
+            right = example.references
+            are_stopped = [any(stop in text for stop in settings.stops) for text in right]
+            is_long = num_gold - 1 > settings.max_new_tokens  # the last one ends it
+            num_unreachable += bool(right) and (is_long or all(are_stopped))
+        if num_unreachable:
+            logger.warning(
+                "no answer can equal %d of %d right answers to score: they have a text that ends "
+                "one (%s; set generation.stop=[]), or more tokens than "
+                "generation.max_new_tokens=%d",
+                num_unreachable,
+                len(split),
+                ", ".join(map(repr, settings.stops)),
+                settings.max_new_tokens,
+            )
+
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of some rows of a split whose outputs the objective reads."""
         if self.objective.build_batch is None:
@@ -373,27 +400,40 @@ class Reader:
         assert self.generation is not None
         return read_answers(tokens, self.generation, self.tokenizer, as_written=as_written)
 
-    def loss(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
+    def loss(self, outputs: Any, batch: MicroBatch) -> Tensor:
         """Return the summed loss of each example of an `objective_batch`: a LossFunction."""
         if self.objective.reads_answers:
             # A reward may judge thoughts, too.
-            answers = self.answers(outputs, as_written=self.objective.is_reward)
-            return self.objective.loss(answers, batch)
+            outputs = self.answers(outputs, as_written=self.objective.is_reward)
         return self.objective.loss(outputs, batch)
 
 
-def load_reader(task: Task, config: RunConfig, objective: Objective | None = None) -> Reader:
+def load_reader(
+    task: Task,
+    config: RunConfig,
+    objective: Objective | None = None,
+    *,
+    shows_examples: bool = False,
+) -> Reader:
     """Return how the model of a recipe reads the examples of a task.
 
     Args:
         task: of the examples.
         config: the recipe, with the model.
         objective: the loss to minimize; None for the task's own.
+        shows_examples: whether questions may follow solved examples.
 
     Raises:
-        UserError: the tokenizer cannot be loaded, or does not fit the recipe.
+        UserError: the tokenizer cannot be loaded, or does not fit the recipe; or the recipe asks
+            for solved examples where none are shown.
     """
     data = config.data
+    if data.num_demonstrations and not (shows_examples and task.has_answers):
+        raise UserError(
+            f"data.num_demonstrations={data.num_demonstrations} is for lezo-ds evaluate, and for a "
+            "task with right answers",
+            fix="remove it",
+        )
     objective = objective or training_objective(task)
     directory = resolve_model(config.model.path)
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)

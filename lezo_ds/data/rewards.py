@@ -51,22 +51,18 @@ def reward(function: RewardFunction) -> RewardFunction:
 
 
 def judges_answers(function: Any) -> bool:
-    """Return whether a function is a reward, and no loss of logits."""
-    return _is_marked(function) or _is_of_trl(function)
-
-
-def _is_marked(function: Any) -> bool:
-    return bool(getattr(function, "is_reward", False))
-
-
-def _is_of_trl(function: Any) -> bool:
-    if _is_marked(function):  # it gets answers and records, whatever it calls them
-        return False
+    """Return whether a function is a reward, ours or of TRL's, and no loss of logits."""
+    if _is_marked(function):
+        return True
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some functions of C have no signature
         return False
     return "completions" in parameters
+
+
+def _is_marked(function: Any) -> bool:
+    return bool(getattr(function, "is_reward", False))
 
 
 @dataclass(frozen=True)
@@ -92,11 +88,11 @@ class Reward:
         # judges other answers, or a run that starts again, would else see other records.
         records = [copy.deepcopy(example.record) for example in examples]
         key = f"train.objective={self.name}"
-        if _is_of_trl(self.function):
+        if _is_marked(self.function):  # it gets answers and records, whatever it calls them
+            values = call_of_user(key, self.function, [*map(tidy, answers)], records)
+        else:
             arguments = _trl_arguments(answers, examples, records)
             values = call_of_user(key, self.function, **arguments)
-        else:
-            values = call_of_user(key, self.function, [*map(tidy, answers)], records)
         numbers = values.tolist() if hasattr(values, "tolist") else values
         if isinstance(numbers, list | tuple):
             numbers = [math.nan if value is None else value for value in numbers]

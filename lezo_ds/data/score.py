@@ -25,18 +25,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, groupby, islice
+from itertools import chain
 from statistics import fmean
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
-from lezo_ds.data.batches import Candidate, all_candidates, teacher_forcing_batch, token_batch
+from lezo_ds.data.batches import (
+    all_candidates,
+    candidate_batch,
+    teacher_forcing_batch,
+    token_batch,
+)
 from lezo_ds.data.examples import EncodedExample, Example, Prediction, TokenCounts
 from lezo_ds.data.generation import ended_answers, tidy
 from lezo_ds.data.metrics import LabelScore, label_scores, load_score, majority_score
@@ -164,35 +168,32 @@ class Scorer:
         pairs = zip(judges.names, means.tolist(), strict=False)
         return {name: mean for name, mean in pairs if not math.isnan(mean)}
 
-    def head_states(self, tokens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-        """Return what the output head reads before each answer, and the logits of some tokens.
+    def head_states(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return what the output head reads before each answer, and the logits of the candidates.
+
+        All examples have the same candidates, each of one token.
 
         Args:
-            tokens: of the vocabulary. Each candidate of the split is one token.
             width: number of values that the head reads of a token.
 
         Returns:
-            float64 [examples, width] and [examples, len(tokens)], the same on every rank.
+            float64 [examples, width] and [examples, candidates], the same on every rank.
         """
         encoded = self.encoded
         head = self.engine.module.get_output_embeddings()
-        entries = torch.tensor(tokens)
         seen: list[Tensor] = []
 
         def read(items: Sequence[int]) -> Tensor:
-            first_candidates = [(encoded[item], 0) for item in items]
-            batch = token_batch(first_candidates, self.reader.tokenizer.pad_id).with_logits()
+            chosen = [encoded[item] for item in items]
+            batch = self._laid_out(candidate_batch(chosen, self.reader.tokenizer.pad_id))
+            logits = self.engine.forward(batch)
             assert batch.selection is not None
-            selection = replace(batch.selection, vocabulary=entries)
-            laid_out = self._laid_out(replace(batch, selection=selection))
-            logits = self.engine.forward(laid_out)
-            assert laid_out.selection is not None
-            hidden = seen.pop()[laid_out.selection.rows, laid_out.selection.positions]
+            hidden = seen.pop()[batch.selection.rows, batch.selection.positions]
             return torch.cat([hidden.float(), logits.float()], dim=1)
 
         hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        rows = _rows_by_length([example.num_tokens for example in encoded])
-        values = self._spread(rows, width + len(tokens), read)
+        rows = _rows(self.split.lengths, range(len(encoded)))
+        values = self._spread(rows, width + len(encoded[0].sequences), read)
         hook.remove()
         return values[:, :width], values[:, width:]
 
@@ -204,6 +205,7 @@ class Scorer:
         """
         encoded = self.encoded
         candidates = all_candidates(encoded)
+        sequences = [example.sequences[number] for example, number in candidates]
         num_candidates = [len(example.sequences) for example in encoded]
         example_of = torch.arange(len(encoded)).repeat_interleave(torch.tensor(num_candidates))
         contexts = [{ids[:-1] for ids in example.sequences} for example in encoded]
@@ -221,8 +223,12 @@ class Scorer:
             batch, logits = self._forward(batch)
             return -teacher_forcing_loss(logits, batch).unsqueeze(1)
 
-        rows = _rows_by_example(encoded) if are_together else _rows_by_context(candidates)
-        size = self.batch_size // num_contexts if are_together else self.batch_size
+        keys: list[object] = [ids[:-1] for ids in sequences]
+        size = self.batch_size
+        if are_together:
+            keys = example_of.tolist()
+            size //= num_contexts
+        rows = _rows(list(map(len, sequences)), keys)
         sums = self._spread(rows, 1, score, size)
         return list(torch.split(sums.squeeze(1), num_candidates))
 
@@ -238,7 +244,8 @@ class Scorer:
             # Zeros after the end do no harm: a batch is shorter only if all its rows have ended.
             return F.pad(tokens, (0, width - tokens.shape[1]))
 
-        rows = _rows_by_length([len(ids) for ids in self.split.prompts])
+        lengths = self.split.column("prompt_length")
+        rows = _rows(lengths, range(len(lengths)))
         return self._spread(rows, width, write).long()
 
     @cached_property
@@ -264,7 +271,7 @@ class Scorer:
                 [teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], dim=1
             )
 
-        rows = _rows_by_length([example.num_tokens for example in encoded])
+        rows = _rows(self.split.lengths, range(len(encoded)))
         return self._spread(rows, 2, score).T
 
     @cached_property
@@ -288,7 +295,7 @@ class Scorer:
             losses = judges.loss_of(scores)
             return torch.cat([losses[:, None], scores], dim=1)
 
-        rows = _rows_by_length([example.num_tokens for example in self.encoded])
+        rows = _rows(self.split.lengths, range(len(self.split)))
         return self._spread(rows, width, run)
 
     def _mean(self, losses: Tensor) -> float:
@@ -362,67 +369,12 @@ class Scorer:
         return distributed.sum_tensor(values.to(distributed.device())).cpu()
 
 
-def _rows_by_context(candidates: Sequence[Candidate]) -> list[list[int]]:
-    """Return the items that share each row of a batch of candidates, in order of length.
-
-    Sequences that differ in their last token only are neighbors in this order.
-    """
-    sequences = [example.sequences[number] for example, number in candidates]
-    items = range(len(sequences))
-    order = sorted(items, key=lambda item: (len(sequences[item]), sequences[item]))
-    by_context = groupby(order, key=lambda item: sequences[item][:-1])
-    return [list(together) for _, together in by_context]
-
-
-def _rows_by_example(encoded: Sequence[EncodedExample]) -> list[list[int]]:
-    """Return the items of each example, its candidates, in order of the length of examples."""
-    items = iter(range(sum(len(example.sequences) for example in encoded)))
-    rows = [list(islice(items, len(example.sequences))) for example in encoded]
-    lengths = [example.num_tokens for example in encoded]
-    return [rows[item] for (item,) in _rows_by_length(lengths)]
-
-
-def _rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Return a row for each item, in order of length."""
-    return [[item] for item in np.argsort(lengths, kind="stable").tolist()]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What the model wrote after a prompt.
-
-    Attributes:
-        index: of the example in its file.
-        prompt: what it read.
-        answer: what it wrote.
-        reward: minus the loss that the objective gives the answer; None if no reward applies.
-        ended: whether it ended before it had generation.max_new_tokens.
-        rewards: what each of several rewards gives it; None where it does not apply.
-    """
-
-    index: int
-    prompt: str
-    answer: str
-    reward: float | None
-    ended: bool
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What an objective that judges answers has read of a split.
-
-    Attributes:
-        samples: the first ones.
-        share_ended: share of all answers that ended before generation.max_new_tokens.
-        num_different: number of different answers.
-        mean_length: mean number of characters.
-    """
-
-    samples: tuple[Sample, ...]
-    share_ended: float
-    num_different: int
-    mean_length: float
+def _rows(lengths: Any, keys: Sequence[object]) -> list[list[int]]:
+    """Return the items that share each row of a batch, those with the same key, by length."""
+    rows: dict[object, list[int]] = {}
+    for item, key in enumerate(keys):
+        rows.setdefault(key, []).append(item)
+    return sorted(rows.values(), key=lambda items: max(lengths[item] for item in items))
 
 
 @dataclass(frozen=True)
@@ -437,8 +389,11 @@ class EvaluationResult:
             classes, or if the metric has no score for it.
         predicted: a prediction for each example.
         by_label: of a classification, the scores of each label; else None.
-        answers: what an objective has judged; None if none reads answers.
         rewards: the mean of each reward, if the objective has several.
+        samples: if the objective judges answers, the first of them, each with the keys index (of
+            the example in its file), prompt, answer, reward (minus its loss; None if no reward
+            applies), ended (before generation.max_new_tokens) and rewards (of several).
+        numbers: of all these answers, share_ended, num_different, and mean_length in characters.
     """
 
     loss: float
@@ -446,8 +401,9 @@ class EvaluationResult:
     majority_class: float | None
     predicted: tuple[Prediction, ...]
     by_label: Mapping[str, LabelScore] | None
-    answers: Answers | None = None
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float]
+    samples: Sequence[Mapping[str, Any]] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def macro_f1(self) -> float | None:
@@ -474,7 +430,8 @@ def evaluate(
     scorer = Scorer(engine, reader, split, batch_size)
     task = reader.task
     examples = list(split.examples)
-    loss, predicted = task.score(scorer)
+    loss, found = task.score(scorer)
+    predicted: list[Any] = list(found)
     # The task's own loss follows from the scores. Any other needs passes of its own.
     if reader.objective != training_objective(task):
         loss = scorer.objective_loss()
@@ -482,10 +439,12 @@ def evaluate(
     by_label = None
     majority = None
     if task.has_classes and examples[0].label is not None:
-        by_label = scores_by_label(task, examples, predicted)
+        names = list(map(str, task.names(examples[0])))
+        right = [names[example.label or 0] for example in examples]
+        by_label = label_scores(right, [names[choice] for choice in predicted])
     if score is not None and task.has_answers and not examples[0].references:
         majority = majority_score(score, examples)
-    return EvaluationResult(
+    result = EvaluationResult(
         loss,
         # The metric without a score is the reward, and the loss is minus the mean reward. Adding 0
         # makes 0 of -0.
@@ -493,13 +452,16 @@ def evaluate(
         majority_class=majority,
         predicted=tuple(predicted),
         by_label=by_label,
-        answers=_answers(scorer) if reader.objective.reads_answers else None,
         rewards=scorer.rewards(),
     )
+    if not reader.objective.reads_answers:
+        return result
+    samples, numbers = _samples(scorer)
+    return replace(result, samples=samples, numbers=numbers)
 
 
-def _answers(scorer: Scorer) -> Answers:
-    """Return what is known of the answers of a split, and warn if they are almost all alike."""
+def _samples(scorer: Scorer) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Return the first answers and numbers of all; see `EvaluationResult`."""
     reader = scorer.reader
     assert reader.generation is not None
     tokens = scorer.new_tokens
@@ -511,28 +473,28 @@ def _answers(scorer: Scorer) -> Answers:
     for number, answer in enumerate(answers[:NUM_SAMPLES]):
         example = scorer.split.examples[number]
         values = scorer.objective_values[number].tolist()
-        loss, *scores = map(_or_none, values)
+        loss, *scores = [None if math.isnan(value) else value for value in values]
         samples.append(
-            Sample(
-                example.index,
-                example.prompt,
-                tidy(answer),
-                None if loss is None else 0.0 - loss,
-                ended[number],
-                dict(zip(names, scores, strict=False)),
-            )
+            {
+                "index": example.index,
+                "prompt": example.prompt,
+                "answer": tidy(answer),
+                "reward": None if loss is None else 0.0 - loss,
+                "ended": ended[number],
+                "rewards": dict(zip(names, scores, strict=False)),
+            }
         )
     num_different = len(set(answers))
     if num_different <= _FEW_DIFFERENT * len(answers) and distributed.rank() == 0:
         logger.warning(
             "the model gives only %d different answers to %d prompts", num_different, len(answers)
         )
-    mean_length = fmean(map(len, answers))
-    return Answers(tuple(samples), sum(ended) / len(ended), num_different, mean_length)
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    numbers = {
+        "share_ended": fmean(ended),
+        "num_different": num_different,
+        "mean_length": fmean(map(len, answers)),
+    }
+    return samples, numbers
 
 
 def predict(
@@ -589,12 +551,3 @@ def prediction_rows(
             }
         )
     return rows
-
-
-def scores_by_label(
-    task: Task, examples: Sequence[Example], predicted: Sequence[Any]
-) -> dict[str, LabelScore]:
-    """Return the scores of each label of a task with classes."""
-    names = list(map(str, task.names(examples[0])))
-    labels = [names[example.label or 0] for example in examples]
-    return label_scores(labels, [names[choice] for choice in predicted])

@@ -31,7 +31,7 @@ import pandas as pd
 from lezo_ds.config import DataConfig
 from lezo_ds.config.schema import CUSTOM
 from lezo_ds.data.examples import Example
-from lezo_ds.data.records import SUFFIXES, read_hub, read_records
+from lezo_ds.data.records import SUFFIXES, read_records
 from lezo_ds.data.tasks import SplitSizes, Task
 from lezo_ds.errors import UserError, cut
 
@@ -95,7 +95,7 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, 
     problems: dict[str, str] = {}
     num_records = 0
     num_unanswered = 0
-    for record in _records(task, data, source):
+    for record in read_records(source, data.separator, data.encoding):
         num_records += 1
         try:
             text = json.dumps(record, ensure_ascii=False, default=str)
@@ -172,13 +172,6 @@ def refuse_together(problems: Mapping[str, str], num_records: int, *, skip: bool
     raise UserError(message, fix=fix)
 
 
-def _records(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, Any]]:
-    if not any((data.train, data.validation, data.test, data.path)):
-        assert task.hub_id is not None
-        return read_hub(task.hub_id, task.hub_config, source.rpartition(":")[2])
-    return read_records(source, data.separator, data.encoding)
-
-
 def _key(example: Example) -> int:
     """Return a hash of what the model reads of an example, without its case and spacing."""
     turns = [turn["content"] for turn in example.messages[:-1]]
@@ -213,12 +206,10 @@ def draw_splits(task: Task, data: DataConfig, labels: BySplit, keys: BySplit) ->
         for split in ("train", "dev", "test")
     }
     order = {split: _in_order(task, data.seed, of_split) for split, of_split in labels.items()}
-    nothing = np.zeros(0, dtype=np.int64)
-    left = order.get("train", nothing)
+    if "train" not in order:
+        return {split: rows[: wanted[split]] for split, rows in order.items()}
+    left = order["train"]
     num_records = len(left)
-    if num_records == 0:
-        drawn = {split: order.get(split, nothing) for split in wanted}
-        return {split: rows[: wanted[split]] for split, rows in drawn.items()}
     _refuse_no_first_choice(task, labels["train"])
     if "test" in order:
         test = order["test"][: wanted["test"]]
@@ -284,28 +275,25 @@ def _without_repeats(task: Task, drawn: BySplit, labels: BySplit, keys: BySplit)
         logger.warning("all %d training records have the same label", len(of_train))
     if task.hub_id is not None:  # the splits are those of the papers
         return drawn
-    of_source = {split: keys.get(split, keys["train"]) for split in drawn}
-    train_keys = of_source["train"][drawn["train"]]
-    dev_keys = of_source["dev"][drawn["dev"]]
-    test_keys = of_source["test"][drawn["test"]]
-    num_repeated = int(np.isin(dev_keys, train_keys).sum())
-    if num_repeated:
+    kept = dict(drawn)
+    seen = keys["train"][drawn["train"]]
+    for split in ("dev", "test"):
+        own = keys.get(split, keys["train"])[drawn[split]]
+        is_new = ~np.isin(own, seen)
+        seen = np.concatenate([seen, own])
+        if is_new.all():
+            continue
+        if split == "test" and is_new.any():
+            kept["test"] = drawn["test"][is_new]
         logger.warning(
-            "%d of %d validation records repeat the text of training records",
-            num_repeated,
-            len(dev_keys),
+            "%d of %d %s records repeat the text of records that come before them, in the order "
+            "train, dev, test; %d stay",
+            int((~is_new).sum()),
+            len(own),
+            split,
+            len(kept[split]),
         )
-    is_new = ~np.isin(test_keys, np.concatenate([train_keys, dev_keys]))
-    if is_new.all():
-        return drawn
-    kept = drawn["test"][is_new] if is_new.any() else drawn["test"]
-    logger.warning(
-        "%d of %d test records repeat the text of training or validation records; %d stay",
-        int((~is_new).sum()),
-        len(test_keys),
-        len(kept),
-    )
-    return {**drawn, "test": kept}
+    return kept
 
 
 def with_demonstrations(

@@ -46,6 +46,11 @@ class Template:
                 filled += field_text(field, field_value(record, field))
         return filled
 
+    def fill_given(self, record: Record) -> str:
+        """Return the text of a record, without the fields that are null."""
+        given = {name: "" if value is None else value for name, value in record.items()}
+        return self.fill(given)
+
     def fill_prompt(self, record: Record) -> str:
         """Return the text of a record. UserError: all its fields are empty."""
         texts = [field_text(field, field_value(record, field)) for field in self.fields]

@@ -224,10 +224,10 @@ class RunDirectory:
         """Append a line to metrics.jsonl."""
         append_lines(self.metrics, [entry])
 
-    def log_samples(self, step: int, split: str, samples: Sequence[object]) -> None:
+    def log_samples(self, step: int, split: str, samples: Sequence[Mapping[str, Any]]) -> None:
         """Append the answers that an evaluation shows to samples.jsonl."""
         where = {"step": step, "split": split}
-        append_lines(self.samples, [where | vars(sample) for sample in samples])
+        append_lines(self.samples, [{**where, **sample} for sample in samples])
 
     def predictions_at(self, step: int) -> Path:
         """Return the file of `write_predictions`."""

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from transformers import GenerationConfig
-from transformers.utils import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_NAME
+from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, GENERATION_CONFIG_NAME
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import auto_class, load_model_config, resolve_model
@@ -194,7 +194,7 @@ def refuse_taken(target: Path) -> None:
 def own_texts(config: RunConfig) -> dict[str, str]:
     """Return the files of an export of a chat that are not those of its base model, by name.
 
-    The chat template has the run's values as defaults. The token that ends a turn, which a base
+    Chat templates have the run's values as defaults. The token that ends a turn, which a base
     model may not know as an end, ends answers of `generate`.
     """
     texts: dict[str, str] = {}
@@ -209,8 +209,13 @@ def own_texts(config: RunConfig) -> dict[str, str]:
         defaults += (
             f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
         )
+    templates = tokenizer.backend.chat_template
+    if isinstance(templates, str):
+        templates = {"default": templates}
     if defaults:
-        texts[CHAT_TEMPLATE_FILE] = defaults + tokenizer.backend.get_chat_template()
+        for name, template in templates.items():
+            file = f"{CHAT_TEMPLATE_DIR}/{Path(name).name}.jinja"
+            texts[CHAT_TEMPLATE_FILE if name == "default" else file] = defaults + template
     model_config = load_model_config(directory)
     ends = generation_ends(directory, model_config)
     new = [token for token in end_of_turn(tokenizer).ids if token not in ends]

@@ -35,10 +35,10 @@ from torch.nn import functional as F
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, check_data
 from lezo_ds.data.batches import shared_candidates
+from lezo_ds.data.dataset import Examples
 from lezo_ds.data.metrics import Score, load_score
 from lezo_ds.data.reader import EncodedSplit, Reader
 from lezo_ds.data.score import Scorer
-from lezo_ds.data.task_data import Examples
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter
@@ -129,8 +129,6 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     opened.refuse_code("data.task", "data.metric", "train.objective")
     distributed.on_rank_zero(partial(refuse_taken, target))
     config = opened.config
-    if config.data.num_demonstrations:
-        raise UserError("fit-head shows no solved examples", fix="remove data.num_demonstrations")
     check_data(config)
     reader, encoded = _encode(config)
     tokens = _label_tokens(encoded)
@@ -153,7 +151,7 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     check_scoring(engine, reader, encoded["training"], config)
     head, rows = _head_of(engine, tokens)
     read = {
-        name: _read(Scorer(engine, reader, split, config.train.eval_batch_size), tokens, rows)
+        name: _read(Scorer(engine, reader, split, config.train.eval_batch_size), rows)
         for name, split in encoded.items()
     }
     scale = _scale_of(read["training"], rows, type(engine.module).__name__)
@@ -279,10 +277,10 @@ def _with_rows(tokens: Sequence[int], rows: Tensor, weight: Tensor) -> Tensor:
     return weight.index_copy(0, places, rows.to(weight.device))
 
 
-def _read(scorer: Scorer, tokens: Sequence[int], rows: Tensor) -> _Split:
+def _read(scorer: Scorer, rows: Tensor) -> _Split:
     """Read a split by the model as it is. A collective."""
     model = scorer.engine.module
-    hidden, outputs = scorer.head_states(tokens, rows.shape[1])
+    hidden, outputs = scorer.head_states(rows.shape[1])
     if not (hidden.isfinite().all() and outputs.isfinite().all()):
         raise UserError(
             f"{type(model).__name__} computes values that are not finite",

@@ -44,8 +44,8 @@ from lezo_ds.config import (
 from lezo_ds.config.deepspeed import ds_config_of, shared_by
 from lezo_ds.config.load import read_override
 from lezo_ds.config.schema import KEYS
+from lezo_ds.data.dataset import Examples
 from lezo_ds.data.score import evaluate, prediction_rows
-from lezo_ds.data.task_data import Examples, warn_of_unreachable
 from lezo_ds.data.tasks import Task
 from lezo_ds.engine import ModelEngine, Parts, ReplayEngine, load_parts
 from lezo_ds.errors import UserError
@@ -355,8 +355,6 @@ def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]
     examples = Examples(config, only=split)
     reader = examples.reader
     chosen = examples.split(split)
-    if split == "test":
-        warn_of_unreachable(reader, chosen)
     if opened.fingerprints.get(split, chosen.fingerprint()) != chosen.fingerprint():
         logger.warning(
             "the %s examples have changed since the run: this score does not compare with its own",

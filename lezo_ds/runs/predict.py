@@ -69,8 +69,6 @@ def predict_file(
     opened.refuse_code("data.task")
     config = opened.config
     data = config.data
-    if data.num_demonstrations:
-        raise UserError("predict shows no solved examples", fix="remove data.num_demonstrations")
     label_field = data.label_field
     if label_field is None and (data.labels or data.choices):
         label_field = "label"  # that of the right answer, if records have one

@@ -575,11 +575,7 @@ class Run:
         `at_ends` is the share of the trained codes of 8 bits at an end of their grid.
         """
         split = evaluation.split
-        numbers: StepMetrics = {"loss": evaluation.loss, **evaluation.metrics}
-        if result.answers is not None:
-            numbers["share_ended"] = result.answers.share_ended
-            numbers["num_different"] = result.answers.num_different
-            numbers["mean_length"] = result.answers.mean_length
+        numbers: StepMetrics = {"loss": evaluation.loss, **evaluation.metrics, **result.numbers}
         if at_ends is not None:
             numbers["codes_at_ends"] = at_ends
             if at_ends > AT_ENDS_BY_QUANTIZATION + _MORE_AT_ENDS:
@@ -595,9 +591,9 @@ class Run:
             rows = prediction_rows(self.data.task, self.data.test.examples, result.predicted)
             self.directory.write_predictions(evaluation.step, rows)
         logger.info("%s", evaluation_line(evaluation, self.data.task.metric))
-        if result.answers is not None:
-            self.directory.log_samples(evaluation.step, split, result.answers.samples)
-            logger.info("%s", samples_line(result.answers))
+        if result.samples:
+            self.directory.log_samples(evaluation.step, split, result.samples)
+            logger.info("%s", samples_line(result))
 
     def evaluated(self) -> set[tuple[str, int]]:
         """Return the split and the step of each evaluation that is recorded."""

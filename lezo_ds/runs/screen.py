@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lezo_ds.data.score import Answers
+from lezo_ds.data.score import EvaluationResult
 from lezo_ds.errors import cut
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs.results import RunResults
@@ -86,12 +86,12 @@ def evaluation_line(evaluation: EvaluationRecord, metric: str) -> str:
     return f"step {evaluation.step}: {_SPLITS[evaluation.split]} {scores}"
 
 
-def samples_line(answers: Answers) -> str:
+def samples_line(result: EvaluationResult) -> str:
     """Return the share of answers that ended, and an answer with its reward, as a log line."""
-    sample = answers.samples[0]
-    answer = cut(" ".join(sample.answer.split()), _SHOWN_ANSWER)
-    reward = "no reward" if sample.reward is None else f"reward {number(sample.reward)}"
-    return f"{answers.share_ended:.0%} of the answers ended; {reward} for {answer!r}"
+    sample = result.samples[0]
+    answer = cut(" ".join(sample["answer"].split()), _SHOWN_ANSWER)
+    reward = "no reward" if sample["reward"] is None else f"reward {number(sample['reward'])}"
+    return f"{result.numbers['share_ended']:.0%} of the answers ended; {reward} for {answer!r}"
 
 
 def run_summary(run_dir: str, results: RunResults) -> str:

@@ -126,17 +126,19 @@ class Step:
     def _filled(self, sums: Sequence[float]) -> Sequence[float]:
         """Return sums in which a probe without losses has the mean of the group's other probes.
 
-        So no direction gains by answers that no reward judges. If no answer of the step is judged,
-        the sums stay NaN.
+        So no direction gains by answers that no reward judges. A group without losses has the mean
+        of all others, so it does not change the loss of the step. If no answer of the step is
+        judged, the sums stay NaN.
         """
-        if all(map(math.isnan, sums)):
+        of_step = [each for each in sums if not math.isnan(each)]
+        if not of_step:
             return sums
         filled = []
         num_probes = len(self.probes)
         for first in range(0, len(sums), num_probes):
             of_probes = sums[first : first + num_probes]
-            known = [each for each in of_probes if not math.isnan(each)]
-            mean = sum(known) / max(1, len(known))
+            known = [each for each in of_probes if not math.isnan(each)] or of_step
+            mean = sum(known) / len(known)
             filled += [mean if math.isnan(each) else each for each in of_probes]
         return filled
 

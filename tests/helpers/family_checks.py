@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.checkpoints.checkpoint import load_model_config, persistent_buffers
 from lezo_ds.config import PeftConfig
-from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.batches import all_candidates, candidate_batch, token_batch
 from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.data.objectives import classification_loss
@@ -166,7 +166,7 @@ class Family:
             batch = candidate_batch(examples, PAD)
             found = self.engine.forward(batch)
             if option_length == 1:
-                found = self.engine.forward(candidate_batch(examples, PAD, deduplicate=False))
+                found = self.engine.forward(token_batch(all_candidates(examples), PAD))
                 self._compare_entries(examples)
             assert_near(found, log_probabilities(self.reference, examples))
 

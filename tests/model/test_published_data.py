@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds.config import config_from_dict
 from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.dataset import Examples
 from lezo_ds.data.encode import encode_candidates, load_tokenizer
 from lezo_ds.data.metrics import accuracy
 from lezo_ds.data.mezo import TASKS
 from lezo_ds.data.objectives import candidate_scores
 from lezo_ds.data.records import read_records
-from lezo_ds.data.task_data import Examples
 
 # task -> (row of validation, prompt, candidates, tokens of the prompt without BOS, tokens of each
 # candidate); the prompts and candidates were worked out by hand, the tokens by the tokenizers

@@ -18,11 +18,11 @@ from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.data.dataset import Examples
 from lezo_ds.data.examples import TokenCounts
 from lezo_ds.data.metrics import best_f1
 from lezo_ds.data.rewards import reward
 from lezo_ds.data.score import Scorer, evaluate, predict
-from lezo_ds.data.task_data import Examples
 
 pytestmark = pytest.mark.distributed
 SIZES = (2, 64)
@@ -113,7 +113,7 @@ def by_ranks(assets):
 def load(assets, case):
     changes = {"generation__max_new_tokens": MAX_NEW_TOKENS} | case.changes
     config = task_config(assets / case.model, assets / "data", case.folder, **changes)
-    examples = Examples(config)
+    examples = Examples(config, "test")
     return examples.reader, examples.split("test")
 
 
@@ -246,19 +246,19 @@ def test_answers_without_a_reward_are_counted_and_leave_the_mean_to_the_others(a
     assert 0 < len(judged) < len(rewards)
     assert (result.score, result.loss) == pytest.approx((fmean(judged), -fmean(judged)))
     assert f"{21 - len(judged)} of 21 answers have no reward" in caplog.text
-    assert [sample.reward for sample in result.answers.samples] == rewards[:4]
+    assert [sample["reward"] for sample in result.samples] == rewards[:4]
     both = evaluate(
         engine, *load(assets, Case("squad", changes=changes | {"train__objective": several})), 4
     )
     assert both.rewards["of_odd_answers"] == pytest.approx(fmean(judged))
-    assert both.answers.samples[0].rewards["of_odd_answers"] == rewards[0]
+    assert both.samples[0]["rewards"]["of_odd_answers"] == rewards[0]
 
 
 def test_answers_that_are_almost_all_alike_are_named(assets, caplog):
     silent = {"generation__stop": ["x", "y", "z", "\n", " "], "data__num_test": 21}
     case = Case("squad", changes=silent | {"train__objective": "f1"})
     result = evaluate(start_engine(assets / "writer", sparsity=0.0), *load(assets, case), 64)
-    assert result.answers.num_different == 1
+    assert result.numbers["num_different"] == 1
     assert "the model gives only 1 different answers to 21 prompts" in caplog.text
 
 

@@ -18,6 +18,12 @@ THOUGHT = "<think>\n\n</think>\n\n"
 
 def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_export(tmp_path):
     model = write_chat_model(tmp_path / "base", SWITCHED)
+    # As older tokenizers have several templates.
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    names = ("default", "tool_use")
+    settings["chat_template"] = [{"name": name, "template": SWITCHED} for name in names]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "chat_template.jinja").unlink()
     # Such as that of a base model: the token that ends turns ends no text.
     (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 1}')
     rows = [{"turns": conversation(number)} for number in range(40)]
@@ -37,7 +43,8 @@ def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_expo
     )
     exported = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert asked.endswith(THOUGHT)
-    assert exported.apply_chat_template(turns, **written) == asked
+    for tools in (None, [{"name": "f"}]):
+        assert exported.apply_chat_template(turns, tools, **written) == asked
     thinking = exported.apply_chat_template(turns, enable_thinking=True, **written)
     assert thinking == asked.removesuffix(THOUGHT)
 

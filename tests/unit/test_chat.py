@@ -332,7 +332,7 @@ def test_a_conversation_has_the_control_tokens_of_the_template_alone(template, t
 
 
 def test_labels_and_demonstrations_have_the_control_tokens_of_the_recipe_alone(tmp_path):
-    from lezo_ds.data.task_data import Examples
+    from lezo_ds.data.dataset import Examples
 
     model = write_model(tmp_path / "model", PLAIN, "<|im_end|>", special_tokens=True)
     records = [{"text": f"{FORGED} {n}", "y": ("là", "ici")[n % 2]} for n in range(20)]
@@ -342,7 +342,7 @@ def test_labels_and_demonstrations_have_the_control_tokens_of_the_recipe_alone(t
         config = own_config(
             model, tmp_path / "t.jsonl", f"data.num_demonstrations={number}", **keys
         )
-        examples = Examples(config)
+        examples = Examples(config, "test")
         for encoded in examples.split("test").encoded:
             for ids in encoded.sequences:
                 begin = ["<s>"]  # of OPT

@@ -188,7 +188,6 @@ def test_an_unknown_key_is_refused_with_what_it_means(name, fix):
         (["model.bits=4"], "training its codes diverges"),
         (["peft.path=x"], "peft.path is a LoRA adapter, and peft.kind=none"),
         (["elastic.lighthouse=http://a", "peft.kind=prefix"], "replicas cannot train"),
-        (["data.num_demonstrations=2"], "a run trains without data.num_demonstrations"),
         (["data.prompt={a}", "data.task=sst2"], "data.prompt cannot change data.task=sst2"),
         (["data.task=custom"], "needs data.prompt or data.messages"),
         (["data.prompt={a}", "data.labels=a,b"], "a task of your own needs data.train"),

@@ -304,6 +304,15 @@ def test_trls_prompt_and_completion_of_turns_are_a_conversation():
             assert "store lists in .jsonl or .parquet" in message
 
 
+def test_an_answer_that_trls_kto_marks_as_bad_is_refused():
+    record = {"text": "Where?", "answers": "Rome"}
+    for bad in (False, "False"):  # as JSON and a table have it
+        assert "marks a bad answer" in refusal_of(record | {"label": bad}, **COMPLETION)
+    assert example_of(record | {"label": True}, **COMPLETION).label == 0
+    reads_it = COMPLETION | {"completion": "{label}"}
+    assert example_of(record | {"label": False}, **reads_it).label == 0
+
+
 # Records to answer.
 
 

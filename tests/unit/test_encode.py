@@ -125,13 +125,9 @@ def test_answers_end_at_every_end_token_of_the_model_as_in_generate(tmp_path, li
     assert tokenizer.end_ids == expected
     assert tokenizer.stop_ids(()) == expected
     assert tokenizer.end_text == "</s>"
-
-
-def test_without_a_generation_config_the_end_token_of_the_model_counts(tmp_path):
+    (tmp_path / "generation_config.json").unlink()  # then that of config.json counts
     path = save_tokenizer(tmp_path, LlamaConfig(vocab_size=len(WORDS), eos_token_id=7), eos=None)
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.end_ids == (7,)
-    assert tokenizer.end_text == " was"
+    assert (load_tokenizer(path).end_ids, load_tokenizer(path).end_text) == ((7,), " was")
 
 
 @pytest.mark.parametrize(
@@ -158,16 +154,7 @@ def test_a_text_begins_with_all_tokens_that_the_tokenizer_puts_before_it(tmp_pat
 
 
 def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
-    vocabulary = [
-        "<s>",
-        "<pad>",
-        "</s>",
-        "<unk>",
-        "a",
-        "b",
-        "\u0120",
-        "\u0120b",
-    ]  # \u0120 is a space
+    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "\u0120", "\u0120b"]  # \u0120 is " "
     (tmp_path / "vocab.json").write_text(
         json.dumps({token: i for i, token in enumerate(vocabulary)})
     )

@@ -16,7 +16,6 @@ import pytest
 
 from lezo_ds import __version__, registry
 from lezo_ds.config import config_from_dict, keys_with, may_differ_on_resume
-from lezo_ds.data.score import Sample
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, encode_journal
 from lezo_ds.runs import records
@@ -299,7 +298,7 @@ def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_
 def test_an_evaluation_that_will_be_done_again_leaves_no_lines_and_a_torn_one_swallows_none(
     directory,
 ):
-    sample = Sample(index=0, prompt="p", answer="a", reward=1.0, ended=True)
+    sample = {"prompt": "p", "answer": "a"}
     for step in (0, 5):
         directory.log_metrics({"step": step, "dev_loss": 0.1, "seconds": step})
         directory.log_samples(step, "dev", [sample])

@@ -107,8 +107,6 @@ def test_a_text_that_stands_for_an_image_is_refused(column, tmp_path):
     turns = [
         {"role": "user", "content": "<image>"},
         {"role": "assistant", "content": "A cat."},
-        {"role": "user", "content": "Sure?"},
-        {"role": "assistant", "content": "Yes."},
     ]
     write_records(tmp_path / "chat.jsonl", [{"turns": turns, column: "a.png"}])
     data = DataConfig(train=str(tmp_path / "chat.jsonl"), messages="turns")
@@ -216,18 +214,17 @@ def test_test_records_that_repeat_a_text_are_left_out_and_counted(tmp_path, capl
     seen = set(drawn["train"] + drawn["dev"])
     left_out = {f"ticket {n}" for n in range(4)} & seen
     assert len(drawn["test"]) == 5 - len(left_out)
-    assert f"{len(left_out)} of 5 test records repeat the text of training or" in caplog.text
+    assert f"{len(left_out)} of 5 test records repeat the text of records" in caplog.text
 
 
 def test_one_file_for_all_splits_and_one_label_are_said(tmp_path, caplog):
     rows = tickets(20, labels=("bug",))
     drawn = draw(data_of(tmp_path, {"train": rows, "validation": rows, "test": rows}))
     assert sizes_of(drawn) == (20, 20, 20)
-    assert caplog.messages == [
-        "all 20 training records have the same label",
-        "20 of 20 validation records repeat the text of training records",
-        "20 of 20 test records repeat the text of training or validation records; 20 stay",
-    ]
+    assert caplog.messages[0] == "all 20 training records have the same label"
+    for split, message in zip(("dev", "test"), caplog.messages[1:], strict=True):
+        assert f"20 of 20 {split} records repeat the text" in message
+        assert message.endswith("20 stay")
 
 
 def test_choices_whose_numbers_begin_at_1_are_refused_with_the_labels_that_read_them(tmp_path):
@@ -248,12 +245,6 @@ def test_data_path_is_a_folder_with_one_file_of_each_split(tmp_path):
     write_records(tmp_path / "train-00001.jsonl", tickets(20))
     with pytest.raises(UserError, match=r"has 2 files of the split train: train-00001\.json"):
         draw(DataConfig(**keys))
-
-
-def test_a_record_is_stored_as_it_is_read(tmp_path):
-    data = data_of(tmp_path, {"train": tickets(2, more=[1.5, None, {"a": "é"}])})
-    stored = list(read_split(find_task(data), data, data.train))
-    assert [json.loads(row["record"]) for row in stored] == tickets(2, more=[1.5, None, {"a": "é"}])
 
 
 # Demonstrations.

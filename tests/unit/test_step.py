@@ -236,7 +236,9 @@ def test_answers_that_no_reward_judges_give_no_direction_an_advantage():
     expected = [0, (mean - 8) / 2, (other - 4) / 2, (4 - 12) / 2]
     assert record.applied
     assert record.projected_grads == pytest.approx(expected)
-    assert step.estimate([nan] * 4 + [4, 8, 4, 4]).projected_grads == (0, 0, -2, 0)
+    record = step.estimate([nan] * 4 + [4, 8, 4, 4])  # no answer of the first group is judged
+    assert record.projected_grads == (0, 0, -2, 0)
+    assert record.loss == 2.5
     assert not step.estimate([nan] * 8).applied
     assert not replace(step, may_lack_losses=False).estimate(losses.tolist()).applied
 

@@ -12,8 +12,8 @@ from own_data import load_own, write_byte_model
 from ranks import run_ranks
 
 from lezo_ds import distributed
-from lezo_ds.data import store, task_data
-from lezo_ds.data.store import key_of, shared_dataset
+from lezo_ds.data import dataset
+from lezo_ds.data.dataset import shared_dataset
 from lezo_ds.errors import UserError
 
 LABELS = {"prompt": "{text}", "label_field": "y", "labels": ["x", "y"]}
@@ -22,7 +22,7 @@ LABELS = {"prompt": "{text}", "label_field": "y", "labels": ["x", "y"]}
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The folder of the cache of sources of any size."""
-    monkeypatch.setattr(store, "_FEWEST_BYTES", 0)
+    monkeypatch.setattr(dataset, "_FEWEST_BYTES", 0)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path / "cache" / "lezo_ds"
@@ -52,8 +52,8 @@ def test_a_second_start_finds_the_files_of_the_first(cache, tmp_path, monkeypatc
     assert len(list(cache.iterdir())) == 4  # the records, and three splits
     assert left_over(tmp_path) == []
     with monkeypatch.context() as without:
-        without.setattr(task_data, "read_split", None)
-        without.setattr(task_data, "_encode", None)
+        without.setattr(dataset, "read_split", None)
+        without.setattr(dataset, "_encode", None)
         assert content_of(load_own(model, path, **LABELS)) == first
     # Another recipe, another file and another tokenizer are other rows.
     assert content_of(load_own(model, path, **LABELS | {"prompt": "{text}!"})) != first
@@ -77,23 +77,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(cache, tmp_path):
         assert content_of(load_own(model, path, **LABELS)) == content
 
 
-def test_only_large_sources_have_a_key(tmp_path):
-    small = tmp_path / "small"
-    large = tmp_path / "large"
-    small.write_bytes(b"a")
-    with large.open("wb") as file:
-        file.truncate(1 << 23)
-    assert key_of([small], 1) is None
-    assert key_of([], 1) is None
-    keys = {key_of([large], 1), key_of([large], 2), key_of([large, small], 1)}
-    assert len(keys) == 3 and None not in keys
-    assert key_of([large], 1) in keys
-
-
 def test_several_processes_write_the_rows_of_one(tmp_path, monkeypatch):
     model, path = write_run(tmp_path, count=90)
     alone = content_of(load_own(model, path, **LABELS))
-    monkeypatch.setattr(task_data, "_OF_A_PROCESS", 20)
+    monkeypatch.setattr(dataset, "_OF_A_PROCESS", 20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     used = []
     own = datasets.Dataset.map
