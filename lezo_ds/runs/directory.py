@@ -11,7 +11,7 @@ Rank 0 writes all of it:
     metrics.jsonl             a line for each step and each evaluation
     results.json              the outcome (results.py)
     lm_eval.jsonl             a line for each `lezo-ds evaluate --lm-eval` of the weights
-    monitors/                 files of train.report_to (monitors.py)
+    monitors/                 files of train.report_to (distributed/monitors.py)
     STOP                      the user makes this file to ask for a stop
     .stopped                  its time is when STOP was found; what was starting then stops, too
     earlier-N/                files of another run that were here
@@ -169,10 +169,17 @@ class RunDirectory:
 
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal."""
-        outputs = [self.metrics, self.samples, self.predictions, self.results, self.snapshots]
+        outputs = [
+            self.metrics,
+            self.samples,
+            self.predictions,
+            self.results,
+            self.snapshots,
+            self.monitors,
+        ]
         if any(path.exists() for path in outputs):
             # The configuration of a run may be there before the run.
-            outputs = [self.config, *outputs]
+            outputs.insert(0, self.config)
         return [path for path in outputs if path.exists()]
 
     def set_aside(self, paths: Sequence[Path]) -> None:

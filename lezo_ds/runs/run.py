@@ -82,6 +82,7 @@ from lezo_ds.data.metrics import LabelScore
 from lezo_ds.data.prefetch import StepBatches
 from lezo_ds.data.score import EvaluationResult, evaluate, prediction_rows
 from lezo_ds.data.task_data import TaskData
+from lezo_ds.distributed.monitors import Monitors
 from lezo_ds.distributed.workers import Lines, NoQuorumError, StepLostError
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import last_step
@@ -91,7 +92,6 @@ from lezo_ds.journal import EvaluationRecord, Journal, read_journal
 from lezo_ds.runs import records
 from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import Monitors
 from lezo_ds.runs.opening import results_of
 from lezo_ds.runs.results import RunResults, method_name, peak_memory_bytes
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
@@ -123,7 +123,7 @@ class Run:
         data: the encoded splits, the metric and the objective.
         batches: the batches of the steps; a thread lays out the next one.
         directory: where rank 0 writes.
-        monitors: what shows the numbers of the run elsewhere; none are started yet.
+        monitors: what shows the numbers of the run elsewhere.
         engine: the sharded model. `open` brings it to the step at which the run resumes.
         journal: on rank 0, the run's journal once it is open; None on other ranks.
         evaluations: all recorded evaluations, oldest first, the same on every rank.
@@ -135,14 +135,19 @@ class Run:
     """
 
     def __init__(
-        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: LezoEngine
+        self,
+        config: RunConfig,
+        data: TaskData,
+        directory: RunDirectory,
+        engine: LezoEngine,
+        monitors: Monitors,
     ) -> None:
         self.config = config
         self.data = data
         self.batches = StepBatches(data, config)
         self.directory = directory
         self.engine = engine
-        self.monitors = Monitors()
+        self.monitors = monitors
         self.journal: Journal | None = None
         self.evaluations: list[EvaluationRecord] = []
         self.num_steps = config.train.steps or 0
@@ -227,7 +232,6 @@ class Run:
         if not path.exists():
             lines = self.engine.workers.newer_lines()
             if lines is None:
-                self.directory.set_aside(self.directory.outputs())
                 base = self.engine.base
                 header = records.make_header(
                     self.config, self.data, base.fingerprint, base.table_hash
