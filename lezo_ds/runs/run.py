@@ -206,7 +206,8 @@ class Run:
         self.directory.write_json(self.directory.results, asdict(results))
         if results.finished and self.config.train.keep_snapshots == 0:
             remove_snapshots(self.directory.snapshots, self._protected_steps())
-        self.directory.forget_stop()
+        if not self.engine.workers.are_shared:  # else other replicas have yet to find the file
+            self.directory.stop_file.unlink(missing_ok=True)
         self._own_journal().close()
 
     # The journal.
@@ -230,17 +231,10 @@ class Run:
         """Open the journal, or start one, and return its evaluations. For rank 0."""
         path = self.directory.journal
         if not path.exists():
-            lines = self.engine.workers.newer_lines()
-            if lines is None:
-                base = self.engine.base
-                header = records.make_header(
-                    self.config, self.data, base.fingerprint, base.table_hash
-                )
-                self.journal = Journal.create(path, header)
-                return []
-            write_atomically(path, lines.data)
-            # `train` has checked the records of this directory, when there were none.
-            records.check_records(self.config, self.data, self.directory)
+            base = self.engine.base
+            header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
+            self.journal = Journal.create(path, header)
+            return []
         self.journal = Journal.open(path)
         records.assert_same_base(self.journal.header, self.engine.base)
         num_steps = len(self._recorded_steps())
@@ -512,8 +506,7 @@ class Run:
     def look_for_requests(self) -> None:
         """Turn a STOP file, or the end of the launcher, into a vote of this rank."""
         self.has_stop_file = self._writes and bool(self.directory.stop_files())
-        was_stopped = self._writes and self.directory.was_stopped()
-        if self.has_stop_file or was_stopped or any_ended(self._launchers):
+        if self.has_stop_file or any_ended(self._launchers):
             self.engine.request_stop()
 
     def _is_asked_to_stop(self) -> bool:

@@ -65,7 +65,6 @@ def train(config: RunConfig) -> RunResults:
                 directory.number,
                 directory.journal,
                 config.train.timeout_seconds,
-                partial(directory.of_all_replicas, directory.journal.name),
             )
             resources.callback(workers.leave)
         engine = make_engine(config, ds_config)
@@ -112,6 +111,8 @@ def check_run(
             directory.set_aside(directory.outputs())
     if is_replica:
         require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
+        for path in directory.stop_files():
+            raise UserError(f"{path} stops all replicas", fix=f"rm {path}")
     check_records(config, data, directory)
     return directory
 
