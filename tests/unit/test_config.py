@@ -192,7 +192,7 @@ def test_an_unknown_key_is_refused_with_what_it_means(name, fix):
         (["data.prompt={a}", "data.task=sst2"], "data.prompt cannot change data.task=sst2"),
         (["data.task=custom"], "needs data.prompt or data.messages"),
         (["data.prompt={a}", "data.labels=a,b"], "a task of your own needs data.train"),
-        (["data.prompt={a}", "data.train=t"], "no key says what the model must answer; fix: set data.labels"),
+        (["data.prompt={a}", "data.train=t"], "no key says what the model must answer"),
         (["data.train=a.csv", "data.path=b"], "both say where the data is"),
         (["data.test=a.csv"], "need data.train"),
         (["data.chat_template_kwargs.x=1"], "needs data.chat_template=true"),
