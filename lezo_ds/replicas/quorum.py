@@ -345,7 +345,7 @@ class Replicas(Workers):
     def _lose_round(self) -> NoReturn:
         self._group.leave()
         num_members = len(self._members)
-        gives_up = self._patience.lose_round(num_members)
+        gives_up = self._patience.lose_round()
         # Only the last one, so that the others can go on.
         if gives_up and num_members > 1 and self._position == num_members - 1:
             raise LostRankError(
