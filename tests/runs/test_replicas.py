@@ -136,10 +136,7 @@ def test_a_peer_that_dies_while_it_sends_has_ended_and_is_not_foreign(tmp_path, 
     assert answer[0].endswith(whole_lines(peer.journal))
 
 
-IMPOSSIBLE = [f"{'a' * 64}.org:1", "a..b:1", "127.0.0.1:70000", f"127.0.0.1:{10**30}", "a:٣"]
-
-
-@pytest.mark.parametrize("address", IMPOSSIBLE)
+@pytest.mark.parametrize("address", [f"{'a' * 64}.org:1", "127.0.0.1:70000", f"127.0.0.1:{10**30}"])
 def test_nobody_listens_at_an_address_that_none_can_have(address, tmp_path, connect):
     assert not listens_at(address)
     with pytest.raises(OSError):
