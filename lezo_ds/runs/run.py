@@ -214,10 +214,7 @@ class Run:
     # The journal.
 
     def open(self) -> None:
-        """Open or start the journal, and bring the engine to its last step. A collective.
-
-        What another run has left in the directory is moved aside.
-        """
+        """Open or start the journal, and bring the engine to its last step. A collective."""
         self.evaluations = distributed.on_rank_zero(self._open_journal)
         self.restore(None)
         self.num_done = self.engine.global_steps

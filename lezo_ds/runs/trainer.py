@@ -90,6 +90,8 @@ def check_run(
 ) -> RunDirectory:
     """Refuse what a run cannot do, before weights are loaded. For rank 0.
 
+    What another run has left in the directory is moved aside, if this one is new.
+
     Args:
         config: of the run.
         data: its encoded splits.
@@ -107,13 +109,13 @@ def check_run(
     is_replica = config.elastic.lighthouse is not None
     if resources is not None:
         directory = directory.lock(resources, is_replica=is_replica)
-        if not directory.journal.exists():
-            directory.set_aside(directory.outputs())
     if is_replica:
         require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
         for path in directory.stop_files():
             raise UserError(f"{path} stops all replicas", fix=f"rm {path}")
     check_records(config, data, directory)
+    if resources is not None and not directory.journal.exists():
+        directory.set_aside(directory.outputs())
     return directory
 
 
