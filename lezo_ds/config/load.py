@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import textwrap
@@ -323,6 +324,7 @@ def _fix(key: str, problem: ErrorDetails) -> str:
     if kind == "literal_error":
         words = re.findall(r"\w+", problem["ctx"]["expected"])
         choices = [word for word in words if word != "or"]
-        return did_you_mean(str(value), choices, f"write one of {', '.join(choices)}")
+        near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+        return f"did you mean {near[0]}?" if near else f"write one of {', '.join(choices)}"
     section = key.rpartition(".")[0]
     return _FIXES.get(kind, f"lezo-ds train --help {section} describes it".replace("  ", " "))
