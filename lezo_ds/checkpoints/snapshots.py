@@ -396,7 +396,7 @@ class SnapshotOwner:
 
     Attributes:
         base: fingerprint of the base model.
-        checksums: of the journal after 0, 1, 2, ... steps. A first-order run has one for all steps.
+        checksums: of the journal after 0, 1, 2, ... steps.
     """
 
     base: str
@@ -490,16 +490,9 @@ def newest_snapshot(root: Path, step: int, owner: SnapshotOwner | None = None) -
 
 
 def prune_snapshots(root: Path, keep: int, protected: Iterable[int]) -> None:
-    """Remove all snapshots, and unfinished ones, except the newest `keep` and the protected steps.
-
-    At least one is kept.
-    """
+    """Remove unfinished snapshots, and all but the newest `keep` and those of protected steps."""
     for leftover in root.glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
-    remove_snapshots(root, [*snapshot_steps(root)[-keep:], *protected])
-
-
-def remove_snapshots(root: Path, protected: Iterable[int]) -> None:
-    """Remove all snapshots except those of the protected steps."""
-    for step in set(snapshot_steps(root)) - set(protected):
+    newest_first = snapshot_steps(root)[::-1]
+    for step in set(newest_first[keep:]) - set(protected):
         shutil.rmtree(snapshot_path(root, step), ignore_errors=True)

@@ -243,8 +243,8 @@ def check_data(config: RunConfig, split: str | None = None) -> None:
         data.prompt is not None
         and not has_answers
         and not any(map(names_code, config.train.objectives)),
-        "data.prompt alone does not say what the model shall answer",
-        "add data.labels, data.choices, data.completion, or a reward: train.objective=module:name",
+        "no key says what the model must answer",
+        "set data.labels, data.choices, data.completion, or a reward: train.objective=module:name",
     )
 
 
@@ -262,8 +262,10 @@ def check_zo(zo: ZoConfig, peft_kind: str, bits: int | None, num_steps: int | No
     Raises:
         UserError: Two values contradict each other, or one that is needed is not set.
     """
-    for name in ("learning_rate", "sparsity"):
-        refuse_if(getattr(zo, name) is None, f"training needs zo.{name}", f"add zo.{name}=...")
+    needed = {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity}
+    missing = [key for key, value in needed.items() if value is None]
+    names = " and ".join(missing)
+    refuse_if(bool(missing), f"training needs {names}", f"set {names}")
     refuse_if(
         bits == 4 and peft_kind == "none",
         "model.bits=4 has steps so long that training its codes diverges, and peft.kind=none "

@@ -11,10 +11,10 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
@@ -116,13 +116,20 @@ def read_recipe(source: str | Path) -> tuple[dict[str, Any], Path]:
         with path.open(encoding="utf-8-sig") as file:
             values = load_yaml(file.read(MAX_CHARACTERS + 1))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the recipe {path}: {error}", fix="check the path") from error
+        raise UserError(
+            f"cannot read the recipe {path}: {error}",
+            fix="check the path",
+        ) from error
     except YamlError as error:
-        fix = "correct the line that is named; a text with {, [, # or : needs double quotes"
-        raise UserError(f"{path} is not valid YAML: {error}", fix=fix) from error
+        raise UserError(
+            f"{path} is not valid YAML: {error}",
+            fix="correct the line that is named; a text with {, [, # or : needs double quotes",
+        ) from error
     if not isinstance(values, dict):
-        fix = "write `key: value` lines, as in launch/recipes"
-        raise UserError(f"{path} holds no keys", fix=fix)
+        raise UserError(
+            f"{path} holds no keys",
+            fix="write `key: value` lines, as in launch/recipes",
+        )
     return values, path
 
 
@@ -166,13 +173,15 @@ def read_override(assignment: str) -> tuple[str, Any]:
     """
     if not re.fullmatch(r"\w+(\.\w+)*=.*", assignment, re.DOTALL):
         raise UserError(
-            f"{assignment} is not of the form key=value", fix="write it like zo.learning_rate=1e-6"
+            f"{assignment} is not of the form key=value",
+            fix="write it like zo.learning_rate=1e-6",
         )
     key, _, value = assignment.partition("=")
-    types = set(_types_of(KEYS[key].annotation)) if key in KEYS else set()
-    begins_map = dict in types and value.lstrip().startswith("{")
-    begins_list = list in types and value.lstrip().startswith("[")
-    if value == "null" or begins_map or begins_list or types.isdisjoint({str, list}):
+    types = {each.get("type") for each in _alternatives(key)} if key in KEYS else set()
+    first = value.lstrip()[:1]
+    is_map = first == "{" and "object" in types
+    is_list = first == "[" and "array" in types
+    if value == "null" or is_map or is_list or types.isdisjoint({"string", "array"}):
         try:
             return key, load_yaml(value)
         except YamlError as error:
@@ -180,7 +189,7 @@ def read_override(assignment: str) -> tuple[str, Any]:
                 f"{shown(assignment)} is not YAML: {error}",
                 fix=f"quote all of it: '{key}=...', with double quotes around each text",
             ) from error
-    if list in types:
+    if "array" in types:
         return key, [item.strip() for item in value.split(",")]
     return key, value
 
@@ -192,15 +201,18 @@ def describe(section: str | None = None) -> str:
         UserError: There is no such section.
     """
     if section is None:
-        summaries = [
-            f"{name}: {str(kind.__doc__).partition(chr(10))[0]}" for name, kind in SECTIONS.items()
-        ]
-        keys = [_describe_key(key) for key in KEYS if "." not in key]
-        return "\n".join(["lezo-ds train --help SECTION describes its keys:", *summaries, *keys])
+        lines = ["lezo-ds train --help SECTION describes its keys:"]
+        for name, kind in SECTIONS.items():
+            summary, *_ = str(kind.__doc__).splitlines()
+            lines.append(f"{name}: {summary}")
+        lines += [_describe_key(key) for key in KEYS if "." not in key]
+        return "\n".join(lines)
     if section not in SECTIONS:
         known = ", ".join(SECTIONS)
-        fix = did_you_mean(section, SECTIONS, f"name one of {known}")
-        raise UserError(f"{section} is no section of a recipe", fix=fix)
+        raise UserError(
+            f"{section} is no section of a recipe",
+            fix=did_you_mean(section, SECTIONS, f"name one of {known}"),
+        )
     return "\n".join(_describe_key(key) for key in KEYS if key.startswith(f"{section}."))
 
 
@@ -220,13 +232,20 @@ def default_of(key: str) -> Any:
 
 def expected(key: str) -> str:
     """Return in words what a key takes, such as "a number of at least 0 and at most 1, or null"."""
+    return ", or ".join(map(_in_words, _alternatives(key)))
+
+
+@cache
+def _alternatives(key: str) -> list[dict[str, Any]]:
+    """Return what a key takes, in the terms of JSON Schema."""
     schema = RunConfig.model_json_schema()
     section, _, leaf = key.rpartition(".")
     if section:
         name = SECTIONS[section].__name__
         schema = schema["$defs"][name]
     entry = schema["properties"][leaf]
-    return ", or ".join(_in_words(alternative) for alternative in entry.get("anyOf", [entry]))
+    alternatives: list[dict[str, Any]] = entry.get("anyOf", [entry])
+    return alternatives
 
 
 def _in_words(entry: Mapping[str, Any]) -> str:
@@ -237,20 +256,6 @@ def _in_words(entry: Mapping[str, Any]) -> str:
     limits = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}
     words = [f"{limits[name]} {entry[name]}" for name in limits if name in entry]
     return " ".join([str(entry["type"]), *words])
-
-
-def _types_of(annotation: Any) -> Iterator[type]:
-    """Yield the types of an annotation's alternatives: str, list, dict, int, ..."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from _types_of(get_args(annotation)[0])
-    elif origin in (Union, UnionType):
-        for alternative in get_args(annotation):
-            yield from _types_of(alternative)
-    elif origin is Literal:
-        yield from {type(value) for value in get_args(annotation)}
-    else:
-        yield origin or annotation
 
 
 def _set(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -272,29 +277,36 @@ def _resolve_paths(values: dict[str, Any], keys: frozenset[str], folder: Path | 
     for key in keys:
         section, _, leaf = key.rpartition(".")
         of_section = values.get(section) if section else values
-        if isinstance(of_section, dict) and isinstance(of_section.get(leaf), str):
+        if not isinstance(of_section, dict):
+            continue
+        path = of_section.get(leaf)
+        if isinstance(path, str):
             is_near = key != "run_dir"  # that a run's directory is there does not count
-            of_section[leaf] = resolve_path(of_section[leaf], key, folder, may_be_near=is_near)
+            of_section[leaf] = resolve_path(path, key, folder, may_be_near=is_near)
 
 
 def _refusal(problems: Sequence[ErrorDetails], where: str) -> UserError:
     """Return what pydantic has found: all keys that are missing, or else the first problem."""
-    missing = [".".join(map(str, each["loc"])) for each in problems if each["type"] == "missing"]
+    missing = [_path_of(each) for each in problems if each["type"] == "missing"]
     if missing:
         names = ", ".join(f"{name} ({expected(name)})" for name in missing)
         return UserError(f"missing in {where}: {names}", fix=f"add {missing[0]}=...")
-    path = ".".join(map(str, problems[0]["loc"]))
+    path = _path_of(problems[0])
     if problems[0]["type"] == "extra_forbidden":
         return UserError(f"unknown key {path} in {where}", fix=fix_of_unknown(path))
     # The location goes on below the key: an item of a list, or an alternative of the type.
     known = [name for name in (*KEYS, *SECTIONS) if f"{path}.".startswith(f"{name}.")]
     key = max(known, key=len)
-    of_key = [each for each in problems if ".".join(map(str, each["loc"])).startswith(key)]
+    of_key = [each for each in problems if _path_of(each).startswith(key)]
     problem = max(of_key, key=lambda each: len(each["loc"]))  # the alternative that fits best
     value = problem["input"]
     if isinstance(value, str) and problem["type"] in _NUMBERS:
         value = json.dumps(value)  # "3" is no number
     return UserError(f"{key}={shown(value)} in {where}: {problem['msg']}", fix=_fix(key, problem))
+
+
+def _path_of(problem: ErrorDetails) -> str:
+    return ".".join(map(str, problem["loc"]))
 
 
 def _fix(key: str, problem: ErrorDetails) -> str:

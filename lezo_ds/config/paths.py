@@ -15,14 +15,17 @@ ROOT = _PACKAGE if (_PACKAGE / "ds_configs").is_dir() else _PACKAGE.parent
 
 def find_file(name: str) -> Path:
     """Return a path from the working directory, or of a shipped file if nothing is there."""
-    if not Path(name).exists() and (ROOT / name).exists():
-        return ROOT / name
-    return Path(name)
+    path = Path(name)
+    shipped = ROOT / name
+    if shipped.exists() and not path.exists():
+        return shipped
+    return path
 
 
 def shipped_files(pattern: str) -> dict[str, Path]:
     """Return the shipped files of a pattern, such as ds_configs/*.json, by their names."""
-    return {path.stem: path for path in sorted(ROOT.glob(pattern))}
+    paths = sorted(ROOT.glob(pattern))
+    return {path.stem: path for path in paths}
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
@@ -37,8 +40,9 @@ def public_name(path: str | None) -> str | None:
     """Return a name on the hub as it is, and of a path its last part, which tells no folder."""
     if path is None:
         return None
-    if Path(path).exists() or path.startswith(("/", "~", ".")):
-        return Path(path).name
+    local = Path(path)
+    if local.exists() or path.startswith(("/", "~", ".")):
+        return local.name
     return path
 
 
@@ -51,7 +55,8 @@ def expand(path: str, where: str) -> str:
     expanded = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 (it may be no path)
     if re.search(r"\$\w|\$\{", expanded):
         raise UserError(
-            f"{where}={path} names an environment variable that is not set", fix="export it"
+            f"{where}={path} names an environment variable that is not set",
+            fix="export it",
         )
     return expanded
 
@@ -69,8 +74,14 @@ def resolve_path(path: str, key: str, folder: Path | None, *, may_be_near: bool)
             the working directory.
         may_be_near: Whether a path in the recipe's folder counts if it exists.
     """
-    base = (folder or Path()).absolute()
     path = expand(path, key)
-    is_relative = path in (".", "..") or path.startswith(("./", "../"))
-    is_near = may_be_near and folder is not None and path != "" and (base / path).exists()
-    return os.path.normpath(base / path) if is_relative or is_near else path
+    base = (folder or Path()).absolute()
+    full = base / path
+    first, _, _ = path.partition("/")
+    if first in (".", ".."):
+        return os.path.normpath(full)
+    if folder is None or path == "":
+        return path
+    if may_be_near and full.exists():
+        return os.path.normpath(full)
+    return path

@@ -416,9 +416,8 @@ class TrainConfig(Section):
     """Keep this number of the newest snapshots. 0 keeps no weights of a finished run:
     replaying the journal reconstructs them."""
     report_to: Annotated[list[Monitor] | None, _MAY_DIFFER] = None
-    """Send the contents of metrics.jsonl and all settings to these DeepSpeed monitors, such as
-    [tensorboard, wandb]. Files are in run_dir/monitors. A monitor section in the DeepSpeed JSON
-    overrides these settings."""
+    """Send the numbers of metrics.jsonl to these DeepSpeed monitors, such as [tensorboard, wandb].
+    Files are in run_dir/monitors. A monitor section in the DeepSpeed JSON overrides this."""
     timeout_seconds: Annotated[Size, _MAY_DIFFER] = 1800
     """End the run if a rank does not respond for this number of seconds. Writing a snapshot must
     take less time."""

@@ -81,10 +81,6 @@ class Workers(ABC):
 
     # What others have done. The methods are collectives of this launch.
 
-    def newer_lines(self) -> Lines | None:
-        """Return, on rank 0, lines that the journal of this launch lacks, or None."""
-        return None
-
     def meet(self, learning_rate: float, *, stops_all: bool) -> Lines | None:
         """Return lines to take over first, or None if this launch takes part in the next step.
 

@@ -33,7 +33,6 @@ class Patience:
         self._limit = limit
         self._began = 0.0
         self._num_failures = 0
-        self._num_members = 0  # in the last round that was lost
 
     def start_round(self, longest_known: float) -> None:
         """Start the clock of a round. `longest_known` is the least `longest` of all members.
@@ -54,15 +53,9 @@ class Patience:
         self.num_rounds += 1
         self._num_failures = 0
 
-    def lose_round(self, num_members: int) -> bool:
-        """Note that the round is lost. Return whether that has happened too often in a row.
-
-        A round that follows the death of a member is the first of a new row: it has fewer members.
-        """
-        if num_members < self._num_members:
-            self._num_failures = 0
+    def lose_round(self) -> bool:
+        """Note that the round is lost. Return whether that has happened too often in a row."""
         self._num_failures += 1
-        self._num_members = num_members
         return self._num_failures >= _MOST_FAILURES
 
 

@@ -19,8 +19,8 @@ If a member dies on the way, the sum fails everywhere. No journal has the step t
 are left repeat the round.
 
 A replica that starts, catches up or evaluates is away. Before it asks for a quorum, it takes over
-the lines of the members of the last one, and of the journals on this disk. In the quorum, its
-journal decides, compared with that of the leader:
+the lines of the members of the last one. In the quorum, its journal decides, compared with that of
+the leader:
 
     all lines                    takes part
     lacks at most FEW_LINES      takes them over, then takes part
@@ -61,7 +61,7 @@ from lezo_ds.replicas.member import (
     right_checksum,
 )
 from lezo_ds.replicas.patience import Patience, in_background
-from lezo_ds.replicas.transport import JournalTransport, whole_lines
+from lezo_ds.replicas.transport import JournalTransport
 from lezo_ds.zo.passes import Pass
 
 logger = logging.getLogger(__name__)
@@ -100,14 +100,7 @@ class Replicas(Workers):
 
     are_shared = True
 
-    def __init__(
-        self,
-        lighthouse: str,
-        number: int,
-        journal: Path,
-        seconds: float,
-        journals: Callable[[], Sequence[Path]] = tuple,
-    ) -> None:
+    def __init__(self, lighthouse: str, number: int, journal: Path, seconds: float) -> None:
         """Start to listen for other replicas. The lighthouse does not know this one yet.
 
         Args:
@@ -115,7 +108,6 @@ class Replicas(Workers):
             number: of this replica. Those with lower numbers come first in a round.
             journal: the path of its journal, from which others take lines.
             seconds: to wait for the lighthouse, and at most for a replica.
-            journals: finds those of all replicas on this disk.
 
         Raises:
             UserError: the address is no address, or the secret of several machines is missing.
@@ -126,7 +118,6 @@ class Replicas(Workers):
         self.stops_all = False
         self.digest = ""
         self._seconds = seconds
-        self._journals = journals
         self._is_away = True
         self._evaluator = ""  # address of the last replica that left to evaluate
         self._brought: Sequence[EvaluationRecord] = ()
@@ -176,18 +167,8 @@ class Replicas(Workers):
         assert self.role is not None
         return self.role.learning_rate
 
-    def newer_lines(self) -> Lines | None:
-        with suppress(TimeoutError):  # the quorum will tell who has lines
-            lines = in_background(self._search_lines).result(_SEARCH_SECONDS)
-            if lines is not None:
-                return lines
-        own = whole_lines(self._transport.journal)
-        others = [whole_lines(path) for path in self._journals()]
-        longest = max((lines for lines in others if lines.startswith(own)), key=len, default=own)
-        return Lines(len(own), longest[len(own) :]) if len(longest) > len(own) else None
-
     def _search_lines(self) -> Lines | None:
-        """Return lines of a member of the last quorum."""
+        """Return lines of a member of the last quorum, or None if it knows none that has more."""
         for member in self._members:
             # It has ended, or its port has another owner by now.
             with suppress(OSError, LezoError):
@@ -211,7 +192,9 @@ class Replicas(Workers):
 
     def _meet(self, learning_rate: float) -> tuple[Role | None, Lines | None]:
         if self._is_away:
-            lines = self.newer_lines()
+            lines = None
+            with suppress(TimeoutError):  # the quorum will tell who has lines
+                lines = in_background(self._search_lines).result(_SEARCH_SECONDS)
             if lines is not None:
                 self._is_away = lines.data.count(b"\n") > FEW_LINES
                 return None, lines
@@ -362,7 +345,7 @@ class Replicas(Workers):
     def _lose_round(self) -> NoReturn:
         self._group.leave()
         num_members = len(self._members)
-        gives_up = self._patience.lose_round(num_members)
+        gives_up = self._patience.lose_round()
         # Only the last one, so that the others can go on.
         if gives_up and num_members > 1 and self._position == num_members - 1:
             raise LostRankError(

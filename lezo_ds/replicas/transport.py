@@ -54,14 +54,7 @@ class JournalTransport(ThreadingHTTPServer):
             LezoError: who answers is no peer, or has another secret.
         """
         own = whole_lines(self.journal)
-        lines = self._ask(address, own)
-        if own.startswith(own[: lines.start] + lines.data):  # the peer is not ahead
-            return Lines(len(own), b"")
-        return lines
-
-    def _ask(self, address: str, known: bytes) -> Lines:
-        """Return the peer's lines after the known ones, or all if it has others."""
-        path = f"/{len(known)}/{_digest(known)}"
+        path = f"/{len(own)}/{_digest(own)}"
         nonce = secrets.token_hex(16)
         proof = self.prove(nonce, path.encode())
         try:
@@ -79,7 +72,10 @@ class JournalTransport(ThreadingHTTPServer):
                 f"{address} does not send lines of a journal (status {answer.status}); "
                 "fix: set the same LEZO_SECRET for all replicas"
             )
-        return Lines(int(start), data)
+        known = own[: int(start)]
+        if own.startswith(known + data):  # the peer is not ahead
+            return Lines(len(own), b"")
+        return Lines(len(known), data)
 
     def prove(self, nonce: str, content: bytes) -> str:
         """Return the proof that the sender of the content knows the secret."""

@@ -11,9 +11,8 @@ Rank 0 writes all of it:
     metrics.jsonl             a line for each step and each evaluation
     results.json              the outcome (results.py)
     lm_eval.jsonl             a line for each `lezo-ds evaluate --lm-eval` of the weights
-    monitors/                 files of train.report_to (monitors.py)
+    monitors/                 files of train.report_to (distributed/monitors.py)
     STOP                      the user makes this file to ask for a stop
-    .stopped                  its time is when STOP was found; what was starting then stops, too
     earlier-N/                files of another run that were here
     replicas/N/               all this again for replica N > 0 (replicas)
 """
@@ -33,8 +32,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import lezo_ds
 from lezo_ds.config import RunConfig, dump_yaml
 from lezo_ds.errors import UserError
@@ -43,7 +40,6 @@ from lezo_ds.files import DAMAGE, failures_named, make_directory, write_output
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
 _REPLICAS = "replicas"
-_STOPPED = ".stopped"
 
 logger = logging.getLogger(__name__)
 
@@ -142,37 +138,26 @@ class RunDirectory:
                     raise
                 number += 1
 
-    def of_all_replicas(self, name: str) -> list[Path]:
-        """Return the paths of a file of each replica that are there."""
+    def stop_files(self) -> list[Path]:
+        """Return the files STOP of all replicas. Each of them stops all."""
         root = self.path.parents[1] if self.number > 0 else self.path
+        name = self.stop_file.name
         paths = [root / name, *root.glob(f"{_REPLICAS}/*/{name}")]
         return [path for path in paths if path.exists()]
 
-    def stop_files(self) -> list[Path]:
-        """Return the files STOP of all replicas. Each of them stops all."""
-        return self.of_all_replicas(self.stop_file.name)
-
-    def was_stopped(self) -> bool:
-        """Return whether a file STOP was found and removed since this process started.
-
-        One that is found by all others while this replica starts must stop it, too.
-        """
-        # psutil's times of processes are up to a second early.
-        started = psutil.Process().create_time() + 1
-        return any(path.stat().st_mtime > started for path in self.of_all_replicas(_STOPPED))
-
-    def forget_stop(self) -> None:
-        """Remove the files STOP of all replicas, and note the time."""
-        for path in self.stop_files():
-            path.with_name(_STOPPED).touch()
-            path.unlink(missing_ok=True)
-
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal."""
-        outputs = [self.metrics, self.samples, self.predictions, self.results, self.snapshots]
+        outputs = [
+            self.metrics,
+            self.samples,
+            self.predictions,
+            self.results,
+            self.snapshots,
+            self.monitors,
+        ]
         if any(path.exists() for path in outputs):
             # The configuration of a run may be there before the run.
-            outputs = [self.config, *outputs]
+            outputs.insert(0, self.config)
         return [path for path in outputs if path.exists()]
 
     def set_aside(self, paths: Sequence[Path]) -> None:

@@ -39,13 +39,13 @@ from lezo_ds.journal import (
     scan_journal,
 )
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.evaluations import is_worse_than_base
 from lezo_ds.runs.model_card import model_card, plain
 from lezo_ds.runs.opening import recipe_of, restore
 from lezo_ds.runs.records import (
     RecordedRun,
     assert_same_model_config,
     config_of,
-    is_worse_than_base,
     read_own_journal,
     read_run,
     refuse_code,

@@ -100,15 +100,21 @@ class _Split(NamedTuple):
         """Return the mean cross-entropy with `added` in the rows of the labels."""
         return F.cross_entropy(self.logits(added), self.golds)
 
+    def predicted(self, added: Tensor) -> list[int]:
+        """Return the predicted labels with `added` in the rows of the labels."""
+        return self.logits(added).argmax(dim=1).tolist()
+
     def scores(self, score: Score, added: Tensor) -> SplitScores:
         """Return the scores without and with `added` in the rows of the labels."""
         nothing = torch.zeros_like(added)
         examples = self.split.examples
-        before, after = (
-            score(self.logits(each).argmax(dim=1).tolist(), examples) for each in (nothing, added)
+        return SplitScores(
+            num_examples=len(examples),
+            before=score(self.predicted(nothing), examples),
+            after=score(self.predicted(added), examples),
+            loss_before=float(self.loss(nothing)),
+            loss_after=float(self.loss(added)),
         )
-        losses = float(self.loss(nothing)), float(self.loss(added))
-        return SplitScores(len(examples), before, after, *losses)
 
 
 def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScores]]:
@@ -150,12 +156,13 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
         )
     check_scoring(engine, reader, encoded["training"], config)
     head, rows = _head_of(engine, tokens)
-    read = {
-        name: _read(Scorer(engine, reader, split, config.train.eval_batch_size), rows)
-        for name, split in encoded.items()
-    }
+    read = {}
+    for name, split in encoded.items():
+        scorer = Scorer(engine, reader, split, config.train.eval_batch_size)
+        read[name] = _read(scorer, rows)
     scale = _scale_of(read["training"], rows, type(engine.module).__name__)
-    read = {name: each._replace(hidden=scale * each.hidden) for name, each in read.items()}
+    for each in read.values():
+        each.hidden.mul_(scale)
     added = distributed.on_rank_zero(lambda: _fit(read["training"], read["validation"]))
     fitted = (rows.double() + added).to(rows.dtype)
     score = load_score(task)
@@ -214,11 +221,12 @@ def _with_answers(
     """Return all that a fit needs, with another text of one token for each label."""
     labels = list(config.data.labels or ())
     first = train.encoded[0]
-    beginnings = [
-        reader.tokenizer.decode([ids[-length]]).strip()
-        for ids, length in zip(first.sequences, first.option_lengths, strict=True)
-    ]
-    for texts in (beginnings, list(string.ascii_uppercase[: len(labels)])):
+    beginnings = []
+    for ids, length in zip(first.sequences, first.option_lengths, strict=True):
+        text = reader.tokenizer.decode([ids[-length]])
+        beginnings.append(text.strip())
+    letters = list(string.ascii_uppercase[: len(labels)])
+    for texts in (beginnings, letters):
         if len(set(texts) - {""}) != len(labels):
             continue
         data = config.data.model_copy(update={"labels": dict(zip(labels, texts, strict=True))})
@@ -248,10 +256,11 @@ def _rows_of(scores: Mapping[str, SplitScores], metric: str) -> list[tuple[str, 
 def _show_wrong(read: _Split, added: Tensor) -> None:
     """Show which labels of a split are taken for which, the most frequent first."""
     names = [str(text).strip() for text in read.split.examples[0].candidates]
-    predicted = read.logits(added).argmax(dim=1).tolist()
-    pairs = zip(read.golds.tolist(), predicted, strict=True)
-    wrong = Counter((names[gold], names[choice]) for gold, choice in pairs if gold != choice)
-    for (right, taken), number in wrong.most_common(_MOST_SHOWN):
+    pairs = Counter(zip(read.golds.tolist(), read.predicted(added), strict=True))
+    wrong = Counter({pair: number for pair, number in pairs.items() if pair[0] != pair[1]})
+    for (gold, choice), number in wrong.most_common(_MOST_SHOWN):
+        right = names[gold]
+        taken = names[choice]
         logger.info("%d test examples: %s is taken for %s", number, right, taken)
 
 
@@ -264,8 +273,9 @@ def _head_of(engine: ModelEngine, tokens: Sequence[int]) -> tuple[str, Tensor]:
     weights = engine.weights
     (shard,) = [shard for shard in weights.base_shards if name in weights.aliases[shard.name]]
     value = shard.gather()
-    if isinstance(engine.sharded.adapter, LoraAdapter):
-        merges = engine.sharded.adapter.merges(weights)
+    adapter = engine.sharded.adapter
+    if isinstance(adapter, LoraAdapter):
+        merges = adapter.merges(weights)
         if name in merges:
             value = merges[name](value)
     return name, value[list(tokens)].cpu()

@@ -49,13 +49,13 @@ def model_card(
     """
     name, revision = split_revision(config.model.path)
     data = config.data
-    sources = [(source or "").partition(":")[0] for source in (data.train, data.path)]
+    source = data.train or data.path or ""
     rank = config.peft.lora_rank
     header = ModelCardData(
         library_name=_LIBRARIES[kind],
         tags=["lezo_ds"],
         base_model=_hub_name(name),
-        datasets=sorted(set(filter(None, map(_hub_name, sources)))) or None,
+        datasets=_hub_name(source.partition(":")[0]),
         # The weights may also read images or sound, of which a run knows nothing.
         pipeline_tag="text-generation" if opened_by == _AUTO_CLASS else None,
         **_license(license_of),

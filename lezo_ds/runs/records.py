@@ -14,7 +14,6 @@ import datetime
 import hashlib
 import json
 import logging
-import math
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from lezo_ds.journal import (
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.registry import file_of, names_code
 from lezo_ds.runs.directory import RunDirectory, library_versions
+from lezo_ds.runs.evaluations import best_evaluation, evaluations_of
 from lezo_ds.runs.results import RunResults
 from lezo_ds.zo.records import StepRecord
 
@@ -294,62 +294,9 @@ def steps_of(records: Iterable[JournalRecord]) -> list[StepRecord]:
     return [record for record in records if isinstance(record, StepRecord)]
 
 
-def evaluations_of(records: Iterable[JournalRecord]) -> list[EvaluationRecord]:
-    """Return the evaluations among the records of a journal."""
-    return [record for record in records if isinstance(record, EvaluationRecord)]
-
-
 def owner_of(journal: Journal | JournalContents) -> SnapshotOwner:
     """Return what the snapshots of a run have in their manifests."""
     return SnapshotOwner(journal.header.model_fingerprint, journal.step_checksums)
-
-
-def best_evaluation(
-    evaluations: Sequence[EvaluationRecord], first_step: int = 0
-) -> EvaluationRecord | None:
-    """Return the first evaluation with the lowest validation loss, or None if there is none.
-
-    Only those after at least `first_step` steps count. Step 0 is the base model.
-    """
-    candidates = [
-        evaluation
-        for evaluation in evaluations
-        if evaluation.split == "dev" and evaluation.step >= first_step
-    ]
-    return min(candidates, key=_loss, default=None)
-
-
-def _loss(evaluation: EvaluationRecord) -> float:
-    """Return the loss of an evaluation, and infinity if it was not finite."""
-    return math.inf if evaluation.loss is None else evaluation.loss
-
-
-def is_worse_than_base(evaluations: Sequence[EvaluationRecord]) -> bool:
-    """Return whether no validation loss after a step was below that of the base model."""
-    trained = best_evaluation(evaluations, first_step=1)
-    return trained is not None and best_evaluation(evaluations) is not trained
-
-
-def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None) -> int | None:
-    """Return the step at which a run loses its patience, or None.
-
-    That is the first one with `patience` validations in a row which are not better than the best
-    one before. The first validation after step 0 counts as better, because many runs are worse than
-    the base model at first.
-    """
-    lowest = math.inf
-    num_worse = 0
-    for evaluation in evaluations:
-        if evaluation.split != "dev" or evaluation.step == 0:
-            continue
-        if _loss(evaluation) < lowest:
-            lowest = _loss(evaluation)
-            num_worse = 0
-        else:
-            num_worse += 1
-        if num_worse == patience:
-            return evaluation.step
-    return None
 
 
 # Recorded runs.

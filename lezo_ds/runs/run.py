@@ -58,7 +58,6 @@ An evaluation is
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -74,7 +73,6 @@ from lezo_ds.checkpoints.snapshots import (
     own_snapshots,
     prune_snapshots,
     read_manifest,
-    remove_snapshots,
     snapshot_path,
 )
 from lezo_ds.config import RunConfig, eval_every, may_differ_on_resume
@@ -82,6 +80,7 @@ from lezo_ds.data.metrics import LabelScore
 from lezo_ds.data.prefetch import StepBatches
 from lezo_ds.data.score import EvaluationResult, evaluate, prediction_rows
 from lezo_ds.data.task_data import TaskData
+from lezo_ds.distributed.monitors import Monitors
 from lezo_ds.distributed.workers import Lines, NoQuorumError, StepLostError
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import last_step
@@ -91,25 +90,27 @@ from lezo_ds.journal import EvaluationRecord, Journal, read_journal
 from lezo_ds.runs import records
 from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import Monitors
+from lezo_ds.runs.evaluations import (
+    Numbers,
+    best_evaluation,
+    evaluation_record,
+    evaluations_of,
+    is_worse_than_base,
+    numbers_of,
+    stopping_step,
+)
 from lezo_ds.runs.opening import results_of
 from lezo_ds.runs.results import RunResults, method_name, peak_memory_bytes
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
-from lezo_ds.sharding.weights import AT_ENDS_BY_QUANTIZATION
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY = 100
 """Steps between checks that the weights of each rank are the result of the steps so far."""
-_MORE_AT_ENDS = 0.01
-"""Share of codes that updates may bring to an end of their grid without a warning."""
 _PAUSE_SECONDS = 0.2
 """Time between rounds after the last step, in which launches only wait for an evaluation."""
-
-StepMetrics = dict[str, float | bool | None]
-"""Numbers of a step, by the names that they have in metrics.jsonl, such as `loss` and `applied`."""
 
 
 class Run:
@@ -123,7 +124,7 @@ class Run:
         data: the encoded splits, the metric and the objective.
         batches: the batches of the steps; a thread lays out the next one.
         directory: where rank 0 writes.
-        monitors: what shows the numbers of the run elsewhere; none are started yet.
+        monitors: what shows the numbers of the run elsewhere.
         engine: the sharded model. `open` brings it to the step at which the run resumes.
         journal: on rank 0, the run's journal once it is open; None on other ranks.
         evaluations: all recorded evaluations, oldest first, the same on every rank.
@@ -135,14 +136,19 @@ class Run:
     """
 
     def __init__(
-        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: LezoEngine
+        self,
+        config: RunConfig,
+        data: TaskData,
+        directory: RunDirectory,
+        engine: LezoEngine,
+        monitors: Monitors,
     ) -> None:
         self.config = config
         self.data = data
         self.batches = StepBatches(data, config)
         self.directory = directory
         self.engine = engine
-        self.monitors = Monitors()
+        self.monitors = monitors
         self.journal: Journal | None = None
         self.evaluations: list[EvaluationRecord] = []
         self.num_steps = config.train.steps or 0
@@ -163,7 +169,7 @@ class Run:
             if self._earlier is not None:
                 self._by_label[self._earlier.best_step or 0] = self._earlier.by_label
             if self._writes:
-                self._prune_snapshots()
+                self._prune_snapshots(least=1)  # a run resumes from the newest
                 seconds = self.directory.cut_logs(self.num_done, self.evaluated())
                 self._began = time.monotonic() - seconds
                 self.directory.write_config(self.config)
@@ -191,7 +197,7 @@ class Run:
                 self.finish()
         except Stopped:  # from the loop, or from inside an evaluation
             return False
-        best = records.best_evaluation(self.evaluations)
+        best = best_evaluation(self.evaluations)
         if best is not None and best.step != self.engine.global_steps:
             self.restore(best.step)
         return True
@@ -199,18 +205,16 @@ class Run:
     def _close(self, results: RunResults) -> None:
         """Write the results, and end the files of the run. For rank 0."""
         self.directory.write_json(self.directory.results, asdict(results))
-        if results.finished and self.config.train.keep_snapshots == 0:
-            remove_snapshots(self.directory.snapshots, self._protected_steps())
-        self.directory.forget_stop()
+        if results.finished:
+            self._prune_snapshots(least=0)
+        if not self.engine.workers.are_shared:  # else other replicas have yet to find the file
+            self.directory.stop_file.unlink(missing_ok=True)
         self._own_journal().close()
 
     # The journal.
 
     def open(self) -> None:
-        """Open or start the journal, and bring the engine to its last step. A collective.
-
-        What another run has left in the directory is moved aside.
-        """
+        """Open or start the journal, and bring the engine to its last step. A collective."""
         self.evaluations = distributed.on_rank_zero(self._open_journal)
         self.restore(None)
         self.num_done = self.engine.global_steps
@@ -225,18 +229,10 @@ class Run:
         """Open the journal, or start one, and return its evaluations. For rank 0."""
         path = self.directory.journal
         if not path.exists():
-            lines = self.engine.workers.newer_lines()
-            if lines is None:
-                self.directory.set_aside(self.directory.outputs())
-                base = self.engine.base
-                header = records.make_header(
-                    self.config, self.data, base.fingerprint, base.table_hash
-                )
-                self.journal = Journal.create(path, header)
-                return []
-            write_atomically(path, lines.data)
-            # `train` has checked the records of this directory, when there were none.
-            records.check_records(self.config, self.data, self.directory)
+            base = self.engine.base
+            header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
+            self.journal = Journal.create(path, header)
+            return []
         self.journal = Journal.open(path)
         records.assert_same_base(self.journal.header, self.engine.base)
         num_steps = len(self._recorded_steps())
@@ -245,7 +241,7 @@ class Run:
         root = self.directory.snapshots
         _, foreign_steps = own_snapshots(root, self._owner())
         self.directory.set_aside([snapshot_path(root, step) for step in foreign_steps])
-        return records.evaluations_of(self.journal.records)
+        return evaluations_of(self.journal.records)
 
     def restore(self, step: int | None) -> None:
         """Bring the engine to the exact weights after `step` steps; None: after all recorded.
@@ -278,11 +274,11 @@ class Run:
         new = distributed.on_rank_zero(lambda: self._own_journal().extend(lines.data))
         self.engine.records += records.steps_of(new)
         self.engine.apply(len(self.engine.records))
-        self.evaluations += records.evaluations_of(new)
+        self.evaluations += evaluations_of(new)
         self.num_done = max(self.num_done, self.engine.global_steps)
 
     def _replace_journal(self, lines: bytes) -> None:
-        """Take another journal of the same run. The old one stays as journal.jsonl.left."""
+        """Take another journal of the same run, and set the own one aside. For rank 0."""
         journal = self._own_journal()
         path = self.directory.journal
         other = path.with_name("journal.others")
@@ -290,10 +286,8 @@ class Run:
         header = read_journal(other).header
         records.assert_same_run(header, journal.header, may_differ_on_resume(self.config))
         journal.close()
-        left = path.with_name(f"{path.name}.left")
-        write_atomically(left, path.read_bytes())
-        other.replace(path)  # a crash leaves the one journal or the other
-        logger.warning("the other replicas have another journal; the former is now %s", left)
+        self.directory.set_aside([path])
+        other.replace(path)
 
     def _own_journal(self) -> Journal:
         assert self.journal is not None, "only rank 0 has the journal"
@@ -342,7 +336,7 @@ class Run:
         """Return whether no step follows."""
         return self.num_done >= self.num_steps or self.has_lost_patience()
 
-    def step(self) -> StepMetrics:
+    def step(self) -> Numbers:
         """Bring the run forward by a step, and return the numbers of the newest one."""
         while True:
             self._join_round()
@@ -369,14 +363,14 @@ class Run:
                 return
             self._take_over(lines)
 
-    def _do_round(self) -> StepMetrics:
+    def _do_round(self) -> Numbers:
         """Do a step with all workers, or none after the last step. Return its speed.
 
         Raises:
             StepLostError: a launch has left. Nothing has changed.
         """
         workers = self.engine.workers
-        speed: StepMetrics = {}
+        speed: Numbers = {}
         if self.is_over():  # with the steps that were taken over; evaluations may be brought along
             # A vote and no losses. Launches that do a step or wait after another one disagree.
             workers.sum([0.0], {"waits after": str(self.num_done)})
@@ -392,7 +386,7 @@ class Run:
         self._record_brought()
         return speed
 
-    def metrics_of_last_step(self) -> StepMetrics:
+    def metrics_of_last_step(self) -> Numbers:
         """Return the numbers of the newest step, done here or elsewhere. Warn if it was skipped."""
         record = self.engine.records[-1]
         gradient = None
@@ -407,7 +401,7 @@ class Run:
             "applied": record.applied,
         }
 
-    def count_step(self, metrics: StepMetrics, bar: tqdm[Any]) -> None:
+    def count_step(self, metrics: Numbers, bar: tqdm[Any]) -> None:
         """Log and show a step that was done."""
         self._log_metrics(metrics)
         bar.set_postfix({"loss": number(metrics["loss"])}, refresh=False)
@@ -455,7 +449,7 @@ class Run:
 
     def has_lost_patience(self) -> bool:
         """Return whether train.patience ends the run: too many validations without progress."""
-        stop = records.stopping_step(self.evaluations, self.config.train.patience)
+        stop = stopping_step(self.evaluations, self.config.train.patience)
         return stop is not None and stop <= self.num_done
 
     def missing(self) -> list[tuple[str, int]]:
@@ -472,7 +466,7 @@ class Run:
         due = {("dev", step) for step in range(first, head + 1) if step % self.eval_every == 0}
         if head == 0 or self.is_over():
             due |= {("dev", head), ("test", 0)}
-        best = records.best_evaluation(self.evaluations)
+        best = best_evaluation(self.evaluations)
         if self.is_over() and best is not None and due <= recorded:  # else the best is not known
             due = {("test", best.step)}
         brought = {(evaluation.split, evaluation.step) for evaluation in workers.evaluations}
@@ -497,7 +491,7 @@ class Run:
         if self.engine.global_steps == head and self.is_snapshot_due():
             self.save()
             if self._writes:
-                self._prune_snapshots()
+                self._prune_snapshots(least=1)  # a run resumes from the newest
         for split, step in missing:
             if step != head and is_over:
                 self.evaluate(split, at=step)
@@ -508,8 +502,7 @@ class Run:
     def look_for_requests(self) -> None:
         """Turn a STOP file, or the end of the launcher, into a vote of this rank."""
         self.has_stop_file = self._writes and bool(self.directory.stop_files())
-        was_stopped = self._writes and self.directory.was_stopped()
-        if self.has_stop_file or was_stopped or any_ended(self._launchers):
+        if self.has_stop_file or any_ended(self._launchers):
             self.engine.request_stop()
 
     def _is_asked_to_stop(self) -> bool:
@@ -570,29 +563,14 @@ class Run:
     def _write_evaluation(
         self, evaluation: EvaluationRecord, result: EvaluationResult, at_ends: float | None
     ) -> None:
-        """Write and show what an evaluation has found. For rank 0.
-
-        `at_ends` is the share of the trained codes of 8 bits at an end of their grid.
-        """
-        split = evaluation.split
-        numbers: StepMetrics = {"loss": evaluation.loss, **evaluation.metrics, **result.numbers}
-        if at_ends is not None:
-            numbers["codes_at_ends"] = at_ends
-            if at_ends > AT_ENDS_BY_QUANTIZATION + _MORE_AT_ENDS:
-                logger.warning(
-                    "%.1f %% of the codes of 8 bits are at an end of their grid, where they cannot "
-                    "move on (%.1f %% by quantization); fix: lower zo.learning_rate, or set "
-                    "model.bits=null",
-                    100 * at_ends,
-                    100 * AT_ENDS_BY_QUANTIZATION,
-                )
-        self._log_metrics({f"{split}_{name}": value for name, value in numbers.items()})
-        if split == "test":
+        """Write and show what an evaluation has found. For rank 0."""
+        self._log_metrics(numbers_of(evaluation, result, at_ends))
+        if evaluation.split == "test":
             rows = prediction_rows(self.data.task, self.data.test.examples, result.predicted)
             self.directory.write_predictions(evaluation.step, rows)
         logger.info("%s", evaluation_line(evaluation, self.data.task.metric))
         if result.samples:
-            self.directory.log_samples(evaluation.step, split, result.samples)
+            self.directory.log_samples(evaluation.step, evaluation.split, result.samples)
             logger.info("%s", samples_line(result))
 
     def evaluated(self) -> set[tuple[str, int]]:
@@ -622,16 +600,13 @@ class Run:
         checksum = self._owner().checksum(step) if self._writes else None
         self.engine.write_model(target, journal=checksum)
 
-    def _prune_snapshots(self) -> None:
-        """Remove all but the newest snapshots while the run goes on."""
-        num_kept = max(1, self.config.train.keep_snapshots)  # a run resumes from the newest
-        prune_snapshots(self.directory.snapshots, num_kept, self._protected_steps())
+    def _prune_snapshots(self, least: int) -> None:
+        """Remove all but the newest snapshots, of which at least some stay."""
+        num_kept = max(least, self.config.train.keep_snapshots)
+        protected = [0] if self.starts_from_snapshot() else []
+        prune_snapshots(self.directory.snapshots, num_kept, protected)
 
-    def _protected_steps(self) -> tuple[int, ...]:
-        """Return the steps whose snapshots stay, whatever train.keep_snapshots is."""
-        return (0,) if self.starts_from_snapshot() else ()
-
-    def _log_metrics(self, metrics: StepMetrics) -> None:
+    def _log_metrics(self, metrics: Numbers) -> None:
         """Append numbers of the current step to metrics.jsonl, and send them to the monitors."""
         if self._writes:
             step = self.engine.global_steps
@@ -649,8 +624,8 @@ class Run:
         config = self.config
         metric = self.data.task.metric
         ended = self.evaluations if is_finished else []
-        best = records.best_evaluation(ended)
-        trained = records.best_evaluation(ended, first_step=1)
+        best = best_evaluation(ended)
+        trained = best_evaluation(ended, first_step=1)
         best_step = None if best is None else best.step
         tests: dict[int | None, Mapping[str, float]] = {
             each.step: each.metrics for each in self.evaluations if each.split == "test"
@@ -673,7 +648,7 @@ class Run:
             best_step=best_step,
             best_dev_loss=None if best is None else best.loss,
             trained_dev_loss=None if trained is None else trained.loss,
-            worse_than_base=records.is_worse_than_base(ended),
+            worse_than_base=is_worse_than_base(ended),
             steps=self.num_done,
             early_stop_step=self.num_done if is_early else None,
             seconds=self._seconds(),
@@ -681,18 +656,3 @@ class Run:
             skipped_steps=sum(not step.applied for step in steps),
             flat_steps=sum(step.applied and not any(step.projected_grads) for step in steps),
         )
-
-
-def evaluation_record(
-    metric: str, split: str, step: int, result: EvaluationResult
-) -> EvaluationRecord:
-    """Return what a journal has of an evaluation after `step` steps."""
-    scores = {
-        metric: result.score,
-        "majority_class": result.majority_class,
-        "macro_f1": result.macro_f1,
-        **{f"rewards/{name}": mean for name, mean in result.rewards.items()},
-    }
-    metrics = {name: score for name, score in scores.items() if score is not None}
-    loss = result.loss if math.isfinite(result.loss) else None
-    return EvaluationRecord(step=step, split=split, loss=loss, metrics=metrics)

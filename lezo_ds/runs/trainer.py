@@ -21,10 +21,10 @@ from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
 from lezo_ds.config import RunConfig, make_layer_policy, trained_part, with_steps
 from lezo_ds.config.deepspeed import check_shares
 from lezo_ds.data.task_data import TaskData, load_task_data
+from lezo_ds.distributed.monitors import Monitors
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError, require_package
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import Monitors, without_monitors
 from lezo_ds.runs.opening import load, prepare
 from lezo_ds.runs.records import check_records, with_start_date
 from lezo_ds.runs.results import RunResults
@@ -53,8 +53,7 @@ def train(config: RunConfig) -> RunResults:
         directory = distributed.on_rank_zero(lambda: check_run(config, data, resources))
         # From here on, a batch is known by the indices of its records.
         assert_same("training records", distributed.gather_objects(data.train.fingerprint()))
-        monitors = Monitors()
-        distributed.on_rank_zero(lambda: monitors.start(config, directory, ds_config))
+        monitors = Monitors(config.train.report_to or [], ds_config, directory.monitors)
         workers = None
         if config.elastic.lighthouse is not None:
             # torchft is an extra, and only replicas load it. The link comes first, so that a wrong
@@ -66,16 +65,13 @@ def train(config: RunConfig) -> RunResults:
                 directory.number,
                 directory.journal,
                 config.train.timeout_seconds,
-                partial(directory.of_all_replicas, directory.journal.name),
             )
             resources.callback(workers.leave)
-        engine = make_engine(config, without_monitors(ds_config))
+        engine = make_engine(config, ds_config)
         if workers is not None:
             workers.num_workers = engine.num_workers
             engine.workers = workers
-        run = Run(config, data, directory, engine)
-        run.monitors = monitors
-        return run.execute()
+        return Run(config, data, directory, engine, monitors).execute()
 
 
 @contextmanager
@@ -93,6 +89,8 @@ def check_run(
     config: RunConfig, data: TaskData, resources: ExitStack | None = None
 ) -> RunDirectory:
     """Refuse what a run cannot do, before weights are loaded. For rank 0.
+
+    What another run has left in the directory is moved aside, if this one is new.
 
     Args:
         config: of the run.
@@ -113,7 +111,11 @@ def check_run(
         directory = directory.lock(resources, is_replica=is_replica)
     if is_replica:
         require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
+        for path in directory.stop_files():
+            raise UserError(f"{path} stops all replicas", fix=f"rm {path}")
     check_records(config, data, directory)
+    if resources is not None and not directory.journal.exists():
+        directory.set_aside(directory.outputs())
     return directory
 
 

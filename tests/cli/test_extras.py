@@ -31,9 +31,9 @@ def test_training_needs_no_extra(recipe, tmp_path):
 
 
 @pytest.mark.thorough
-def test_tensorboard_is_refused_with_its_extra(recipe, tmp_path):
+def test_a_monitor_without_its_package_is_refused(recipe, tmp_path):
     finished = train(recipe, tmp_path / "run", "train.report_to=tensorboard")
-    assert_one_error(finished, 2, "package tensorboard; fix: pip install 'lezo_ds[tensorboard]'")
+    assert_one_error(finished, 2, "a monitor cannot start: ", "tensorboard", "install its package")
 
 
 @pytest.mark.thorough

@@ -417,7 +417,7 @@ TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
         ({"warmup_steps": 5}, {"num_steps": 5}, "zo.warmup_steps=5 is not below"),
         ({"estimator_options": {"ranks": True}}, {}, "ranks=True is no option of Spsa"),
         ({"layer_policy_options": {"blocks": "0"}}, {}, "blocks='0' is no option of Uniform"),
-        ({"sparsity": None}, {}, "training needs zo.sparsity; fix: add zo.sparsity="),
+        ({"sparsity": None}, {}, "training needs zo.sparsity; fix: set zo.sparsity"),
         ({"learning_rate": None}, {}, "training needs zo.learning_rate"),
         ({}, {"dtype": "float16"}, "dtype=float16 .*'bf16' or 'fp16'; fix: did you mean fp16"),
         ({}, {"bits": 3}, "model.bits=3 in lezo_ds.initialize: .* 4 or 8; fix: write"),

@@ -347,7 +347,7 @@ def test_the_header_of_a_card_has_what_the_hub_reads(finished, tmp_path):
     card = card_of(config.model_copy(update=changed), kind="lora", license_of=tmp_path)
     assert header_of(card) == {
         "base_model": "owner/name",
-        "datasets": ["some/data"],
+        "datasets": "some/data",
         "library_name": "peft",
         "license": "other",
         "license_name": "some-license",

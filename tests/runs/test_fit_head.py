@@ -10,23 +10,16 @@ import pytest
 import torch
 from assets import write_recipe
 from commands import assert_one_error, run_forked, run_forked_well
-from own_data import own_values, write_chat_model, write_tickets
+from own_data import own_values, write_chat_model
 from run_ends import results_of
 from safetensors.torch import load_file
 from tiny_models import FAMILIES
 from tiny_runs import write_model
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    GraniteConfig,
-    XLMRobertaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, GraniteConfig
 
 from lezo_ds.checkpoints.snapshots import read_manifest
 from lezo_ds.config import dump_yaml, load_config
-from lezo_ds.data.records import read_records
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.runs.fit_head import DECAYS
 
@@ -38,9 +31,8 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 1}
 MODELS = {name: copy.deepcopy(config) for name, (config, _) in FAMILIES.items()}
 MODELS["gemma2"].final_logit_softcapping = 1.0
 MODELS["granite"] = GraniteConfig(**SIZES, logits_scaling=4.0, tie_word_embeddings=True)
-# The tied head has a tied bias, or comes before the embedding.
-for family, kind in (("bert", BertConfig), ("xlm_roberta", XLMRobertaConfig)):
-    MODELS[family] = kind(**SIZES, is_decoder=True, max_position_embeddings=64)
+# The tied head has a tied bias.
+MODELS["bert"] = BertConfig(**SIZES, is_decoder=True, max_position_embeddings=64)
 
 
 def fit(recipe, out, *arguments, model=None, runner=run_forked_well, **options):
@@ -91,9 +83,7 @@ class Alone:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "family", ["opt", "opt_projected", "phi", "gemma2", "granite", "bert", "xlm_roberta"]
-)
+@pytest.mark.parametrize("family", ["opt", "phi", "gemma2", "granite", "bert"])
 def test_a_fitted_head_minimizes_the_loss_of_what_transformers_reads(family, tmp_path):
     recipe = write_family(tmp_path, family)
     printed = fit(recipe, tmp_path / "fitted").out
@@ -176,22 +166,6 @@ def test_all_layouts_fit_the_same_head(recipe, tmp_path):
     torch.testing.assert_close(split, one, rtol=1e-2, atol=1e-3)
 
 
-def test_labels_of_a_chat_are_predicted_by_the_fitted_model(tmp_path):
-    model = write_chat_model(tmp_path / "base")
-    tickets = write_tickets(tmp_path / "tickets.csv", 80)
-    data = {"train": str(tickets), "label_field": "topic", "num_test": 20}
-    data |= {"prompt": "{text}\nThis is about", "chat_template": True}
-    data |= {"labels": {"billing": "a", "bug": "b", "shipping": "c"}}
-    (tmp_path / "recipe.yaml").write_text(dump_yaml(own_values(model, **data)))
-    given = ["--model", model, "--config", tmp_path / "recipe.yaml", "--out", tmp_path / "fitted"]
-    run_forked_well([*given, f"run_dir={tmp_path}"], program="fit-head")
-    new = ["--model", tmp_path / "fitted", tickets, "--out", tmp_path / "labels.csv"]
-    run_forked_well(new, program="predict")
-    labelled = list(read_records(str(tmp_path / "labels.csv")))
-    assert len(labelled) == 80
-    assert {record["predicted"] for record in labelled} <= {"billing", "bug", "shipping"}
-
-
 def test_what_no_head_fits_is_refused(recipe, tmp_path):
     changes = (*OWN, "data.choices=[link, other]")
     finished = fit(recipe, tmp_path / "fitted", *changes, runner=run_forked)
@@ -234,9 +208,8 @@ def test_where_no_fit_helps_nothing_is_written(recipe, tmp_path):
     assert not (tmp_path / "fitted").exists()
 
 
-@pytest.mark.parametrize("targets", ["q_proj", "q_proj,lm_head"])
-def test_a_lora_run_is_fitted_like_its_merged_model(targets, recipe, tmp_path):
-    changes = ["peft.kind=lora", f"peft.lora_targets={targets}", "zo.learning_rate=1"]
+def test_a_lora_run_is_fitted_like_its_merged_model(recipe, tmp_path):
+    changes = ["peft.kind=lora", "peft.lora_targets=q_proj,lm_head", "zo.learning_rate=1"]
     run_forked_well(["--config", recipe, f"run_dir={tmp_path / 'run'}", *changes])
     run = ["--run", tmp_path / "run", "--step", "last"]
     run_forked_well([*run, "--out", tmp_path / "merged", "--merge"], program="export")

@@ -136,10 +136,7 @@ def test_a_peer_that_dies_while_it_sends_has_ended_and_is_not_foreign(tmp_path, 
     assert answer[0].endswith(whole_lines(peer.journal))
 
 
-IMPOSSIBLE = [f"{'a' * 64}.org:1", "a..b:1", "127.0.0.1:70000", f"127.0.0.1:{10**30}", "a:٣"]
-
-
-@pytest.mark.parametrize("address", IMPOSSIBLE)
+@pytest.mark.parametrize("address", [f"{'a' * 64}.org:1", "127.0.0.1:70000", f"127.0.0.1:{10**30}"])
 def test_nobody_listens_at_an_address_that_none_can_have(address, tmp_path, connect):
     assert not listens_at(address)
     with pytest.raises(OSError):
@@ -402,11 +399,12 @@ def test_a_file_stops_a_replica_that_was_starting_when_the_others_found_it(lab, 
     lab.end(first)
     path.touch()
     lab.end(slow)
-    lab.assert_equal_journals()
     assert [results_of(path.parent)["finished"] for path in lab.journals()] == [False, False]
-    assert not list(lab.run_dir.rglob("STOP"))
-    time.sleep(1)
-    lab.end(lab.start(*LONG))  # the file counts no longer
+    refused = lab.start(*LONG)
+    lab.end(refused, code=2)
+    assert "STOP stops all replicas; fix: rm " in refused.errors.read_text()
+    (lab.run_dir / "replicas" / "1" / "STOP").unlink()
+    lab.end(lab.start(*LONG))
     assert results_of(lab.run_dir)["finished"]
 
 

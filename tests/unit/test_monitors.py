@@ -1,82 +1,58 @@
-"""Monitors: their sections of DeepSpeed's JSON, and how W&B and Comet know a run again."""
+"""DeepSpeed's monitors: what they get, and how W&B and Comet know a run again."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+from ranks import run_ranks
 
-from lezo_ds.config import config_from_dict
-from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.monitors import events_of, identify, monitor_sections
+from lezo_ds import distributed
+from lezo_ds.distributed.monitors import Monitors
 
+pytestmark = pytest.mark.distributed
 VARIABLES = ("WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME", "COMET_EXPERIMENT_KEY")
 
 
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch):
-    for variable in (*VARIABLES, "WANDB_PROJECT", "COMET_PROJECT_NAME"):
-        monkeypatch.setenv(variable, "")  # what a test sets is taken back afterwards
-        monkeypatch.delenv(variable)
-
-
-def config(run_dir, *overrides):
-    values = {
-        "run_dir": str(run_dir),
-        "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"},
-        "zo": {"learning_rate": 1e-6, "sparsity": 0.75},
-        "train": {"steps": 100},
-    }
-    return config_from_dict(values, "the test", overrides)
-
-
-def sections(*overrides):
-    return monitor_sections(config("runs/x", *overrides), RunDirectory("runs/x"))
-
-
-def test_report_to_names_sections_of_deepspeeds_json(monkeypatch):
-    files = {"enabled": True, "output_path": "runs/x/monitors", "job_name": "x"}
-    assert sections("train.report_to=[csv,tensorboard]") == {
-        "csv_monitor": files,
-        "tensorboard": files,
-    }
-    assert sections() == {}
-
-
-def identified(run_dir, number=0):
-    """Return the variables that a new process has after it identifies its run."""
+def _log(folder, names, ds_config, own):
+    """Log a step. Return the variables by which a run is known, and what is left of the JSON."""
     for variable in VARIABLES:
         os.environ.pop(variable, None)
-    identify(RunDirectory(run_dir, number))
-    return {variable: os.environ.get(variable) for variable in VARIABLES}
+    os.environ.update(own)
+    distributed.init_distributed()
+    monitors = Monitors(names, ds_config, folder)
+    monitors.log({"loss": 0.5, "applied": True, "test_loss": None}, 3)
+    return [os.environ.get(variable) for variable in VARIABLES], ds_config
 
 
-def test_a_resumed_run_has_the_id_of_its_first_process_and_a_new_run_another(tmp_path):
-    first = identified(tmp_path)
-    assert first["WANDB_NAME"] == tmp_path.name
-    assert len(first["WANDB_RUN_ID"]) == 32  # Comet takes 32 to 50 letters and digits
-    assert first["COMET_EXPERIMENT_KEY"] == first["WANDB_RUN_ID"]
-    (tmp_path / "journal.jsonl").touch()
-    assert identified(tmp_path) == first
-    (tmp_path / "journal.jsonl").unlink()
-    assert identified(tmp_path)["WANDB_RUN_ID"] != first["WANDB_RUN_ID"]
+def log(folder, *names, ds_config=None, **own):
+    (logged,) = run_ranks(_log, 1, folder, names, ds_config or {}, own)
+    return logged
 
 
-def test_each_replica_is_a_run_of_its_own(tmp_path):
-    names = [identified(tmp_path, number=number)["WANDB_NAME"] for number in (0, 1)]
-    assert names == [tmp_path.name, f"{tmp_path.name}-replica-1"]
+def test_a_monitor_gets_all_numbers_and_the_json_decides(tmp_path):
+    folder = tmp_path / "first" / "monitors"
+    assert log(folder)[0] == [None] * len(VARIABLES)
+    assert not folder.exists()
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "own"}
+    given = {"csv_monitor": section, "zero_optimization": {"stage": 3}}
+    _, left = log(folder, "csv", ds_config=given)
+    assert left == {"zero_optimization": {"stage": 3}}
+    log(folder, "csv")
+    for directory in (tmp_path / "own", folder / "first"):
+        files = {path.name: path.read_text().split() for path in directory.iterdir()}
+        assert files == {
+            "loss.csv": ["step,loss", "3,0.5"],
+            "applied.csv": ["step,applied", "3,1.0"],
+        }
 
 
-def test_variables_of_the_user_stay(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    identify(RunDirectory(tmp_path))
-    assert os.environ["WANDB_RUN_ID"] == "mine"
-
-
-def test_monitors_show_each_split_in_a_group_and_no_missing_number():
-    metrics = {"loss": 0.5, "applied": True, "dev_f1": 0.25, "test_loss": None}
-    assert events_of(metrics, 3) == [
-        ("train/loss", 0.5, 3),
-        ("train/applied", 1.0, 3),
-        ("dev/f1", 0.25, 3),
-    ]
+def test_a_resumed_run_keeps_its_id_and_the_variables_of_the_user_stay(tmp_path):
+    names, _ = log(tmp_path / "first" / "monitors", "csv")
+    run, run_id, resume, key = names
+    assert (run, resume, key) == ("first", "allow", run_id)
+    assert len(run_id) == 32  # Comet takes 32 to 50 letters and digits
+    assert log(tmp_path / "first" / "monitors", "csv")[0] == names
+    other, _ = log(tmp_path / "second" / "monitors", "csv", WANDB_RUN_ID="mine")
+    assert other[1] == "mine"
+    assert other[3] not in ("mine", run_id)

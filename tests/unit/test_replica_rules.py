@@ -53,24 +53,14 @@ def test_another_program_is_left_out_though_it_is_the_first():
         assert read_members([statement, sent(MEMBER), statement]) == [MEMBER]
 
 
+BAD_SCORE = {"step": 4, "split": "dev", "loss": None, "metrics": {"accuracy": math.nan}}
 FOREIGN = {
     "too much": sent(MEMBER) | {"color": "red"},
     "too little": {name: value for name, value in sent(MEMBER).items() if name != "lines"},
     "a number as a word": sent(MEMBER) | {"lines": "7"},
     "no workers": sent(MEMBER) | {"workers": 0},
-    "less than no lines": sent(MEMBER) | {"lines": -1},
-    "a fraction": sent(MEMBER) | {"workers": 1.5},
-    "a truth value": sent(MEMBER) | {"age": True},
     "an infinite time": sent(MEMBER) | {"longest": math.inf},
-    "an evaluation without a split": sent(MEMBER) | {"evaluations": [{"step": 4}]},
-    "a score that is a word": sent(MEMBER)
-    | {"evaluations": [{"step": 4, "split": "dev", "loss": None, "metrics": {"accuracy": "high"}}]},
-    "a score that is no number": sent(MEMBER)
-    | {
-        "evaluations": [
-            {"step": 4, "split": "dev", "loss": None, "metrics": {"accuracy": math.nan}}
-        ]
-    },
+    "a score that is no number": sent(MEMBER) | {"evaluations": [BAD_SCORE]},
 }
 
 
@@ -148,14 +138,10 @@ def test_a_round_may_take_four_times_the_longest_one_lately(clock):
 def test_patience_doubles_with_each_failure_in_a_row_and_ends_after_three(clock):
     patience = Patience(limit=300.0)
     do_round(patience, clock, 20.0)
-    assert not patience.lose_round(num_members=3)
-    patience.start_round(longest_known=20.0)
-    assert patience.seconds == 160
-    assert not patience.lose_round(num_members=3)
-    patience.start_round(longest_known=20.0)
-    assert patience.seconds == 300
-    assert not patience.lose_round(num_members=2)  # one has died: this is the first failure of two
-    assert not patience.lose_round(num_members=2)
-    assert patience.lose_round(num_members=2)
+    for seconds in (160, 300):
+        assert not patience.lose_round()
+        patience.start_round(longest_known=20.0)
+        assert patience.seconds == seconds
+    assert patience.lose_round()
     do_round(patience, clock, 20.0)
-    assert not patience.lose_round(num_members=2)
+    assert not patience.lose_round()

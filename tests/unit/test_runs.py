@@ -20,8 +20,9 @@ from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, encode_journal
 from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.evaluations import best_evaluation, is_worse_than_base, stopping_step
 from lezo_ds.runs.export import read_file
-from lezo_ds.runs.records import assert_same_run, best_evaluation, stopping_step
+from lezo_ds.runs.records import assert_same_run
 from lezo_ds.runs.results import RunResults, method_name
 from lezo_ds.runs.screen import run_summary
 from lezo_ds.runs.signals import launchers
@@ -459,9 +460,7 @@ def test_the_base_model_can_be_the_best_and_costs_no_patience():
     base = EvaluationRecord(step=0, split="dev", loss=1.0, metrics={"accuracy": 0.5})
     for losses, is_worse in (((1.0, None, 2.0), True), ((2.0, 0.9), False), ((), False)):
         recorded = [base, *evaluations(*losses)]
-        assert records.is_worse_than_base(recorded) == is_worse
+        assert is_worse_than_base(recorded) == is_worse
         assert (best_evaluation(recorded) is base) == (is_worse or not losses)
-    assert not records.is_worse_than_base(
-        evaluations(2.0)
-    )  # of a run that never scored the base model
+    assert not is_worse_than_base(evaluations(2.0))  # of a run that never scored the base model
     assert stopping_step([base, *evaluations(2.0, 3.0)], 1) == 20
