@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.answer_cache import RoomyLayer
+from lezo_ds.zo.passes import KeyedProbe
 
 Forward = Callable[..., Any]
 """The forward method of a module."""
@@ -25,21 +25,30 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 """Its arguments by name."""
 
-_KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
 
+class ProbePass(NamedTuple):
+    """The forward pass that runs, or the part of it that runs one of its probes.
 
-class CopiedBatch(NamedTuple):
-    """The sizes of a batch in a pass: `copies` times `rows` rows of `tokens` tokens."""
+    Its batch has a copy for each probe: `rows` rows of `tokens` tokens.
 
-    copies: int
-    rows: int
-    tokens: int
+    Attributes:
+        probes: none if the pass runs at theta.
+        dropped_layers: indices of the blocks that stay at theta.
+        rows: number of rows of one copy.
+        tokens: number of tokens of a row.
+    """
 
-    def run_each(self, run: Forward, args: Args, kwargs: Kwargs) -> Any:
-        """Run a module on each copy, and join the outputs.
+    probes: tuple[KeyedProbe, ...] = ()
+    dropped_layers: frozenset[int] = frozenset()
+    rows: int = 1
+    tokens: int = 1
+
+    def run_copies(self, run: Forward, copies: Sequence[int], args: Args, kwargs: Kwargs) -> Any:
+        """Run a module on copies of the batch, and join the outputs.
 
         Args:
-            run: (*args, **kwargs) -> output, called once for each copy, in order.
+            run: (*args, **kwargs) -> output, called once for each different copy, in order.
+            copies: index of the copy on which each part of the output is made.
             args: inputs for all copies (see `_take`).
             kwargs: likewise. What the module leaves for later blocks in a UserDict is joined, too.
 
@@ -51,47 +60,17 @@ class CopiedBatch(NamedTuple):
                 "a block extends a key-value cache in a pass of several probes",
                 fix="set zo.probes_per_pass=1 for this model",
             )
-        return self._run(run, args, kwargs, range(self.copies))
-
-    def run_once(self, run: Forward, args: Args, kwargs: Kwargs, cache_layer: int) -> Any:
-        """Run a block on one of equal copies; return its output for all of them.
-
-        Args:
-            run: the forward method of the block.
-            args: inputs for all copies.
-            kwargs: likewise.
-            cache_layer: index of the layer of a key-value cache that the block extends, if there is
-                a cache. It has the rows of all copies, before and after.
-        """
-        layers: Sequence[Any] = ()
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Cache):
-                layers = value.layers[cache_layer : cache_layer + 1]
-                if not layers or type(layers[0]) not in _KEYS_AND_VALUES:
-                    return run(*args, **kwargs)  # the state may be more than keys and values
-        for layer in layers:
-            layer.batch_select_indices(torch.arange(self.rows))
-        output = self._run(run, args, kwargs, [0] * self.copies)
-        for layer in layers:
-            of_all = torch.arange(self.rows, device=layer.device).repeat(self.copies)
-            layer.batch_select_indices(of_all)
-        return output
-
-    def _run(self, run: Forward, args: Args, kwargs: Kwargs, copies: Sequence[int]) -> Any:
-        """Return the outputs of some copies, of which each runs once, in the order of `copies`."""
-        outputs: dict[int, Any] = {}
-        shared: dict[int, list[UserDict[Any, Any]]] = {}
+        results = {}
         for index in dict.fromkeys(copies):
             take = partial(self._take, index)
             own_args = map_tensors(take, args)
             own_kwargs = dict(zip(kwargs, map_tensors(take, kwargs.values()), strict=True))
-            outputs[index] = run(*own_args, **own_kwargs)
-            shared[index] = [own for own in own_kwargs.values() if isinstance(own, UserDict)]
-        of_all = [value for value in kwargs.values() if isinstance(value, UserDict)]
-        for place, mapping in enumerate(of_all):
-            parts = [dict(shared[index][place]) for index in copies]
-            mapping.update(tree_map(self._join, *parts))
-        return tree_map(self._join, *(outputs[index] for index in copies))
+            output = run(*own_args, **own_kwargs)
+            results[index] = output, list(map(dict, _left_in(own_kwargs)))
+        output, left = tree_map(self._join, *(results[index] for index in copies))
+        for mapping, of_all in zip(_left_in(kwargs), left, strict=True):
+            mapping.update(of_all)
+        return output
 
     def _take(self, index: int, value: Any) -> Any:
         """Return the part of a value that belongs to one copy.
@@ -103,10 +82,10 @@ class CopiedBatch(NamedTuple):
             return type(value)(tree_map(partial(self._take, index), dict(value)))
         if not isinstance(value, Tensor):
             return value
-        dimension = _dimension_of_rows(value, self.copies * self.rows, self.tokens)
+        dimension = _dimension_of_rows(value, len(self.probes) * self.rows, self.tokens)
         if dimension is None:
             return value
-        size = value.shape[dimension] // self.copies
+        size = value.shape[dimension] // len(self.probes)
         return value.narrow(dimension, index * size, size)
 
     def _join(self, *parts: Any) -> Any:
@@ -121,6 +100,14 @@ class CopiedBatch(NamedTuple):
             # Positions of all rows, [tokens, width], are added to [rows, tokens, width].
             parts = tuple(part.expand(self.rows, *part.shape) for part in parts)
         return torch.cat(parts, dimension or 0)
+
+
+AT_THETA = ProbePass()
+
+
+def _left_in(kwargs: Kwargs) -> list[UserDict[Any, Any]]:
+    """Return the arguments in which a block leaves something for later blocks."""
+    return [value for value in kwargs.values() if isinstance(value, UserDict)]
 
 
 def map_tensors(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:

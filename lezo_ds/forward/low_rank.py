@@ -141,6 +141,7 @@ class LowRankPerturber(Perturber):
         signs = scales / (self._scale or 1.0)  # +1 or -1 if all scales are equal
         is_own = one_hot(numbers, len(self._keys)) > 0
         self._signs = torch.where(is_own, signs[:, None, None], 0.0)  # [probes, groups, directions]
+        self._keeps_vectors = batch.prompts is not None
         self._token_examples = batch.token_examples
         # By rows of a copy, and tokens of a row.
         self._signs_of_tokens: dict[tuple[int, int], Tensor] = {}
@@ -179,7 +180,7 @@ class LowRankPerturber(Perturber):
         vectors = of_columns.to(parameter.dtype), of_rows.to(parameter.dtype)
         if transposed:  # a weight that is stored as [inputs, outputs]
             vectors = vectors[::-1]
-        if self.state.current.writes_answers:
+        if self._keeps_vectors:
             self._kept[parameter] = vectors
         return vectors
 

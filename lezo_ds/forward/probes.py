@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lezo_ds.forward.copies import CopiedBatch
 from lezo_ds.noise import Elements
 from lezo_ds.sharding.quantization import full_shape
 from lezo_ds.zo.passes import KeyedProbe
@@ -69,16 +68,18 @@ Trainable = Mapping[nn.Parameter, TrainedParameter]
 
 
 class Place(NamedTuple):
-    """Where a trained parameter is read: it is `owner._parameters[key]`.
-
-    A tied parameter is read in several places.
+    """Where a trained parameter is read. A tied parameter is read in several places.
 
     Attributes:
+        table: `_parameters` of the module that reads it. The module's own `__setattr__` refuses
+            plain tensors where parameters are registered.
+        key: its name in the table.
+        trained: the parameter.
         dtype_of_copies: of its perturbed copies: float32 in norms, else its own. Around 1.0, a
             16-bit weight of a norm is too coarse to hold theta + mu z.
     """
 
-    owner: nn.Module
+    table: dict[str, Any]
     key: str
     trained: TrainedParameter
     dtype_of_copies: torch.dtype
@@ -91,7 +92,7 @@ def places_in(modules: Iterable[nn.Module], trainable: Trainable) -> list[Place]
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter in trainable:
                 dtype = torch.float32 if is_norm(module) else parameter.dtype
-                places.append(Place(module, key, trainable[parameter], dtype))
+                places.append(Place(module._parameters, key, trainable[parameter], dtype))
     return places
 
 
@@ -101,28 +102,3 @@ def is_norm(module: nn.Module) -> bool:
     has_children = next(module.children(), None) is not None
     are_vectors = all(len(full_shape(parameter)) == 1 for parameter in own)
     return bool(own) and not has_children and are_vectors
-
-
-class ProbePass(NamedTuple):
-    """The forward pass that runs, or the part of it that runs one of its probes.
-
-    Attributes:
-        probes: none if the pass runs at theta.
-        rows: number of rows of one copy.
-        tokens: number of tokens of a row.
-        dropped_layers: indices of the blocks that stay at theta.
-        writes_answers: whether the model runs once for each new token, at the same probes.
-    """
-
-    probes: tuple[KeyedProbe, ...] = ()
-    rows: int = 1
-    tokens: int = 1
-    dropped_layers: frozenset[int] = frozenset()
-    writes_answers: bool = False
-
-    @property
-    def copied_batch(self) -> CopiedBatch:
-        return CopiedBatch(len(self.probes), self.rows, self.tokens)
-
-
-AT_THETA = ProbePass()

@@ -172,18 +172,28 @@ def _bundles_of(
     return bundles
 
 
+def units_of(
+    modules: Iterable[nn.Module], blocks: Sequence[nn.Module]
+) -> dict[nn.Module, list[nn.Module]]:
+    """Return what is gathered at a time, and the modules in it: each block, and each other module.
+
+    Args:
+        modules: of a model.
+        blocks: its transformer blocks.
+    """
+    units = {block: list(block.modules()) for block in blocks}
+    inside = set(chain.from_iterable(units.values()))
+    return units | {module: [module] for module in modules if module not in inside}
+
+
 def used_together(
     modules: Iterable[nn.Module], blocks: Sequence[nn.Module]
 ) -> tuple[dict[nn.Module, list[nn.Parameter]], set[nn.Parameter]]:
-    """Return the parameters that are gathered at a time, and the tied ones, which several use.
-
-    The first are those of each block, and those of each of the other modules.
-    """
-    used_by = {block: list(block.parameters()) for block in blocks}
-    inside = {module for block in blocks for module in block.modules()}
-    for module in modules:
-        if module not in inside:
-            used_by[module] = list(module.parameters(recurse=False))
+    """Return the parameters of each of the `units_of`, and the tied ones, which several use."""
+    used_by: dict[nn.Module, list[nn.Parameter]] = {}
+    for unit, inside in units_of(modules, blocks).items():
+        own = (module.parameters(recurse=False) for module in inside)
+        used_by[unit] = list(dict.fromkeys(chain.from_iterable(own)))
     num_users = Counter(chain.from_iterable(used_by.values()))
     return used_by, {parameter for parameter, number in num_users.items() if number > 1}
 

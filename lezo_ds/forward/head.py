@@ -1,64 +1,24 @@
-"""Wrappers of the forward methods of a model's modules, blocks and output head.
-
-A wrapper replaces `module.forward`. With ZeRO-3, it therefore runs between the hooks that gather
-the module's parameters and those that release them. All wrappers of a model share one `PassState`.
-
-    model ── start_pass hook
-      embedding ── wrap_module   at each probe
-      block 0 ── share_block     equal copies of the batch run once
-        block 0 ── wrap_module   at each probe; or its linear modules, at all probes together
-      norm ── wrap_module
-      head ── SelectingHead      selected positions and vocabulary entries only, at each probe
-"""
+"""The output head of a model: it computes only the logits that a batch needs, at each probe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from lezo_ds.forward.batch import LogitSelection
 from lezo_ds.forward.copies import Forward
 from lezo_ds.forward.directions import PassState
-from lezo_ds.forward.probes import AT_THETA, Place
+from lezo_ds.forward.probes import Place
 from lezo_ds.sharding.tensor_parallel import is_linear, look_up, whole_logits
 
 TARGETS_AT_ONCE = 128
 """Most targets whose logits, in the dtype of the model and in float32, are there at a time."""
-
-
-def wrap_module(module: nn.Module, state: PassState, places: Sequence[Place]) -> None:
-    """Let a module run at the probes of the pass, if a place in it is perturbed."""
-    own_forward = module.forward
-
-    @wraps(own_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return state.run_module(module, own_forward, places, args, kwargs)
-
-    module.forward = forward
-
-
-def share_block(block: nn.Module, index: int, state: PassState) -> None:
-    """Let a transformer block run once on equal copies of the batch."""
-    own_forward = block.forward
-
-    @wraps(own_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if index >= state.num_equal_blocks:
-            # Copies differ from here on, also if the model runs an earlier block again.
-            state.num_equal_blocks = 0
-            return own_forward(*args, **kwargs)
-        current = state.current
-        state.current = AT_THETA
-        output = current.copied_batch.run_once(own_forward, args, kwargs, index)
-        state.current = current
-        return output
-
-    block.forward = forward
 
 
 def target_log_probabilities(
@@ -101,34 +61,37 @@ class SelectingHead:
     def forward(self, hidden: Tensor) -> Tensor:
         state = self._state
         selection = state.selection
-        current = state.current
         if selection is None:
             # In a batch of last tokens, whose rows are far apart in memory, torch would multiply by
             # as many copies of a frozen weight.
             return self._run(self._logits, hidden.contiguous())
         # The head may run inside a module that already runs on one of the copies.
+        current = state.current
         num_copies = len(current.probes) or 1
         rows_of_copy = hidden.shape[0] // num_copies
         rows = torch.cat([selection.rows + rows_of_copy * copy for copy in range(num_copies)])
         positions = selection.positions.repeat(num_copies)
-        selected = hidden[rows, positions]  # [copies * N, width]
         state.current = current._replace(rows=len(selection.rows), tokens=1)
-        try:
-            if selection.targets is not None:
-                run = partial(self._log_probabilities, selection.targets)
-                state.log_probabilities = self._run(run, selected)
-                return state.log_probabilities
-            if selection.vocabulary is None:
-                return self._run(self._logits, selected)
-            if not self._reads_rows:
-                return self._run(self._logits, selected)[:, selection.vocabulary]
-            if not state.active(self._places):
-                return self._entries(selection.vocabulary, selected)
-            run = partial(self._entries, selection.vocabulary)
-            entries: Tensor = state.run_each_probe(run, [selected], {})
-            return entries
-        finally:
-            state.current = current
+        output = self._selected(selection, hidden[rows, positions])
+        state.current = current
+        return output
+
+    def _selected(self, selection: LogitSelection, hidden: Tensor) -> Tensor:
+        """Return what is selected, from the hidden states of its positions [copies * N, width]."""
+        state = self._state
+        entries = selection.vocabulary
+        if selection.targets is not None:
+            run = partial(self._log_probabilities, selection.targets)
+            state.log_probabilities = self._run(run, hidden)
+            return state.log_probabilities
+        if entries is None:
+            return self._run(self._logits, hidden)
+        if not self._reads_rows:
+            return self._run(self._logits, hidden)[:, entries]
+        if not state.active(self._places):
+            return self._entries(entries, hidden)
+        of_probes: Tensor = state.run_each_probe(partial(self._entries, entries), [hidden], {})
+        return of_probes
 
     def _run(self, run: Forward, hidden: Tensor) -> Tensor:
         output: Tensor = self._state.run_module(self._head, run, self._places, [hidden], {})
