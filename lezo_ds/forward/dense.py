@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.directions import Directions, PassState, Perturber
-from lezo_ds.forward.probes import Perturbation, Place
+from lezo_ds.forward.probes import Args, Forward, Kwargs, Perturbation, Place
 from lezo_ds.noise import Copies, UpdateTarget, Weight, bytes_of_copies
 from lezo_ds.sharding.quantization import values_of
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
@@ -51,7 +50,8 @@ class DenseDirections(Directions):
         """Return memory for two copies of a block. It is that of the block before."""
         num_bytes = COPIES_AT_ONCE * bytes_of_copies(weights)
         device = weights[0].theta.device
-        if len(self._memory) < num_bytes or self._memory.device != device:
+        memory = self._memory
+        if len(memory) < num_bytes or memory.device != device:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._memory
 
@@ -165,7 +165,8 @@ class DensePerturber(Perturber):
         weights = []
         for place in active:
             theta = values_of(place.trained.parameter)
-            weights.append(Weight(theta, place.trained.elements, place.dtype_of_copies))
+            weight = Weight(theta, place.trained.elements, place.dtype_of_copies)
+            weights.append(weight)
         memory = None
         # A module outside the blocks may have blocks in it.
         if module in self.state.blocks and not self._keeps_copies:
@@ -195,25 +196,27 @@ def widen_norm(norm: nn.Module) -> None:
     """Let a norm of 16 bits compute in float32 while it has copies in float32."""
     own_forward = norm.forward
     table: dict[str, Any] = norm._parameters
+    dtype = next(norm.parameters()).dtype
 
     @wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         own = {name: value for name, value in table.items() if value is not None}
         if all(value.dtype == dtype for value in own.values()):
             return own_forward(*args, **kwargs)
-        table.update({name: value.float() for name, value in own.items()})
+        wide_args = map(_wide, args)
+        wide_kwargs = {name: _wide(value) for name, value in kwargs.items()}
+        for name, value in own.items():
+            table[name] = _wide(value)
         try:
-            wide_args = map(_wide, args)
-            wide_kwargs = {name: _wide(value) for name, value in kwargs.items()}
             return own_forward(*wide_args, **wide_kwargs).to(dtype)
         finally:
             table.update(own)
 
-    dtype = next(norm.parameters()).dtype
     if dtype != torch.float32:
         norm.forward = forward
 
 
 def _wide(value: Any) -> Any:
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.float() if is_float else value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.float()
+    return value

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.forward.copies import AT_THETA, Args, Forward, Kwargs
-from lezo_ds.forward.probes import Perturbation, Place
+from lezo_ds.forward.probes import AT_THETA, Args, Forward, Kwargs, Perturbation, Place
 from lezo_ds.noise import Kernels, UpdateTarget, kernels_of
 from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
@@ -116,10 +115,10 @@ class PassState:
         whole = self.current
         if len(whole.probes) == 1:
             return run(*args, **kwargs)
-        probes = iter(whole.probes)
+        singles = whole.one_by_one()
 
         def run_probe(*args: Any, **kwargs: Any) -> Any:
-            self.current = whole._replace(probes=(next(probes),))
+            self.current = next(singles)
             return run(*args, **kwargs)
 
         output = whole.run_copies(run_probe, range(len(whole.probes)), args, kwargs)

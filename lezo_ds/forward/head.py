@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.forward.batch import LogitSelection
-from lezo_ds.forward.copies import Forward
 from lezo_ds.forward.directions import PassState
-from lezo_ds.forward.probes import Place
+from lezo_ds.forward.probes import Forward, Place
 from lezo_ds.sharding.tensor_parallel import is_linear, look_up, whole_logits
 
 TARGETS_AT_ONCE = 128
@@ -32,11 +32,12 @@ def target_log_probabilities(
         logits_of: (some rows of `states`) -> their logits, [n, vocabulary].
     """
     # Slices, because the logits of all targets may take more memory than the model.
-    slices = [torch.split(tensor, TARGETS_AT_ONCE) for tensor in (states, targets)]
-    losses = [
-        F.cross_entropy(logits_of(part).float(), targets_of_part, reduction="none")
-        for part, targets_of_part in zip(*slices, strict=True)
-    ]
+    some_states = torch.split(states, TARGETS_AT_ONCE)
+    some_targets = torch.split(targets, TARGETS_AT_ONCE)
+    losses = []
+    for own_states, own_targets in zip(some_states, some_targets, strict=True):
+        logits = logits_of(own_states).float()
+        losses.append(F.cross_entropy(logits, own_targets, reduction="none"))
     return -torch.cat(losses)
 
 
@@ -67,11 +68,11 @@ class SelectingHead:
             return self._run(self._logits, hidden.contiguous())
         # The head may run inside a module that already runs on one of the copies.
         current = state.current
-        num_copies = len(current.probes) or 1
-        rows_of_copy = hidden.shape[0] // num_copies
+        num_copies = current.num_copies
+        rows_of_copy = len(hidden) // num_copies
         rows = torch.cat([selection.rows + rows_of_copy * copy for copy in range(num_copies)])
         positions = selection.positions.repeat(num_copies)
-        state.current = current._replace(rows=len(selection.rows), tokens=1)
+        state.current = replace(current, rows=len(selection.rows), tokens=1)
         output = self._selected(selection, hidden[rows, positions])
         state.current = current
         return output
@@ -90,7 +91,8 @@ class SelectingHead:
             return self._run(self._logits, hidden)[:, entries]
         if not state.active(self._places):
             return self._entries(entries, hidden)
-        of_probes: Tensor = state.run_each_probe(partial(self._entries, entries), [hidden], {})
+        run = partial(self._entries, entries)
+        of_probes: Tensor = state.run_each_probe(run, [hidden], {})
         return of_probes
 
     def _run(self, run: Forward, hidden: Tensor) -> Tensor:
@@ -101,20 +103,23 @@ class SelectingHead:
         return whole_logits(self._head, self._own_forward(hidden))
 
     def _log_probabilities(self, targets: Tensor, hidden: Tensor) -> Tensor:
-        of_copies = targets.repeat(len(hidden) // len(targets)) if len(targets) else targets
+        of_copies = targets.repeat(self._state.current.num_copies)
         return target_log_probabilities(hidden, of_copies, self._logits)
 
     def _entries(self, entries: Tensor, hidden: Tensor) -> Tensor:
         """Run a linear head at theta, or at the one probe that runs. Only some rows are read."""
-        perturber = self._state.perturber
+        table = self._head._parameters
         active = {place.key: place for place in self._state.active(self._places)}
 
         def read(key: str, rows: Tensor) -> Tensor:
-            if perturber is not None and key in active:
-                return perturber.rows_of(active[key], rows)
-            theta: Tensor = self._head._parameters[key]
+            if key in active:
+                assert self._state.perturber is not None
+                return self._state.perturber.rows_of(active[key], rows)
+            theta: Tensor = table[key]
             return theta[rows]
 
         weight = look_up(self._head, entries, partial(read, "weight"))
-        has_bias = self._head._parameters.get("bias") is not None
-        return F.linear(hidden, weight, read("bias", entries) if has_bias else None)
+        bias = None
+        if table.get("bias") is not None:
+            bias = read("bias", entries)
+        return F.linear(hidden, weight, bias)

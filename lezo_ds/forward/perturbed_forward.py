@@ -10,6 +10,7 @@ One pass of k probes gathers each weight once, and runs all probes (probes.py dr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +19,18 @@ from torch import Tensor, nn
 from lezo_ds.errors import UserError
 from lezo_ds.forward.answer_cache import takes_padding
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.forward.copies import Args, Kwargs, ProbePass
 from lezo_ds.forward.dense import widen_norm
 from lezo_ds.forward.directions import Directions, PassState
 from lezo_ds.forward.head import SelectingHead, target_log_probabilities
-from lezo_ds.forward.probes import Perturbation, TrainedParameter, is_norm, places_in
+from lezo_ds.forward.probes import (
+    AT_THETA,
+    Args,
+    Kwargs,
+    Perturbation,
+    TrainedParameter,
+    is_norm,
+    places_in,
+)
 from lezo_ds.forward.rope import own_positions, rope_limit
 from lezo_ds.sharding.gather import units_of
 
@@ -55,6 +63,7 @@ class PerturbedForward:
         self._num_blocks = len(blocks)
         self._shares_start = shares_start
         self.directions = directions
+        self._runs_linear_modules = directions is None or directions.runs_linear_modules
         self._state = PassState(blocks)
         config: Any = getattr(model, "config", None)
         self._has_rope_limit = config is not None and rope_limit(config) is not None
@@ -79,7 +88,7 @@ class PerturbedForward:
         These are linear modules, or the blocks and each module outside them.
         """
         modules = list(self._model.modules())
-        if self.directions is None or self.directions.runs_linear_modules:
+        if self._runs_linear_modules:
             return {module: [module] for module in modules}
         for norm in filter(is_norm, modules):
             widen_norm(norm)
@@ -103,13 +112,13 @@ class PerturbedForward:
             selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
             it selects, [targets]; or new tokens, int64 [rows, tokens].
         """
+        wanted = perturbation or AT_THETA
+        num_copies = wanted.num_copies
         writes_answers = batch.prompts is not None
-        if perturbation is not None and writes_answers:
-            self._assert_rows_keep_their_directions(perturbation)
-            assert self.directions is not None
-            if len(perturbation.probes) > 1 and not self.directions.runs_linear_modules:
-                singles = perturbation.one_by_one()
-                return tuple(self(batch, single, call)[0] for single in singles)
+        if writes_answers and wanted.probes:
+            self._assert_rows_keep_their_directions(wanted)
+            if num_copies > 1 and not self._runs_linear_modules:
+                return tuple(self(batch, single, call)[0] for single in wanted.one_by_one())
         selection = batch.selection
         targets = None if selection is None else selection.targets
         if targets is not None and not self._ends_with_head:
@@ -118,15 +127,13 @@ class PerturbedForward:
                 target_log_probabilities(logits, targets, lambda part: part) for logits in of_probes
             )
         state = self._state
+        state.current = wanted
         state.selection = selection
-        num_copies = 1
-        if perturbation is not None:
+        if wanted.probes:
             assert self.directions is not None, "a model that is perturbed has directions"
-            num_copies = len(perturbation.probes)
-            state.perturber = self.directions.start_pass(state, perturbation, batch)
-            state.current = ProbePass(perturbation.probes, perturbation.dropped_layers)
+            state.perturber = self.directions.start_pass(state, wanted, batch)
             if self._shares_start and num_copies > 1 and not writes_answers:
-                perturbed = set(range(self._num_blocks)) - perturbation.dropped_layers
+                perturbed = set(range(self._num_blocks)) - wanted.dropped_layers
                 state.num_equal_blocks = min(perturbed, default=0)
         own_inputs = own_positions(batch) if self._has_rope_limit else batch.inputs
         inputs = {name: torch.cat([value] * num_copies) for name, value in own_inputs.items()}
@@ -159,5 +166,5 @@ class PerturbedForward:
         """
         ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         current = self._state.current
-        rows = len(ids) // (len(current.probes) or 1)
-        self._state.current = current._replace(rows=rows, tokens=ids.shape[1])
+        rows = len(ids) // current.num_copies
+        self._state.current = replace(current, rows=rows, tokens=ids.shape[1])

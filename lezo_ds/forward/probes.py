@@ -1,4 +1,4 @@
-"""What a forward pass at several probes is: its probes, its rows, its perturbed parameters.
+"""What a forward pass at several probes is: its probes, the copies of its batch, what it perturbs.
 
 A probe is a point theta + scale * z(key) at which the loss is measured. A pass of k probes repeats
 its batch k times, so that one gather of a weight serves all of them:
@@ -12,40 +12,172 @@ how the copies meet the weights of their probes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers.cache_utils import Cache
 
+from lezo_ds.errors import UserError
 from lezo_ds.noise import Elements
 from lezo_ds.sharding.quantization import full_shape
 from lezo_ds.zo.passes import KeyedProbe
 
+Forward = Callable[..., Any]
+"""The forward method of a module."""
+Args = Sequence[Any]
+"""Its positional arguments."""
+Kwargs = Mapping[str, Any]
+"""Its arguments by name."""
+
 
 @dataclass(frozen=True)
 class Perturbation:
-    """The weights at which one forward pass measures the loss.
+    """The weights at which a forward pass, or a part of it, runs.
 
     Attributes:
-        probes: at least one. Each runs on its own copy of the batch, and has as many keys as the
-            others.
+        probes: each runs on its own copy of the batch, and has as many keys as the others. Without
+            any, the pass runs at theta, on one copy.
         dropped_layers: indices of the transformer blocks that stay at theta.
+        rows: number of rows of one copy. The pass notes it when the model is called.
+        tokens: number of tokens of a row, likewise.
     """
 
     probes: tuple[KeyedProbe, ...]
     dropped_layers: frozenset[int] = frozenset()
+    rows: int = 1
+    tokens: int = 1
 
     @property
     def num_groups(self) -> int:
         """Number of groups of examples that have directions of their own."""
         return len(self.probes[0].keys)
 
+    @property
+    def num_copies(self) -> int:
+        """Number of copies of the batch."""
+        return len(self.probes) or 1
+
     def one_by_one(self) -> Iterator[Perturbation]:
         """Yield a perturbation for each probe."""
         for probe in self.probes:
             yield replace(self, probes=(probe,))
+
+    def run_copies(
+        self,
+        run: Forward,
+        copies: Sequence[int],
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        """Run a module on copies of the batch, and join the outputs.
+
+        Args:
+            run: (*args, **kwargs) -> output, called once for each different copy, in order.
+            copies: index of the copy on which each part of the output is made.
+            args: inputs for all copies (see `_take`).
+            kwargs: likewise. What the module leaves for later blocks in a UserDict is joined, too.
+
+        Raises:
+            UserError: each copy would extend the key-value cache of all copies.
+        """
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            raise UserError(
+                "a block extends a key-value cache in a pass of several probes",
+                fix="set zo.probes_per_pass=1 for this model",
+            )
+        results = {}
+        for index in dict.fromkeys(copies):
+            own_args = [self._of_copy(index, value) for value in args]
+            own_kwargs = {name: self._of_copy(index, value) for name, value in kwargs.items()}
+            output = run(*own_args, **own_kwargs)
+            left = list(map(dict, _left_in(own_kwargs)))
+            results[index] = (output, left)
+        output, left = tree_map(self._join, *(results[index] for index in copies))
+        for mapping, of_all in zip(_left_in(kwargs), left, strict=True):
+            mapping.update(of_all)
+        return output
+
+    def _of_copy(self, index: int, value: Any) -> Any:
+        """Return the part of an argument that belongs to one copy."""
+        take = partial(self._take, index)
+        # Nearly all arguments are tensors, and tree_map takes its time.
+        return take(value) if isinstance(value, Tensor) else tree_map(take, value)
+
+    def _take(self, index: int, value: Any) -> Any:
+        """Return the part of a value that belongs to one copy.
+
+        A tensor without a dimension of all rows is the same for all of them. Such are tensors
+        [1, ...], for example of positions. Values that are no tensors stay as they are.
+        """
+        if isinstance(value, UserDict):
+            return type(value)(self._of_copy(index, dict(value)))
+        if not isinstance(value, Tensor):
+            return value
+        num_rows = self.num_copies * self.rows
+        dimension = _dimension_of_rows(value, num_rows, self.tokens)
+        if dimension is None:
+            return value
+        size = value.shape[dimension] // self.num_copies
+        return value.narrow(dimension, index * size, size)
+
+    def _join(self, *parts: Any) -> Any:
+        """Return the outputs of all copies as one; of scalars and other values, the first."""
+        first = parts[0]
+        if not isinstance(first, Tensor) or first.dim() == 0:
+            return first
+        dimension = _dimension_of_rows(first, self.rows, self.tokens)
+        if dimension is not None:
+            return torch.cat(parts, dimension)
+        shape = tuple(first.shape)
+        if len(first) == 1:  # made of tensors that all rows share
+            shape = (self.rows, *first.shape[1:])
+        elif first.dim() == 2 and len(first) == self.tokens:
+            # Positions of all rows, [tokens, width], are added to [rows, tokens, width].
+            shape = (self.rows, *first.shape)
+        return torch.cat([part.expand(shape) for part in parts])
+
+
+AT_THETA = Perturbation(())
+
+
+def _left_in(kwargs: Kwargs) -> list[UserDict[Any, Any]]:
+    """Return the arguments in which a block leaves something for later blocks."""
+    return [value for value in kwargs.values() if isinstance(value, UserDict)]
+
+
+def _dimension_of_rows(value: Tensor, num_rows: int, num_tokens: int) -> int | None:
+    """Return the dimension that has all rows; None if the tensor is the same for all rows.
+
+    That is the first one of most tensors, [rows, ...] or [rows * tokens, ...], and of Bloom's
+    biases of positions, [rows * heads, 1, tokens]. Gemma 3n stacks streams of hidden states,
+    [streams, rows, tokens, width].
+
+    Raises:
+        UserError: there are as many rows as streams, or as heads of keys [rows, heads, tokens, n].
+    """
+    if value.dim() == 0:
+        return None
+    length, *others = value.shape
+    has_rows_second = len(others) == 3 and others[:2] == [num_rows, num_tokens]
+    if has_rows_second and length == num_rows > 1:
+        raise UserError(
+            f"a tensor {list(value.shape)} of a block may have its {num_rows} rows in two "
+            "dimensions",
+            fix="set another train.micro_batch_size, or zo.probes_per_pass=1",
+        )
+    if length in (num_rows, num_rows * num_tokens):
+        return 0
+    if has_rows_second and length > 1:
+        return 1
+    if length % num_rows == 0 and others == [1, num_tokens]:
+        return 0
+    return None
 
 
 class TrainedParameter(NamedTuple):

@@ -376,7 +376,7 @@ def fp8_block(directory: Path) -> tuple[int, int] | None:
 
 
 def sections_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a config.json and the parts of it that are configs, such as its text_config."""
+    """Return a configuration and the parts of it that are some, such as its text_config."""
     return [config, *(value for value in config.values() if isinstance(value, dict))]
 
 
