@@ -127,17 +127,17 @@ class PerturbedForward:
                 target_log_probabilities(logits, targets, lambda part: part) for logits in of_probes
             )
         state = self._state
-        state.current = wanted
-        state.selection = selection
-        if wanted.probes:
-            assert self.directions is not None, "a model that is perturbed has directions"
-            state.perturber = self.directions.start_pass(state, wanted, batch)
-            if self._shares_start and num_copies > 1 and not writes_answers:
-                perturbed = set(range(self._num_blocks)) - wanted.dropped_layers
-                state.num_equal_blocks = min(perturbed, default=0)
         own_inputs = own_positions(batch) if self._has_rope_limit else batch.inputs
         inputs = {name: torch.cat([value] * num_copies) for name, value in own_inputs.items()}
         try:
+            state.current = wanted
+            state.selection = selection
+            if wanted.probes:
+                assert self.directions is not None, "a model that is perturbed has directions"
+                state.perturber = self.directions.start_pass(state, wanted, batch)
+            if self._shares_start and num_copies > 1 and not writes_answers:
+                perturbed = set(range(self._num_blocks)) - wanted.dropped_layers
+                state.num_equal_blocks = min(perturbed, default=0)
             output = call(**inputs)
             of_head = state.log_probabilities
         finally:
@@ -152,7 +152,8 @@ class PerturbedForward:
 
     def _assert_rows_keep_their_directions(self, perturbation: Perturbation) -> None:
         """Refuse groups of rows with directions of their own if rows are continued by length."""
-        if perturbation.num_groups > 1 and not takes_padding(self._model):
+        has_groups = len(perturbation.probes[0].keys) > 1
+        if has_groups and not takes_padding(self._model):
             raise UserError(
                 f"{type(self._model).__name__} writes no answers to padded prompts, and "
                 "zo.examples_per_direction needs all prompts of a batch in one pass",

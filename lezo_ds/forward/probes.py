@@ -54,11 +54,6 @@ class Perturbation:
     tokens: int = 1
 
     @property
-    def num_groups(self) -> int:
-        """Number of groups of examples that have directions of their own."""
-        return len(self.probes[0].keys)
-
-    @property
     def num_copies(self) -> int:
         """Number of copies of the batch."""
         return len(self.probes) or 1

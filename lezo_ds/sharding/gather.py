@@ -41,7 +41,13 @@ class Bundle:
             released when the pass ends.
     """
 
-    def __init__(self, parameters: Sequence[Any], stream: Any, *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        stream: Any,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.is_shared = is_shared
         first = parameters[0]
         self._parameters = parameters

@@ -122,7 +122,13 @@ class FlatShard(Shard):
     end, DeepSpeed pads the slice with uninitialized memory, which is never read.
     """
 
-    def __init__(self, parameter: Any, name: str, block: int, parameter_id: int) -> None:
+    def __init__(
+        self,
+        parameter: Any,
+        name: str,
+        block: int,
+        parameter_id: int,
+    ) -> None:
         self._size, shape = self._layout(parameter)
         numel = math.prod(shape)
         start = min(parameter.ds_zero_partition_rank * self._size, numel)
@@ -177,7 +183,12 @@ class RectangleShard(Shard):
     """
 
     def __init__(
-        self, parameter: Any, name: str, block: int, parameter_id: int, split: Split
+        self,
+        parameter: Any,
+        name: str,
+        block: int,
+        parameter_id: int,
+        split: Split,
     ) -> None:
         self._pieces = split.pieces
         self.is_replicated = not split.pieces

@@ -100,7 +100,11 @@ class ShardedWeights:
                 alike.append(shard)
 
     def load(
-        self, shards: Sequence[Shard], files: WeightFiles, *, keeps_grids: bool = False
+        self,
+        shards: Sequence[Shard],
+        files: WeightFiles,
+        *,
+        keeps_grids: bool = False,
     ) -> None:
         """Fill shards from files, of which each rank reads only its own elements.
 
@@ -131,7 +135,12 @@ class ShardedWeights:
             self.fill(shard, files.read(tensors[shard.name], region), low)
         finish_updates()
 
-    def fill(self, shard: Shard, values: Tensor, low: Tensor | None = None) -> None:
+    def fill(
+        self,
+        shard: Shard,
+        values: Tensor,
+        low: Tensor | None = None,
+    ) -> None:
         """Fill one shard, and its low bits if it has some.
 
         Args:
