@@ -24,7 +24,7 @@ programs and all layouts give the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -101,16 +101,14 @@ class LowRankDirections(Directions):
                 kernels.subtract(target, u, b, step[0], precision)
 
 
-def _steps(updates: Sequence[Update]) -> Iterator[list[Update]]:
-    """Yield the updates of each step."""
-    step: list[Update] = []
+def _steps(updates: Sequence[Update]) -> list[list[Update]]:
+    """Return the updates of each step."""
+    steps: list[list[Update]] = []
     for update in updates:
-        if update.begins_step and step:
-            yield step
-            step = []
-        step.append(update)
-    if step:
-        yield step
+        if update.begins_step or not steps:
+            steps.append([])
+        steps[-1].append(update)
+    return steps
 
 
 class LowRankPerturber(Perturber):
