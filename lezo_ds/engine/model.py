@@ -153,7 +153,9 @@ class ModelEngine:
 
     @torch.no_grad()
     def forward_alone(self, ids: Sequence[int]) -> Tensor:
-        """Return the logits of one sequence by the modules' own forward methods. A collective.
+        """Return the logits of one sequence at the weights themselves. A collective.
+
+        This is a plain call of the model, in which all modules run by their own forward methods.
 
         Args:
             ids: token ids.
@@ -162,9 +164,7 @@ class ModelEngine:
             [len(ids), vocabulary], in the dtype of the model.
         """
         input_ids = torch.tensor([list(ids)], device=self.device)
-        with self._perturbed.own_forwards():
-            output = self._deepspeed(input_ids=input_ids)
-        logits: Tensor = output.logits
+        logits: Tensor = self._deepspeed(input_ids=input_ids).logits
         return logits[0]
 
     def save_checkpoint(self, save_dir: str | Path) -> Path:

@@ -91,22 +91,20 @@ def find_blocks(model: nn.Module) -> BlockLayout:
     """
     modules = modules_of_text(model)
     lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList)}
-    largest_path = ""
-    largest_size = 0
+    sizes = {}
     for path, blocks in lists.items():
         is_outermost = not any(path.startswith(other + ".") for other in lists)
         has_one_class = len({type(block) for block in blocks}) == 1
-        size = sum(_numel(parameter) for parameter in blocks.parameters())
-        if is_outermost and has_one_class and size > largest_size:
-            largest_path = path
-            largest_size = size
-    if largest_size == 0:
+        if is_outermost and has_one_class:
+            sizes[path] = sum(map(_numel, blocks.parameters()))
+    if not any(sizes.values()):
         raise UserError(
             f"no transformer blocks in {type(model).__name__}: no list of like modules has "
             "parameters",
             fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral or GPT-2",
         )
-    return BlockLayout(largest_path, num_blocks=len(lists[largest_path]))
+    largest = max(sizes, key=sizes.__getitem__)
+    return BlockLayout(largest, num_blocks=len(lists[largest]))
 
 
 def _numel(parameter: nn.Parameter) -> int:

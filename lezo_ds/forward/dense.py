@@ -7,22 +7,25 @@
 A probe and its opposite share a draw of z, so there are two copies of a block at a time, and the
 memory stays where it is. The modules outside the blocks run in the same way, with copies that are
 freed. The stored weights are never written to, so that nothing drifts.
+
+Copies have the dtype of their parameter, but for norms of 16 bits: these hold nothing but vectors
+near 1, where 16 bits are too coarse for theta + mu z. They get float32 copies, and then compute in
+float32. The biases of 16-bit products are perturbed in 16 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.directions import Directions, PassState, Perturber
-from lezo_ds.forward.probes import Perturbation, Place
-from lezo_ds.forward.swap import swapped
+from lezo_ds.forward.probes import Args, Forward, Kwargs, Perturbation, Place
 from lezo_ds.noise import Copies, UpdateTarget, Weight, bytes_of_copies
 from lezo_ds.sharding.quantization import values_of
 from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
@@ -41,13 +44,14 @@ class DenseDirections(Directions):
     def start_pass(
         self, state: PassState, perturbation: Perturbation, batch: MicroBatch
     ) -> Perturber:
-        return DensePerturber(state, self)
+        return DensePerturber(state, self, keeps_copies=batch.prompts is not None)
 
     def memory_for(self, weights: Sequence[Weight]) -> Tensor:
         """Return memory for two copies of a block. It is that of the block before."""
         num_bytes = COPIES_AT_ONCE * bytes_of_copies(weights)
         device = weights[0].theta.device
-        if len(self._memory) < num_bytes or self._memory.device != device:
+        memory = self._memory
+        if len(memory) < num_bytes or memory.device != device:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._memory
 
@@ -57,32 +61,25 @@ class DenseDirections(Directions):
         probes: Sequence[KeyedProbe],
         memory: Tensor | None = None,
     ) -> Copies:
-        """Return theta + scale * z of each weight at each probe.
+        """Return theta + scale * z of each weight at a probe, and at its opposite.
 
         Source: MeZO (Malladi et al. 2023), Algorithm 1.
 
         Args:
-            weights: on one device.
-            probes: one for each copy. Each has one key.
-            memory: uint8, for the copies of one of the `with_opposites`; None: their own.
+            weights: on one device, at least one.
+            probes: one of the `with_opposites`. Each has one key.
+            memory: uint8, for the copies; None: their own.
 
         Returns:
             For each weight, a copy for each probe, of theta's shape, or [len(rows), width]. A copy
             for scale 0 may be theta itself: do not write to it.
         """
-        copies: Copies = [[] for _ in weights]
-        for some in with_opposites(probes if weights else ()):
-            scale = some[0].scale
-            if scale == 0:
-                new_copies = [[_unperturbed(weight)] for weight in weights]
-            else:
-                kernels = self.kernels_of(weights[0].theta.device)
-                new_copies = kernels.perturb(
-                    self.law.entries, weights, some[0].key, scale, len(some), memory
-                )
-            for of_weight, new in zip(copies, new_copies, strict=True):
-                of_weight += new
-        return copies
+        first = probes[0]
+        if first.scale == 0:
+            return [[_unperturbed(weight)] for weight in weights]
+        kernels = self.kernels_of(weights[0].theta.device)
+        entries = self.law.entries
+        return kernels.perturb(entries, weights, first.key, first.scale, len(probes), memory)
 
     def update(
         self,
@@ -114,12 +111,19 @@ def _unperturbed(weight: Weight) -> Tensor:
 class DensePerturber(Perturber):
     """Runs blocks, and modules outside them, once for each probe.
 
-    While a model writes answers, each pass has one probe, and its copies stay to the last token.
+    Args:
+        state: of the pass.
+        directions: of the run.
+        keeps_copies: whether the pass writes answers. It then has one probe, whose copies stay to
+            the last token.
     """
 
-    def __init__(self, state: PassState, directions: DenseDirections) -> None:
+    def __init__(
+        self, state: PassState, directions: DenseDirections, *, keeps_copies: bool
+    ) -> None:
         super().__init__(state)
         self._directions = directions
+        self._keeps_copies = keeps_copies
         self._kept: dict[nn.Module, Sequence[Tensor]] = {}
 
     def run_module(
@@ -138,7 +142,7 @@ class DensePerturber(Perturber):
         copies = self._copies(module, active, self.state.current.probes)
 
         def run_probe(*args: Any, **kwargs: Any) -> Any:
-            with swapped(active, next(copies)):
+            with _swapped(active, next(copies)):
                 return own_forward(*args, **kwargs)
 
         return self.state.run_each_probe(run_probe, args, kwargs)
@@ -158,21 +162,61 @@ class DensePerturber(Perturber):
         if module in self._kept:
             yield self._kept[module]
             return
-        writes_answers = self.state.current.writes_answers
-        weights = [
-            Weight(
-                values_of(place.trained.parameter), place.trained.elements, place.dtype_of_copies
-            )
-            for place in active
-        ]
+        weights = []
+        for place in active:
+            theta = values_of(place.trained.parameter)
+            weight = Weight(theta, place.trained.elements, place.dtype_of_copies)
+            weights.append(weight)
         memory = None
         # A module outside the blocks may have blocks in it.
-        if module in self.state.blocks and not writes_answers:
+        if module in self.state.blocks and not self._keeps_copies:
             memory = self._directions.memory_for(weights)
         for some in with_opposites(probes):
             copies = self._directions.perturb(weights, some, memory)
-            for probe, of_probe in zip(some, zip(*copies, strict=True), strict=True):
+            for of_probe in zip(*copies, strict=True):
                 # A copy at scale 0 is theta itself, which ZeRO-3 could not release.
-                if writes_answers and probe.scale != 0:
+                if self._keeps_copies and some[0].scale != 0:
                     self._kept[module] = of_probe
                 yield of_probe
+
+
+@contextmanager
+def _swapped(places: Sequence[Place], copies: Sequence[Tensor]) -> Iterator[None]:
+    """Let modules read the copies, one for each place, while this lasts."""
+    for place, copy in zip(places, copies, strict=True):
+        place.table[place.key] = copy
+    try:
+        yield
+    finally:
+        for place in places:
+            place.table[place.key] = place.trained.parameter
+
+
+def widen_norm(norm: nn.Module) -> None:
+    """Let a norm of 16 bits compute in float32 while it has copies in float32."""
+    own_forward = norm.forward
+    table: dict[str, Any] = norm._parameters
+    dtype = next(norm.parameters()).dtype
+
+    @wraps(own_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = {name: value for name, value in table.items() if value is not None}
+        if all(value.dtype == dtype for value in own.values()):
+            return own_forward(*args, **kwargs)
+        wide_args = map(_wide, args)
+        wide_kwargs = {name: _wide(value) for name, value in kwargs.items()}
+        for name, value in own.items():
+            table[name] = _wide(value)
+        try:
+            return own_forward(*wide_args, **wide_kwargs).to(dtype)
+        finally:
+            table.update(own)
+
+    if dtype != torch.float32:
+        norm.forward = forward
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.float()
+    return value

@@ -1,7 +1,7 @@
 """The pass that runs, and how modules meet the weights of its probes: the behavior of a law of z.
 
-The wrappers (wrappers.py) decide when a module runs, and on which copies of the batch. The
-`Directions` of a run own all else that depends on its law:
+`PassState` decides when a module runs, and on which copies of the batch. The `Directions` of a run
+own all else that depends on its law:
 
     Directions.start_pass  ->  Perturber   runs a module whose parameters are perturbed
     Directions.update                      changes a shard
@@ -16,14 +16,14 @@ from __future__ import annotations
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.forward.copies import Args, Forward, Kwargs
-from lezo_ds.forward.probes import AT_THETA, Perturbation, Place
+from lezo_ds.forward.probes import AT_THETA, Args, Forward, Kwargs, Perturbation, Place
 from lezo_ds.noise import Kernels, UpdateTarget, kernels_of
 from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
@@ -31,6 +31,10 @@ from lezo_ds.zo.updates import Update, UpdatePrecision
 
 class PassState:
     """What the wrappers of one model know of the pass that runs.
+
+    A wrapper replaces `module.forward`. With ZeRO-3, it therefore runs between the hooks that
+    gather the module's parameters and those that release them. At theta, it calls the module's own
+    forward method, and does nothing else.
 
     Args:
         blocks: the transformer blocks of the model.
@@ -49,12 +53,37 @@ class PassState:
         self.finish()
 
     def finish(self) -> None:
-        """Forget the pass."""
+        """Forget the pass. An error may have ended it anywhere."""
         self.current = AT_THETA
         self.perturber: Perturber | None = None
         self.selection: LogitSelection | None = None
         self.log_probabilities: Tensor | None = None
         self.num_equal_blocks = 0
+
+    def wrap(self, module: nn.Module, places: Sequence[Place]) -> None:
+        """Let a module run at the probes of the pass, if a place in it is perturbed."""
+        own_forward = module.forward
+
+        @wraps(own_forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.run_module(module, own_forward, places, args, kwargs)
+
+        module.forward = forward
+
+    def share(self, block: nn.Module, index: int) -> None:
+        """Let a transformer block run once on equal copies of the batch."""
+        own_forward = block.forward
+
+        @wraps(own_forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if index < self.num_equal_blocks:
+                first_of_all = [0] * len(self.current.probes)
+                return self.current.run_copies(own_forward, first_of_all, args, kwargs)
+            # Copies differ from here on, also if the model runs an earlier block again.
+            self.num_equal_blocks = 0
+            return own_forward(*args, **kwargs)
+
+        block.forward = forward
 
     def active(self, places: Sequence[Place]) -> Sequence[Place]:
         """Return those of a module's places whose parameters are perturbed now."""
@@ -86,16 +115,15 @@ class PassState:
         whole = self.current
         if len(whole.probes) == 1:
             return run(*args, **kwargs)
-        probes = iter(whole.probes)
+        singles = whole.one_by_one()
 
         def run_probe(*args: Any, **kwargs: Any) -> Any:
-            self.current = whole._replace(probes=(next(probes),))
+            self.current = next(singles)
             return run(*args, **kwargs)
 
-        try:
-            return whole.copied_batch.run_each(run_probe, args, kwargs)
-        finally:
-            self.current = whole
+        output = whole.run_copies(run_probe, range(len(whole.probes)), args, kwargs)
+        self.current = whole
+        return output
 
 
 class Perturber(ABC):

@@ -24,7 +24,7 @@ programs and all layouts give the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,9 +35,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.forward.copies import Args, Forward, Kwargs
 from lezo_ds.forward.directions import Directions, PassState, Perturber
-from lezo_ds.forward.probes import Perturbation, Place, TrainedParameter
+from lezo_ds.forward.probes import Args, Forward, Kwargs, Perturbation, Place, TrainedParameter
 from lezo_ds.noise import Elements, Region, UpdateTarget
 from lezo_ds.sharding.tensor_parallel import add_before_sum
 from lezo_ds.zo.laws import FIRST_OF_COLUMNS
@@ -71,9 +70,11 @@ class LowRankDirections(Directions):
         rank = self.law.rank
         num_rows, num_columns = elements.shape
         rows, columns = elements.rows_and_columns()
+        first_column = FIRST_OF_COLUMNS + columns.start
         of_rows = Region(rows.start, rank, len(rows), num_rows)
-        of_columns = Region(FIRST_OF_COLUMNS + columns.start, rank, len(columns), num_columns)
-        draw = partial(self.kernels_of(device).draw, self.law.entries, elements.parameter_id, keys)
+        of_columns = Region(first_column, rank, len(columns), num_columns)
+        kernels = self.kernels_of(device)
+        draw = partial(kernels.draw, self.law.entries, elements.parameter_id, keys)
         return draw(of_rows), draw(of_columns)
 
     def update(
@@ -89,27 +90,25 @@ class LowRankDirections(Directions):
         kernels = self.kernels_of(device)
         rank = self.law.rank
         for step in _steps(updates):
-            of_directions = torch.tensor(
-                [update.coefficient / math.sqrt(rank) for update in step], dtype=torch.float32
-            )
-            # Of each term. They go to the device once: a copy from the host waits for the GPU.
-            coefficients = of_directions.repeat_interleave(rank)[:, None].to(device)
             keys = [update.key for update in step]
+            of_directions = [update.coefficient / math.sqrt(rank) for update in step]
+            of_terms = torch.tensor(of_directions, dtype=torch.float32).repeat_interleave(rank)
+            # They go to the device once: a copy from the host waits for the GPU.
+            coefficients = of_terms[:, None].to(device)
             for target in targets:
                 a, b = self.vectors(target.elements, keys, device)
-                kernels.subtract(target, a * coefficients, b, step[0], precision)
+                u = a * coefficients
+                kernels.subtract(target, u, b, step[0], precision)
 
 
-def _steps(updates: Sequence[Update]) -> Iterator[list[Update]]:
-    """Yield the updates of each step."""
-    step: list[Update] = []
+def _steps(updates: Sequence[Update]) -> list[list[Update]]:
+    """Return the updates of each step."""
+    steps: list[list[Update]] = []
     for update in updates:
-        if update.begins_step and step:
-            yield step
-            step = []
-        step.append(update)
-    if step:
-        yield step
+        if update.begins_step or not steps:
+            steps.append([])
+        steps[-1].append(update)
+    return steps
 
 
 class LowRankPerturber(Perturber):
@@ -135,12 +134,13 @@ class LowRankPerturber(Perturber):
             for key in probe.keys:
                 number_of.setdefault(key, len(number_of))
         self._keys = list(number_of)
-        numbers = torch.tensor([[number_of[key] for key in probe.keys] for probe in probes])
+        numbers = [[number_of[key] for key in probe.keys] for probe in probes]
         scales = torch.tensor([probe.scale for probe in probes], dtype=torch.float64)
         self._scale = float(scales.abs().max())
         signs = scales / (self._scale or 1.0)  # +1 or -1 if all scales are equal
-        is_own = one_hot(numbers, len(self._keys)) > 0
+        is_own = one_hot(torch.tensor(numbers), len(self._keys)) > 0
         self._signs = torch.where(is_own, signs[:, None, None], 0.0)  # [probes, groups, directions]
+        self._keeps_vectors = batch.prompts is not None
         self._token_examples = batch.token_examples
         # By rows of a copy, and tokens of a row.
         self._signs_of_tokens: dict[tuple[int, int], Tensor] = {}
@@ -163,7 +163,8 @@ class LowRankPerturber(Perturber):
         scale = self._scale / math.sqrt(self._rank)
 
         def add_thin_products(output: Tensor) -> None:
-            output.view(-1, output.shape[-1]).addmm_(through, of_outputs, alpha=scale)
+            flat_output = output.view(-1, output.shape[-1])
+            flat_output.addmm_(through, of_outputs, alpha=scale)
 
         return add_before_sum(module, own_forward, inputs, add_thin_products)
 
@@ -179,7 +180,7 @@ class LowRankPerturber(Perturber):
         vectors = of_columns.to(parameter.dtype), of_rows.to(parameter.dtype)
         if transposed:  # a weight that is stored as [inputs, outputs]
             vectors = vectors[::-1]
-        if self.state.current.writes_answers:
+        if self._keeps_vectors:
             self._kept[parameter] = vectors
         return vectors
 
@@ -190,21 +191,21 @@ class LowRankPerturber(Perturber):
         0 elsewhere.
         """
         current = self.state.current
-        num_rows = current.rows
-        num_copies = len(current.probes)
-        tokens_of_row = current.tokens
-        if num_tokens != num_copies * num_rows * tokens_of_row:
+        sizes = (current.rows, current.tokens)
+        num_all = current.num_copies * math.prod(sizes)
+        if num_tokens != num_all:
             raise UserError(
-                f"a {type(module).__name__} of this model runs on {num_tokens} of "
-                f"{num_copies * num_rows * tokens_of_row} tokens, and zo.noise_rank needs all",
+                f"a {type(module).__name__} of this model runs on {num_tokens} of {num_all} "
+                "tokens, and zo.noise_rank needs all",
                 fix="set zo.noise_rank=0",
             )
-        found = self._signs_of_tokens.get((num_rows, tokens_of_row))
+        found = self._signs_of_tokens.get(sizes)
         if found is None:
-            groups = self._groups_of_tokens(num_rows, tokens_of_row)
-            found = self._signs[:, groups].reshape(num_tokens, -1)
-            found = found.repeat_interleave(self._rank, dim=1).to(next(module.parameters()))
-            self._signs_of_tokens[num_rows, tokens_of_row] = found
+            groups = self._groups_of_tokens(*sizes)
+            of_directions = self._signs[:, groups].reshape(num_tokens, -1)
+            of_terms = of_directions.repeat_interleave(self._rank, dim=1)
+            found = of_terms.to(next(module.parameters()))
+            self._signs_of_tokens[sizes] = found
         return found
 
     def _groups_of_tokens(self, num_rows: int, tokens_of_row: int) -> Tensor:
@@ -216,4 +217,5 @@ class LowRankPerturber(Perturber):
             groups = group_of(torch.arange(num_rows), num_rows, num_groups)
             return groups[:, None].expand(-1, tokens_of_row)
         num_examples = int(examples.max()) + 1
-        return group_of(examples, num_examples, num_groups).expand(-1, tokens_of_row)
+        groups = group_of(examples, num_examples, num_groups)
+        return groups.expand(-1, tokens_of_row)

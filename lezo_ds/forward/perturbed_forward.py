@@ -3,41 +3,36 @@
 One pass of k probes gathers each weight once, and runs all probes (probes.py draws the rows):
 
     batch ──repeat k times──► wrapped model ──► logits [k * rows, ...] ──cut──► k outputs
-                              │ wrappers.py: what runs at the probes: blocks, modules, the head
+                              │ PassState: what runs at the probes: blocks, modules, the head
                               └ a Perturber: how its rows meet the weights of their probes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.answer_cache import cache_name, takes_padding
+from lezo_ds.forward.answer_cache import takes_padding
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.forward.copies import Args, Kwargs
+from lezo_ds.forward.dense import widen_norm
 from lezo_ds.forward.directions import Directions, PassState
+from lezo_ds.forward.head import SelectingHead, target_log_probabilities
 from lezo_ds.forward.probes import (
+    AT_THETA,
+    Args,
+    Kwargs,
     Perturbation,
-    ProbePass,
     TrainedParameter,
     is_norm,
     places_in,
 )
 from lezo_ds.forward.rope import own_positions, rope_limit
-from lezo_ds.forward.swap import widen_norm
-from lezo_ds.forward.wrappers import (
-    SelectingHead,
-    share_block,
-    target_log_probabilities,
-    wrap_module,
-)
+from lezo_ds.sharding.gather import units_of
 
 
 class PerturbedForward:
@@ -62,64 +57,42 @@ class PerturbedForward:
         directions: Directions | None = None,
         shares_start: bool = False,
     ) -> None:
-        num_blocks = len(blocks)
-        assert not shares_start or all(entry.block < num_blocks for entry in trainable)
+        assert not shares_start or all(entry.block < len(blocks) for entry in trainable)
         entries = {entry.parameter: entry for entry in trainable}
         self._model: Any = model
-        self._num_blocks = num_blocks
+        self._num_blocks = len(blocks)
         self._shares_start = shares_start
         self.directions = directions
-        self._num_unperturbed = 0  # blocks before the first perturbed one
+        self._runs_linear_modules = directions is None or directions.runs_linear_modules
         self._state = PassState(blocks)
         config: Any = getattr(model, "config", None)
         self._has_rope_limit = config is not None and rope_limit(config) is not None
         get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = get_head()
-        self._own_forwards = {
-            module: module.forward for module in model.modules() if module not in (model, head)
-        }
-        for unit, modules in self._units().items():
+        for unit, modules in self._units(blocks).items():
             places = places_in(modules, entries)
             if unit is head:
                 head.forward = SelectingHead(head, self._state, places).forward
             elif places:
-                wrap_module(unit, self._state, places)
+                self._state.wrap(unit, places)
         for index, block in enumerate(blocks if shares_start else ()):
-            share_block(block, index, self._state)
-        model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
+            self._state.share(block, index)
+        model.register_forward_pre_hook(self._note_rows, with_kwargs=True)
         # Whether the model returns what its head returns. Some scale or cap the logits first; the
         # first pass shows it.
         self._ends_with_head = True
 
-    def _units(self) -> dict[nn.Module, list[nn.Module]]:
-        """Return what runs at the probes as a whole, and the modules of each that own parameters.
+    def _units(self, blocks: Sequence[nn.Module]) -> Mapping[nn.Module, Sequence[nn.Module]]:
+        """Return what runs at the probes as a whole, and the modules in it.
 
         These are linear modules, or the blocks and each module outside them.
         """
         modules = list(self._model.modules())
-        if self.directions is None or self.directions.runs_linear_modules:
+        if self._runs_linear_modules:
             return {module: [module] for module in modules}
         for norm in filter(is_norm, modules):
             widen_norm(norm)
-        units = {block: list(block.modules()) for block in self._state.blocks}
-        inside = set(chain.from_iterable(units.values()))
-        return units | {module: [module] for module in modules if module not in inside}
-
-    @contextmanager
-    def own_forwards(self) -> Iterator[None]:
-        """Let the modules run by their own forward methods, at theta, without any wrapper.
-
-        The head keeps its wrapper, which then returns all logits: of ranks that split the weights,
-        each has only a part of them.
-        """
-        wrapped = {module: module.forward for module in self._own_forwards}
-        for module, own_forward in self._own_forwards.items():
-            module.forward = own_forward
-        try:
-            yield
-        finally:
-            for module, forward in wrapped.items():
-                module.forward = forward
+        return units_of(modules, blocks)
 
     def __call__(
         self,
@@ -139,76 +112,60 @@ class PerturbedForward:
             selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
             it selects, [targets]; or new tokens, int64 [rows, tokens].
         """
+        wanted = perturbation or AT_THETA
+        num_copies = wanted.num_copies
         writes_answers = batch.prompts is not None
-        if perturbation is not None and writes_answers:
-            self._assert_rows_keep_their_directions(perturbation)
-            assert self.directions is not None
-            if len(perturbation.probes) > 1 and not self.directions.runs_linear_modules:
-                singles = perturbation.one_by_one()
-                return tuple(self(batch, single, call)[0] for single in singles)
-        state = self._state
-        num_copies = 1
-        if perturbation is not None:
-            num_copies = len(perturbation.probes)
-            assert self.directions is not None, "a model that is perturbed has directions"
-            state.perturber = self.directions.start_pass(state, perturbation, batch)
-            state.current = ProbePass(
-                probes=perturbation.probes,
-                rows=len(next(iter(batch.inputs.values()))),
-                dropped_layers=perturbation.dropped_layers,
-                writes_answers=writes_answers,
+        if writes_answers and wanted.probes:
+            self._assert_rows_keep_their_directions(wanted)
+            if num_copies > 1 and not self._runs_linear_modules:
+                return tuple(self(batch, single, call)[0] for single in wanted.one_by_one())
+        selection = batch.selection
+        targets = None if selection is None else selection.targets
+        if targets is not None and not self._ends_with_head:
+            of_probes = self(batch.with_logits(), perturbation, call)
+            return tuple(
+                target_log_probabilities(logits, targets, lambda part: part) for logits in of_probes
             )
-            self._num_unperturbed = self._num_equal_blocks(perturbation)
+        state = self._state
         own_inputs = own_positions(batch) if self._has_rope_limit else batch.inputs
         inputs = {name: torch.cat([value] * num_copies) for name, value in own_inputs.items()}
-        targets = None if batch.selection is None else batch.selection.targets
-        state.selection = batch.selection
-        if batch.selection is not None and not self._ends_with_head:
-            state.selection = replace(batch.selection, targets=None)
         try:
+            state.current = wanted
+            state.selection = selection
+            if wanted.probes:
+                assert self.directions is not None, "a model that is perturbed has directions"
+                state.perturber = self.directions.start_pass(state, wanted, batch)
+            if self._shares_start and num_copies > 1 and not writes_answers:
+                perturbed = set(range(self._num_blocks)) - wanted.dropped_layers
+                state.num_equal_blocks = min(perturbed, default=0)
             output = call(**inputs)
             of_head = state.log_probabilities
         finally:
             state.finish()
-            self._num_unperturbed = 0
         found: Tensor = getattr(output, "logits", output)
-        copies = found.chunk(num_copies)
-        if targets is None:
-            return copies
-        if of_head is None:
-            return tuple(
-                target_log_probabilities(logits, targets, lambda part: part) for logits in copies
-            )
-        if found.shape == of_head.shape and found.data_ptr() == of_head.data_ptr():
-            return copies
-        self._ends_with_head = False
-        return self(batch, perturbation, call)
+        if targets is not None:
+            assert of_head is not None, "the head has run"
+            if found.shape != of_head.shape or found.data_ptr() != of_head.data_ptr():
+                self._ends_with_head = False
+                return self(batch, perturbation, call)
+        return found.chunk(num_copies)
 
     def _assert_rows_keep_their_directions(self, perturbation: Perturbation) -> None:
         """Refuse groups of rows with directions of their own if rows are continued by length."""
-        if perturbation.num_groups > 1 and not takes_padding(self._model):
+        has_groups = len(perturbation.probes[0].keys) > 1
+        if has_groups and not takes_padding(self._model):
             raise UserError(
                 f"{type(self._model).__name__} writes no answers to padded prompts, and "
                 "zo.examples_per_direction needs all prompts of a batch in one pass",
                 fix="set zo.examples_per_direction=null",
             )
 
-    def _num_equal_blocks(self, perturbation: Perturbation) -> int:
-        """Return how many blocks come before the first perturbed one and may share a copy."""
-        if not self._shares_start or len(perturbation.probes) == 1:
-            return 0
-        perturbed = set(range(self._num_blocks)) - perturbation.dropped_layers
-        return min(perturbed, default=0)
+    def _note_rows(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Note the rows of a call of the model. While it writes answers, a pass has many calls.
 
-    def _start_pass(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Note the rows of a call of the model. While it writes answers, a pass has many calls."""
-        state = self._state
-        state.num_equal_blocks = self._num_unperturbed
+        What all prompts begin with is read as one row of each copy, or of each group.
+        """
         ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        state.current = state.current._replace(tokens=ids.shape[1])
-        if state.current.writes_answers:
-            # What all prompts begin with is read as one row of each copy, or of each group.
-            state.current = state.current._replace(rows=len(ids) // len(state.current.probes))
-            # The tokens that the probes have written differ. Without a cache, all are read again.
-            if ids.shape[1] == 1 or kwargs.get(cache_name(model)) is None:
-                state.num_equal_blocks = 0
+        current = self._state.current
+        rows = len(ids) // current.num_copies
+        self._state.current = replace(current, rows=rows, tokens=ids.shape[1])

@@ -9,13 +9,14 @@ has those that it would have alone, so that a text's logits do not depend on its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lezo_ds.forward.batch import MicroBatch, Tensors
+from lezo_ds.sharding.files import sections_of
 
 
 def rope_limit(config: Any) -> int | None:
@@ -29,10 +30,9 @@ def rope_limit(config: Any) -> int | None:
     """
     decoder = config.get_text_config(decoder=True)
     parameters = getattr(decoder, "rope_parameters", None) or {}
-    # Some models have parameters for each kind of layers.
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     limits = []
-    for section in (parameters, *nested):
+    # Some models have parameters for each kind of layers.
+    for section in sections_of(parameters):
         kind = section.get("rope_type") or ""
         if kind == "longrope":
             limits.append(section["original_max_position_embeddings"])
@@ -57,10 +57,12 @@ def _by_row(own_forward: Callable[..., Any], limit: int) -> Callable[..., Any]:
         is_long = position_ids.amax(dim=-1) >= limit
         if is_long.dim() != 1 or is_long.all() or not is_long.any():
             return own_forward(x, position_ids, *args, **kwargs)
-        of_short = own_forward(x, position_ids.clamp(max=limit - 1), *args, **kwargs)
+        short_ids = position_ids.clamp(max=limit - 1)
+        of_short = own_forward(x, short_ids, *args, **kwargs)
         of_long = own_forward(x, position_ids, *args, **kwargs)
         rows = is_long[:, None, None]
-        return tuple(torch.where(rows, *pair) for pair in zip(of_long, of_short, strict=True))
+        tables = zip(of_long, of_short, strict=True)
+        return tuple(torch.where(rows, long, short) for long, short in tables)
 
     return forward
 
@@ -74,11 +76,12 @@ def own_positions(batch: MicroBatch) -> Tensors:
     selection = batch.selection
     if selection is None or "position_ids" in batch.inputs:
         return batch.inputs
-    tokens = batch.inputs["input_ids"]  # [rows, width]
-    last = selection.positions.new_zeros(len(tokens))
+    num_rows, width = batch.inputs["input_ids"].shape
+    last = selection.positions.new_zeros(num_rows)
     last.scatter_reduce_(0, selection.rows, selection.positions, "amax")
-    columns = torch.arange(tokens.shape[1], device=tokens.device)
-    return {**batch.inputs, "position_ids": torch.minimum(columns, last[:, None])}
+    columns = torch.arange(width, device=last.device)
+    position_ids = torch.minimum(columns, last[:, None])
+    return {**batch.inputs, "position_ids": position_ids}
 
 
 def may_outgrow(model: Any, attention_mask: Tensor, num_new_tokens: int) -> bool:
@@ -95,4 +98,6 @@ def may_outgrow(model: Any, attention_mask: Tensor, num_new_tokens: int) -> bool
     if limit is None:
         return False
     lengths = attention_mask.sum(dim=1)
-    return bool(((lengths <= limit) & (lengths + num_new_tokens > limit)).any())
+    begins_short = lengths <= limit
+    may_end_long = lengths + num_new_tokens > limit
+    return bool((begins_short & may_end_long).any())

@@ -137,7 +137,8 @@ class WeightFiles:
         """Return the tensors, in order, of which no parameter or buffer of these names consists."""
         read = {tensor for name in names for tensor in self.stored_as(name) or ()}
         scales = {name + _SCALES for name in read}
-        return sorted(self.tensors.keys() - read - scales, key=dot_natural_key)
+        unread = self.tensors.keys() - read - scales
+        return sorted(unread, key=dot_natural_key)
 
     def as_stored(self, aliases: Sequence[str], value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a parameter as the tensors of these files that it consists of, by their names.
@@ -276,7 +277,8 @@ class WeightFiles:
         first_row = start // width
         of_rows = slice(first_row, math.ceil(stop / width)) if shape else ...
         rows = self._scaled(tensor, self._part(tensor, of_rows), first_row, 0)
-        return rows.reshape(-1)[start - first_row * width : stop - first_row * width]
+        before = first_row * width
+        return rows.reshape(-1)[start - before : stop - before]
 
     def _scaled(self, tensor: str, values: Tensor, row: int, column: int) -> Tensor:
         """Return a rectangle of a tensor, from a row and a column on, times its scales if any."""
@@ -297,13 +299,11 @@ class WeightFiles:
         """Return the tensors in a file, by name."""
         with _read_errors_named(file):
             if file.suffix != ".safetensors":
-                tensors = self._mapped_tensors(file)
-                return {
-                    name: _StoredTensor(
-                        file, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-                    )
-                    for name, tensor in tensors.items()
-                }
+                stored = {}
+                for name, tensor in self._mapped_tensors(file).items():
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    stored[name] = _StoredTensor(file, tuple(tensor.shape), dtype)
+                return stored
             with file.open("rb") as opened:
                 num_bytes = int.from_bytes(opened.read(8), "little")
             if num_bytes > self._most_header_bytes:
@@ -312,11 +312,12 @@ class WeightFiles:
                     f"{self._most_header_bytes}"
                 )
             with safe_open(file, framework="pt") as handle:
-                views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-                return {
-                    name: _StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
-                    for name, view in views.items()
-                }
+                stored = {}
+                for name in handle.keys():  # noqa: SIM118
+                    view = handle.get_slice(name)
+                    shape = tuple(view.get_shape())
+                    stored[name] = _StoredTensor(file, shape, view.get_dtype())
+                return stored
 
     def _part(self, tensor: str, index: Any) -> Tensor:
         """Read a stored tensor at an index: a slice, or one for each of two dimensions."""
@@ -376,7 +377,7 @@ def fp8_block(directory: Path) -> tuple[int, int] | None:
 
 
 def sections_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a config.json and the parts of it that are configs, such as its text_config."""
+    """Return a configuration and the parts of it that are some, such as its text_config."""
     return [config, *(value for value in config.values() if isinstance(value, dict))]
 
 

@@ -41,12 +41,18 @@ class Bundle:
             released when the pass ends.
     """
 
-    def __init__(self, parameters: Sequence[Any], stream: Any, *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        stream: Any,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.is_shared = is_shared
+        first = parameters[0]
         self._parameters = parameters
         self._stream = stream
         self._sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
-        first = parameters[0]
         self._group = first.ds_process_group
         self._rank = first.ds_zero_partition_rank
         self._num_ranks = first.ds_zero_partition_world_size
@@ -62,16 +68,20 @@ class Bundle:
         with get_accelerator().stream(self._stream):
             flat = self._released.new_empty(self._num_ranks, sum(self._sizes))
             mine = flat[self._rank]
+            own_slices = [parameter.ds_tensor for parameter in self._parameters]
             if self._are_here:
-                torch.cat([parameter.ds_tensor for parameter in self._parameters], out=mine)
+                torch.cat(own_slices, out=mine)
             else:
-                slices = torch.split(mine, self._sizes)
-                for parameter, own_slice in zip(self._parameters, slices, strict=True):
-                    own_slice.copy_(parameter.ds_tensor, non_blocking=True)
+                places = torch.split(mine, self._sizes)
+                for place, own_slice in zip(places, own_slices, strict=True):
+                    place.copy_(own_slice, non_blocking=True)
             work = comm.all_gather_into_tensor(
-                flat.view(-1), mine, group=self._group, async_op=True
+                flat.view(-1),
+                mine,
+                group=self._group,
+                async_op=True,
             )
-        self._message = flat, work
+        self._message = (flat, work)
 
     def wait(self) -> None:
         """Receive what `start` has sent, if it is on its way."""
@@ -81,12 +91,15 @@ class Bundle:
         self._message = None
         with get_accelerator().stream(self._stream):
             work.wait()
-            padded = [self._released.new_empty(self._num_ranks, size) for size in self._sizes]
+            new_empty = self._released.new_empty
+            padded = [new_empty(self._num_ranks, size) for size in self._sizes]
             torch.split_with_sizes_copy(flat, self._sizes, dim=1, out=padded)
         if self._stream is not None:
-            get_accelerator().current_stream().wait_stream(self._stream)
-        for parameter, full in zip(self._parameters, padded, strict=True):
-            parameter.data = full.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
+            current = get_accelerator().current_stream()
+            current.wait_stream(self._stream)
+        for parameter, by_rank in zip(self._parameters, padded, strict=True):
+            full = by_rank.view(-1)[: parameter.ds_numel]
+            parameter.data = full.view(parameter.ds_shape)
         self._is_gathered = True
 
     def release(self) -> None:
@@ -117,8 +130,10 @@ class GatherAhead:
         # Before a pass, too, because an error may have ended the pass before it.
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._reset)]
         for module, bundles in self._bundles.items():
-            self._hooks.append(module.register_forward_pre_hook(partial(self.gather, bundles)))
-            self._hooks.append(module.register_forward_hook(partial(self.release, bundles)))
+            gather = partial(self.gather, bundles)
+            release = partial(self.release, bundles)
+            self._hooks.append(module.register_forward_pre_hook(gather))
+            self._hooks.append(module.register_forward_hook(release))
         self._hooks.append(model.register_forward_hook(self._reset))
 
     def remove(self) -> None:
@@ -145,10 +160,9 @@ class GatherAhead:
     def _reset(self, *_: object) -> None:
         """Free all bundles, at the begin and the end of a pass."""
         self._last = ()
-        for bundles in self._bundles.values():
-            for bundle in bundles:
-                bundle.wait()
-                bundle.release()
+        for bundle in chain.from_iterable(self._bundles.values()):
+            bundle.wait()
+            bundle.release()
 
 
 def _bundles_of(
@@ -157,35 +171,50 @@ def _bundles_of(
     """Return the bundles of each block, and of each module with parameters outside the blocks."""
     used_by, tied = used_together(model.modules(), blocks)
     accelerator = get_accelerator()
-    stream = None if accelerator.is_synchronized_device() else accelerator.Stream()
+    stream = None
+    if not accelerator.is_synchronized_device():
+        stream = accelerator.Stream()
     shared = {parameter: Bundle([parameter], stream, is_shared=True) for parameter in tied}
     bundles: dict[nn.Module, list[Bundle]] = {}
     for module, used in used_by.items():
+        own = []
         by_dtype = defaultdict(list)
         for parameter in used:
-            if parameter not in shared:
+            if parameter in shared:
+                own.append(shared[parameter])
+            else:
                 by_dtype[parameter.dtype].append(parameter)
-        own = [shared[parameter] for parameter in used if parameter in shared]
         own += [Bundle(parameters, stream) for parameters in by_dtype.values()]
         if own:
             bundles[module] = own
     return bundles
 
 
+def units_of(
+    modules: Iterable[nn.Module], blocks: Sequence[nn.Module]
+) -> dict[nn.Module, list[nn.Module]]:
+    """Return what is gathered at a time, and the modules in it: each block, and each other module.
+
+    Args:
+        modules: of a model.
+        blocks: its transformer blocks.
+    """
+    units = {block: list(block.modules()) for block in blocks}
+    inside = set(chain.from_iterable(units.values()))
+    return units | {module: [module] for module in modules if module not in inside}
+
+
 def used_together(
     modules: Iterable[nn.Module], blocks: Sequence[nn.Module]
 ) -> tuple[dict[nn.Module, list[nn.Parameter]], set[nn.Parameter]]:
-    """Return the parameters that are gathered at a time, and the tied ones, which several use.
-
-    The first are those of each block, and those of each of the other modules.
-    """
-    used_by = {block: list(block.parameters()) for block in blocks}
-    inside = {module for block in blocks for module in block.modules()}
-    for module in modules:
-        if module not in inside:
-            used_by[module] = list(module.parameters(recurse=False))
+    """Return the parameters of each of the `units_of`, and the tied ones, which several use."""
+    used_by = {
+        unit: list(unit.parameters(recurse=len(inside) > 1))
+        for unit, inside in units_of(modules, blocks).items()
+    }
     num_users = Counter(chain.from_iterable(used_by.values()))
-    return used_by, {parameter for parameter, number in num_users.items() if number > 1}
+    tied = {parameter for parameter, number in num_users.items() if number > 1}
+    return used_by, tied
 
 
 def keep_in_step(blocks: Iterable[nn.Module]) -> None:

@@ -36,7 +36,8 @@ def parameter_ids(names: Iterable[str]) -> dict[str, int]:
 
 
 def _hash32(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def table_hash(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -46,5 +47,6 @@ def table_hash(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(shapes):
-        digest.update(f"{name}{list(shapes[name])};".encode())
+        shape = list(shapes[name])
+        digest.update(f"{name}{shape};".encode())
     return digest.hexdigest()

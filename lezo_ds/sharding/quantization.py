@@ -88,7 +88,8 @@ class Quantization:
         """
         most = 2**self.bits - 1
         groups = values.reshape(-1, GROUP)
-        stored = [field[: len(groups)] for field in self._fields(part)]
+        num_groups = len(groups)
+        stored = [field[:num_groups] for field in self._fields(part)]
         for codes, steps, minima, given in _chunks(*stored, groups):
             group = given.to(part.device, torch.float32)
             low = group.amin(1, keepdim=True)
@@ -97,15 +98,19 @@ class Quantization:
             steps.copy_((high - low) / most)
             # Codes belong to the rounded minimum and step. The step of equal elements is 0.
             step = torch.where(steps == 0, 1.0, steps.float())
-            code = ((group - minima.float()) / step).round_().clamp_(0, most).to(torch.uint8)
+            place = (group - minima.float()) / step
+            code = place.round_().clamp_(0, most).to(torch.uint8)
             if self.bits == 4:
-                code = code[:, 0::2] << 4 | code[:, 1::2]
+                first = code[:, 0::2]
+                second = code[:, 1::2]
+                code = first << 4 | second
             codes.copy_(code)
 
     def codes_and_grid(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of a part's codes of 8 bits [g * 64], and of its steps and minima [2, g]."""
         codes, _, _ = self._fields(part)
-        grid = part[self.groups_of_part * self._codes_of_group :]
+        first_of_grid = self.groups_of_part * self._codes_of_group
+        grid = part[first_of_grid:]
         return codes.view(-1), grid.view(2, -1)
 
     def dequantize(self, parts: Tensor) -> Tensor:
@@ -121,16 +126,15 @@ class Quantization:
         return values.view(-1)
 
     def _dequantize_part(self, part: Tensor, elements: Tensor) -> None:
-        for codes, steps, minima, group in _chunks(*self._fields(part), elements):
+        fields = self._fields(part)
+        for codes, steps, minima, group in _chunks(*fields, elements):
+            value = codes
             if self.bits == 4:
-                value = torch.empty(len(codes), GROUP // 2, 2, device=part.device)
-                value[..., 0] = codes >> 4
-                value[..., 1] = codes & 15
-                value = value.view(-1, GROUP)
-            else:
-                value = codes.float()
+                halves = torch.stack([codes >> 4, codes & 15], dim=-1)
+                value = halves.view(-1, GROUP)
             # Two operations, which round twice on any device.
-            group.copy_(value.mul_(steps.float()).add_(minima.float()))
+            scaled = value.float().mul_(steps.float())
+            group.copy_(scaled.add_(minima.float()))
 
     def matrix(self, parts: Tensor) -> Tensor:
         """Return the matrix [*shape] that modules compute with, from the parts of all ranks."""
@@ -141,13 +145,15 @@ class Quantization:
         num_groups = self.groups_of_part
         sizes = [num_groups * self._codes_of_group, num_groups, num_groups]
         codes, steps, minima = torch.split(part, sizes)
-        return codes.view(torch.uint8).view(num_groups, -1), steps[:, None], minima[:, None]
+        bytes_of_codes = codes.view(torch.uint8)
+        return bytes_of_codes.view(num_groups, -1), steps[:, None], minima[:, None]
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the same rows of each tensor, some groups at a time."""
     size = _CHUNK_ON_CPU if tensors[0].device.type == "cpu" else _CHUNK
-    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
+    parts = [torch.split(tensor, size) for tensor in tensors]
+    return zip(*parts, strict=True)
 
 
 def quantization_of(parameter: nn.Parameter) -> Quantization | None:
@@ -166,15 +172,20 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 def num_trained_codes(model: nn.Module) -> int:
     """Return how many codes updates move."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kinds = filter(None, map(quantization_of, trained))
-    return sum(kind.numel for kind in kinds)
+    number = 0
+    for parameter in model.parameters():
+        quantization = quantization_of(parameter)
+        if quantization is not None and parameter.requires_grad:
+            number += quantization.numel
+    return number
 
 
 def values_of(parameter: nn.Parameter) -> Tensor:
     """Return the values of a gathered parameter, of which no module runs: dequantized if it is."""
     quantization = quantization_of(parameter)
-    return parameter.data if quantization is None else quantization.matrix(parameter.data)
+    if quantization is None:
+        return parameter.data
+    return quantization.matrix(parameter.data)
 
 
 def quantize_parameters(
@@ -205,8 +216,10 @@ def quantize_parameters(
                 f"and model.bits={bits} needs a multiple of {GROUP}",
                 fix="set tensor_parallel=1, or model.bits=null",
             )
-        quantization = Quantization(bits, matrix.dtype, tuple(matrix.shape), num_parts or 1)
-        matrix.data = matrix.new_empty(quantization.num_parts * quantization.size_of_part)
+        shape = tuple(matrix.shape)
+        quantization = Quantization(bits, matrix.dtype, shape, num_parts or 1)
+        size = quantization.num_parts * quantization.size_of_part
+        matrix.data = matrix.new_empty(size)
         if bits != TRAINED_BITS:
             matrix.requires_grad_(False)
         matrix.quantization = quantization

@@ -69,9 +69,9 @@ class Shard(ABC):
     is_replicated = False
 
     def __post_init__(self) -> None:
-        self.computed = Elements.all_of(self.elements.parameter_id, self.elements.shape)
-        self.count = self.elements.region.size
         self.shape = self.elements.shape
+        self.computed = Elements.all_of(self.elements.parameter_id, self.shape)
+        self.count = self.elements.region.size
         self.numel = math.prod(self.shape)
         self.decays = len(self.shape) > 1
         self.is_trained: bool = self.parameter.requires_grad
@@ -122,19 +122,27 @@ class FlatShard(Shard):
     end, DeepSpeed pads the slice with uninitialized memory, which is never read.
     """
 
-    def __init__(self, parameter: Any, name: str, block: int, parameter_id: int) -> None:
+    def __init__(
+        self,
+        parameter: Any,
+        name: str,
+        block: int,
+        parameter_id: int,
+    ) -> None:
         self._size, shape = self._layout(parameter)
         numel = math.prod(shape)
         start = min(parameter.ds_zero_partition_rank * self._size, numel)
-        own = Region.run(start, min(self._size, numel - start))
-        elements = Elements(parameter_id, shape, own)
-        super().__init__(parameter, name, block, elements, parameter.ds_process_group)
+        count = min(self._size, numel - start)
+        elements = Elements(parameter_id, shape, Region.run(start, count))
+        group = parameter.ds_process_group
+        super().__init__(parameter, name, block, elements, group)
         self.device = parameter.ds_tensor.device
 
     @staticmethod
     def _layout(parameter: Any) -> tuple[int, tuple[int, ...]]:
         """Return the number of elements of a rank's slice, and the shape of the full parameter."""
-        size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
+        num_ranks = parameter.ds_zero_partition_world_size
+        size = -(-parameter.ds_numel // num_ranks)
         return size, tuple(parameter.ds_shape)
 
     def memory(self) -> Tensor:
@@ -148,7 +156,8 @@ class FlatShard(Shard):
 
     def gather_like(self, stored: Tensor) -> Tensor:
         by_rank = _gather_padded(stored, self._size, self.group)
-        return by_rank.view(-1)[: self.numel].view(self.shape)
+        values = by_rank.view(-1)[: self.numel]
+        return values.view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -174,20 +183,19 @@ class RectangleShard(Shard):
     """
 
     def __init__(
-        self, parameter: Any, name: str, block: int, parameter_id: int, split: Split
+        self,
+        parameter: Any,
+        name: str,
+        block: int,
+        parameter_id: int,
+        split: Split,
     ) -> None:
         self._pieces = split.pieces
         self.is_replicated = not split.pieces
         elements = Elements.all_of(parameter_id, split.shape)
         if split.pieces:
-            # A piece is a view of the full parameter: an offset and strides.
-            piece = split.pieces[comm.get_rank(split.group)]
-            stride = piece.source_strides[0]
-            region = Region.run(piece.source_offset, piece.numel)  # if it has full rows
-            if len(piece.shape) > 1 and math.prod(piece.shape[1:]) != stride:
-                width = piece.shape[-1]
-                region = Region(piece.source_offset, piece.numel // width, width, stride)
-            elements = elements._replace(region=region)
+            own_piece = split.pieces[comm.get_rank(split.group)]
+            elements = elements._replace(region=_region_of(own_piece))
         super().__init__(parameter, name, block, elements, split.group)
         self.computed = elements
 
@@ -201,20 +209,34 @@ class RectangleShard(Shard):
         size = max(piece.numel for piece in self._pieces)
         by_rank = _gather_padded(stored, size, self.group)
         full = torch.empty(self.numel, dtype=stored.dtype, device=by_rank.device)
-        for values, piece in zip(by_rank, self._pieces, strict=True):
-            piece.source_view(full).copy_(values[: piece.numel].view(piece.shape))
+        for padded, piece in zip(by_rank, self._pieces, strict=True):
+            values = padded[: piece.numel]
+            place = piece.source_view(full)
+            place.copy_(values.view(piece.shape))
         return full.view(self.shape)
+
+
+def _region_of(piece: AffinePiece) -> Region:
+    """Return the elements of a piece, which is a view of a parameter: an offset and strides."""
+    start = piece.source_offset
+    stride = piece.source_strides[0]
+    has_full_rows = len(piece.shape) == 1 or math.prod(piece.shape[1:]) == stride
+    if has_full_rows:
+        return Region.run(start, piece.numel)
+    width = piece.shape[-1]
+    num_rows = piece.numel // width
+    return Region(start, num_rows, width, stride)
 
 
 def _gather_padded(stored: Tensor, size: int, group: Any) -> Tensor:
     """Return what each rank of a group stores, padded to `size` elements: [ranks, size]."""
     padded = torch.zeros(size, dtype=stored.dtype, device=distributed.device())
     padded[: stored.numel()] = stored
-    by_rank = padded.new_empty(distributed.world_size(group), size)
+    num_ranks = distributed.world_size(group)
+    by_rank = padded.new_empty(num_ranks, size)
     # The message is sent as bytes, because gloo does not support every dtype (for example, int16).
-    comm.all_gather_into_tensor(
-        by_rank.view(-1).view(torch.uint8), padded.view(torch.uint8), group=group
-    )
+    message = by_rank.view(-1).view(torch.uint8)
+    comm.all_gather_into_tensor(message, padded.view(torch.uint8), group=group)
     return by_rank
 
 

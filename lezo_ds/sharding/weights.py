@@ -9,6 +9,7 @@ Witness     of a few elements  between snapshots: on each rank, against a replay
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
@@ -35,6 +36,9 @@ AT_ENDS_BY_QUANTIZATION = 2 / 64
 
 _NUM_ELEMENTS = 64
 """Most elements of a sample of `Witness`."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers of as many bytes."""
 
 _CHUNK_ON_CPU = 1 << 17  # temporary tensors of 1 MB stay in a processor's cache
 _CHUNK = 1 << 22  # an operation on a GPU has a fixed cost
@@ -89,13 +93,18 @@ class ShardedWeights:
         self.aliases = aliases
         self._precision = precision
         # By block, and by whether weight decay applies: all of a list have the same updates.
-        self._trained: dict[tuple[int, bool], list[Shard]] = {}
+        self._trained: dict[tuple[int, bool], list[Shard]] = defaultdict(list)
         for shard in shards:
             if shard.is_trained and shard.count:
-                self._trained.setdefault((shard.block, shard.decays), []).append(shard)
+                alike = self._trained[shard.block, shard.decays]
+                alike.append(shard)
 
     def load(
-        self, shards: Sequence[Shard], files: WeightFiles, *, keeps_grids: bool = False
+        self,
+        shards: Sequence[Shard],
+        files: WeightFiles,
+        *,
+        keeps_grids: bool = False,
     ) -> None:
         """Fill shards from files, of which each rank reads only its own elements.
 
@@ -112,18 +121,26 @@ class ShardedWeights:
         aliases = {shard.name: self.aliases[shard.name] for shard in shards}
         shapes = {shard.name: shard.shape for shard in shards}
         tensors = files.find(aliases, shapes)
+        low_files = None
         low_directory = files.directory / LOW_BITS_DIRECTORY
-        low_files = WeightFiles(low_directory) if low_directory.is_dir() else None
+        if low_directory.is_dir():
+            low_files = WeightFiles(low_directory)
         for shard in shards:
+            region = shard.elements.region
             low = None
             has_codes = keeps_grids and shard.trained_codes() is not None
             if low_files is not None and (has_codes or self._has_low_bits(shard)):
-                low = low_files.read([shard.name], shard.elements.region)
+                low = low_files.read([shard.name], region)
             # Without a name, the values are gone when the next ones are read.
-            self.fill(shard, files.read(tensors[shard.name], shard.elements.region), low)
+            self.fill(shard, files.read(tensors[shard.name], region), low)
         finish_updates()
 
-    def fill(self, shard: Shard, values: Tensor, low: Tensor | None = None) -> None:
+    def fill(
+        self,
+        shard: Shard,
+        values: Tensor,
+        low: Tensor | None = None,
+    ) -> None:
         """Fill one shard, and its low bits if it has some.
 
         Args:
@@ -138,7 +155,8 @@ class ShardedWeights:
             return
         if self._has_low_bits(shard):
             if low is None:
-                values, low = split_master(values.float(), shard.dtype)
+                wide = values.float()
+                values, low = split_master(wide, shard.dtype)
             self.low_bits[shard.name] = low.to(shard.device, copy=True)
         shard.fill(values)
 
@@ -146,10 +164,11 @@ class ShardedWeights:
         """Keep a copy of the adapter's shards for `restore_initial`. They are small."""
         finish_updates()
         for shard in self.adapter_shards:
+            values = shard.stored().clone()
             low = self.low_bits.get(shard.name)
             if low is not None:
                 low = low.clone()
-            self._initial.append((shard, shard.stored().clone(), low))
+            self._initial.append((shard, values, low))
 
     def restore_initial(self) -> None:
         """Set the adapter's shards to the values that `keep_initial` kept."""
@@ -158,9 +177,9 @@ class ShardedWeights:
         finish_updates()
 
     def _has_low_bits(self, shard: Shard) -> bool:
-        is_16_bit = shard.dtype != torch.float32
-        has_low_bits = is_16_bit and shard.is_trained and shard.trained_codes() is None
-        return self._precision == "fp32_master" and has_low_bits
+        if self._precision != "fp32_master" or not shard.is_trained:
+            return False
+        return shard.dtype != torch.float32 and shard.trained_codes() is None
 
     def besides_values(self, shard: Shard) -> Tensor | None:
         """Return what else a trained shard stores [count]: codes, low bits, or None.
@@ -168,7 +187,9 @@ class ShardedWeights:
         Two codes may stand for the same 16-bit value, so the values do not give them.
         """
         codes = shard.trained_codes()
-        return self.low_bits.get(shard.name) if codes is None else codes
+        if codes is not None:
+            return codes
+        return self.low_bits.get(shard.name)
 
     def ends_share(self) -> float | None:
         """Return the share of trained codes at an end of their grid. A collective.
@@ -176,11 +197,12 @@ class ShardedWeights:
         Quantization puts 2 of each 64 there: the smallest and the largest element of a group. More
         than `AT_ENDS_BY_QUANTIZATION` are cut off where their grid ends. None without codes.
         """
-        stored = [codes for shard in self.shards if (codes := shard.trained_codes()) is not None]
-        if not stored:
+        stored = (shard.trained_codes() for shard in self.shards)
+        trained = [codes for codes in stored if codes is not None]
+        if not trained:
             return None
         counts = torch.zeros(2, dtype=torch.int64, device=distributed.device())
-        for codes in stored:
+        for codes in trained:
             counts[0] += (codes % LARGEST_CODE == 0).sum()  # 0, or the largest
             counts[1] += codes.numel()
         at_ends, total = distributed.sum_vector(counts, self.shards[0].group)
@@ -208,7 +230,8 @@ class ShardedWeights:
             changes = updates_of_parameter(updates, block, decays=decays)
             if changes:
                 assert updater is not None and self._precision is not None
-                updater.update([target_of(shard) for shard in alike], changes, self._precision)
+                targets = list(map(target_of, alike))
+                updater.update(targets, changes, self._precision)
 
     def target_of(self, shard: Shard) -> UpdateTarget:
         """Return what an update of a shard changes in place."""
@@ -217,7 +240,8 @@ class ShardedWeights:
     def witness(self) -> Witness:
         """Return samples of the trained shards as they are now."""
         trained = chain.from_iterable(self._trained.values())
-        return Witness(self, {shard: _sample(self.target_of(shard)) for shard in trained})
+        samples = {shard: _sample(self.target_of(shard)) for shard in trained}
+        return Witness(self, samples)
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
         """Return (rank, name) of each shard that differs from its first replica. A collective.
@@ -225,17 +249,20 @@ class ShardedWeights:
         Shards of the same elements of a parameter are replicas: those of ranks in different groups,
         and all of a parameter that each rank stores in full.
         """
-        has_groups = distributed.world_size(self.shards[0].group) < distributed.world_size()
-        compared = [shard for shard in self.shards if has_groups or shard.is_replicated]
-        if not compared:
+        group = self.shards[0].group
+        has_groups = distributed.world_size(group) < distributed.world_size()
+        own: dict[tuple[str, Region], int] = {}
+        for shard in self.shards:
+            if has_groups or shard.is_replicated:
+                own[shard.name, shard.elements.region] = self._digest(shard)
+        if not own:
             return []
-        stored = [(shard.name, shard.elements.region) for shard in compared]
-        own = dict(zip(stored, self._digests(compared), strict=True))
         first: dict[tuple[str, Region], int] = {}
         unlike = []
         for rank, digests in enumerate(distributed.gather_objects(own)):
-            for (name, region), digest in digests.items():
-                if digest != first.setdefault((name, region), digest):
+            for stored, digest in digests.items():
+                if digest != first.setdefault(stored, digest):
+                    name, _ = stored
                     unlike.append((rank, name))
         return unlike
 
@@ -250,29 +277,28 @@ class ShardedWeights:
         if shards is None:
             shards = self.shards
         group = shards[0].group
-        digests = self._digests(shards)
-        if distributed.rank() % distributed.world_size(group) != 0:
-            # Of replicas, only that of the first rank of each group counts.
-            for index, shard in enumerate(shards):
-                if shard.is_replicated:
-                    digests[index] = 0
-        sums = distributed.sum_vector(torch.tensor(digests, device=distributed.device()), group)
-        by_name = sorted(zip([shard.name for shard in shards], sums, strict=True))
+        # Of replicas, only that of the first rank of each group counts.
+        counts_replicas = distributed.rank() % distributed.world_size(group) == 0
+        digests = [0] * len(shards)
+        for index, shard in enumerate(shards):
+            if counts_replicas or not shard.is_replicated:
+                digests[index] = self._digest(shard)
+        own = torch.tensor(digests, device=distributed.device())
+        sums = distributed.sum_vector(own, group)
+        names = [shard.name for shard in shards]
+        by_name = sorted(zip(names, sums, strict=True))
         text = ";".join(f"{name}:{total}" for name, total in by_name)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _digests(self, shards: Sequence[Shard]) -> list[int]:
-        """Return the digest of each shard and its low bits or codes: signed 64-bit integers."""
-        digests = []
-        for shard in shards:
-            elements = shard.elements
-            total = digest_of(shard.stored(), elements)
-            besides = self.besides_values(shard)
-            if besides is not None:
-                low_id = elements.parameter_id ^ _LOW_STREAM
-                total += digest_of(besides, elements._replace(parameter_id=low_id))
-            digests.append((total + 2**63) % 2**64 - 2**63)
-        return digests
+    def _digest(self, shard: Shard) -> int:
+        """Return the digest of a shard and its low bits or codes: a signed 64-bit integer."""
+        elements = shard.elements
+        total = digest_of(shard.stored(), elements)
+        besides = self.besides_values(shard)
+        if besides is not None:
+            low_id = elements.parameter_id ^ _LOW_STREAM
+            total += digest_of(besides, elements._replace(parameter_id=low_id))
+        return (total + 2**63) % 2**64 - 2**63
 
 
 class Witness:
@@ -296,13 +322,7 @@ class Witness:
         names = []
         for shard, sample in self._samples.items():
             present = _sample(self._weights.target_of(shard))
-            # As integers: -0.0 equals 0.0, and NaN does not equal itself.
-            is_equal = torch.equal(
-                sample.values.view(torch.uint8), present.values.view(torch.uint8)
-            )
-            if sample.low is not None and present.low is not None:
-                is_equal &= torch.equal(sample.low, present.low)
-            if not is_equal:
+            if not torch.equal(_bytes_of(sample), _bytes_of(present)):
                 names.append(shard.name)
         return names
 
@@ -310,13 +330,28 @@ class Witness:
 def _sample(target: UpdateTarget) -> UpdateTarget:
     """Return a copy of the first elements, which are neighbors in the full parameter."""
     values, elements, low, grid = target
-    number = min(_NUM_ELEMENTS, elements.region.width)
+    region = elements.region
+    number = min(_NUM_ELEMENTS, region.width)
+    first = Region.run(region.start, number)
     if low is not None:
         low = low[:number].clone()
     if grid is not None:
         grid = grid[:, :1].clone(memory_format=torch.contiguous_format)  # a group has as many
-    first = elements._replace(region=Region.run(elements.region.start, number))
-    return UpdateTarget(values[:number].clone(), first, low, grid)
+    return UpdateTarget(
+        values[:number].clone(),
+        elements._replace(region=first),
+        low,
+        grid,
+    )
+
+
+def _bytes_of(target: UpdateTarget) -> Tensor:
+    """Return the values and low bits. As numbers, -0.0 would equal 0.0, and NaN not itself."""
+    values = target.values.view(torch.uint8)
+    if target.low is None:
+        return values
+    low = target.low.view(torch.uint8)
+    return torch.cat([values, low])
 
 
 def digest_of(values: Tensor, elements: Elements) -> int:
@@ -331,15 +366,19 @@ def digest_of(values: Tensor, elements: Elements) -> int:
         elements: which they are. Their ids give equal parameters of different names different
             digests.
     """
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    chunk = _CHUNK_ON_CPU if values.device.type == "cpu" else _CHUNK
-    bits_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.element_size()]
+    device = values.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    chunk = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
+    bits_dtype = _BITS[values.element_size()]
     stream = elements.parameter_id * _STREAM_FACTOR % (1 << 63)
-    for begin in range(0, values.numel(), chunk):
-        bits = values[begin : begin + chunk].view(bits_dtype).to(torch.int64)
-        index = elements.region.indices(begin, begin + bits.numel(), values.device)
+    begin = 0
+    for part in torch.split(values, chunk):
+        end = begin + len(part)
+        index = elements.region.indices(begin, end, device)
         # A finalizer like SplitMix64's: neighboring indices get unrelated numbers. Products wrap.
-        number = (index + 1) * _INDEX_FACTOR + stream
-        number = (number ^ (number >> 31)) * _MIX_FACTOR | 1
+        mixed = (index + 1) * _INDEX_FACTOR + stream
+        number = (mixed ^ (mixed >> 31)) * _MIX_FACTOR | 1
+        bits = part.view(bits_dtype).to(torch.int64)
         total += (bits * number).sum()
+        begin = end
     return int(total)

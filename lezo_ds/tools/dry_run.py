@@ -86,7 +86,7 @@ from lezo_ds.forward.blocks import (
     quantized_matrices,
 )
 from lezo_ds.forward.dense import COPIES_AT_ONCE
-from lezo_ds.forward.wrappers import TARGETS_AT_ONCE
+from lezo_ds.forward.head import TARGETS_AT_ONCE
 from lezo_ds.runs.cross_check import cross_check
 from lezo_ds.runs.records import with_start_date
 from lezo_ds.runs.screen import duration

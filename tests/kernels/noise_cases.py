@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from lezo_ds.forward.dense import with_opposites
 from lezo_ds.noise import Elements, Region, UpdateTarget, Weight
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.zo.laws import DenseLaw
@@ -120,10 +121,16 @@ def perturbed(noise, dtype, out_dtype, device):
         for place, rows in ((0, [3, 0, 3]), (5, [1, 4]), (6, [8]))
     ]
     copies = []
-    for scales in SCALES:
-        copies += noise.perturb(weights, at(*scales))
-        copies += [noise.perturb([some_rows], at(*scales))[0] for some_rows in of_rows]
+    for probes in (at(*scales) for scales in SCALES):
+        copies += perturb(noise, weights, probes)
+        copies += [perturb(noise, [some_rows], probes)[0] for some_rows in of_rows]
     return list(itertools.chain(*copies))
+
+
+def perturb(noise, weights, probes):
+    """The copies of each weight at any probes."""
+    groups = [noise.perturb(weights, some) for some in with_opposites(probes)]
+    return [list(itertools.chain(*of_weight)) for of_weight in zip(*groups, strict=True)]
 
 
 def updated(noise, dtype, precision, device):

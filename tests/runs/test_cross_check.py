@@ -138,14 +138,20 @@ def test_a_model_whose_records_reach_each_other_in_a_row_is_refused(assets, run)
 def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
     engine, data, config = inputs_of(assets, run)
     layer = engine.module.model.layers[1].mlp.down_proj
-    wrapped = layer.forward
-    layer.forward = lambda hidden: -wrapped(hidden)
+    own_forward = layer.forward
+
+    def break_passes(broken):
+        """Let passes at probes run the layer in another way than the model alone."""
+        state = engine._perturbed._state
+        layer.forward = lambda hidden: (broken if state.current.probes else own_forward)(hidden)
+
+    break_passes(lambda hidden: -own_forward(hidden))
     with pytest.raises(UserError, match=r"record \d+ has a mean log-probability of"):
         check(engine, data, config)
-    layer.forward = lambda hidden: wrapped(hidden) * float("nan")
+    break_passes(lambda hidden: own_forward(hidden) * float("nan"))
     with pytest.raises(UserError, match="is more than rounding"):
         check(engine, data, config)
-    layer.forward = lambda hidden: wrapped(hidden[:, :, 1:])
+    break_passes(lambda hidden: own_forward(hidden[:, :, 1:]))
     with pytest.raises(
         UserError, match="LlamaForCausalLM does not run in a training pass: Runtime"
     ):
@@ -154,7 +160,7 @@ def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
     with pytest.raises(UserError, match="; fix: remove tensor_parallel"):
         check(engine, data, config)
     del engine.sharded.ds_config["tensor_parallel"]
-    layer.forward = wrapped
+    layer.forward = own_forward
     check(engine, data, config)
 
 

@@ -157,20 +157,16 @@ class LoraAdapter:
             if _factor_names(name)[0] in factors
         ]
         assert 2 * len(names) == len(factors), "each factor belongs to one weight"
+        scale: float = self._lora.lora_alpha / self._lora.r
 
         def merge(name: str, value: Tensor) -> Tensor:
             first, second = (factors[each].gather() for each in _factor_names(name))
-            product = self._product(first, second)
+            product = scale * (second.float() @ first.float())
             if name.removesuffix(".weight") in self._transposed:
                 product = product.t()
             return (value.float() + product).to(value.dtype)
 
         return {name: partial(merge, name) for name in names}
-
-    def _product(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return (alpha / r) B A, float32 [outputs, inputs], of A [r, inputs], B [outputs, r]."""
-        scale: float = self._lora.lora_alpha / self._lora.r
-        return scale * (second.float() @ first.float())
 
     def write_config(self, directory: Path, base_model: str) -> None:
         """Write adapter_config.json, with which peft loads the adapter."""
