@@ -183,14 +183,15 @@ def run_train(arguments: argparse.Namespace) -> None:
     from lezo_ds.data.task_data import load_task_data
     from lezo_ds.runs.screen import run_summary
     from lezo_ds.runs.trainer import train
-    from lezo_ds.tools import dry_run
+    from lezo_ds.tools.dry_run import dry_run
+    from lezo_ds.tools.examples import example_lines
 
     if arguments.dry_run:
         distributed.init_distributed()  # the plan depends on the number of ranks
-        lines = dry_run.dry_run(config, arguments.gpus, arguments.gpu_memory)
+        lines = dry_run(config, arguments.gpus, arguments.gpu_memory)
         if arguments.examples:
             data = load_task_data(config)  # of a recipe that may lack keys of training
-            lines = dry_run.example_lines(data, arguments.examples)
+            lines = example_lines(data, arguments.examples)
         for line in lines:
             if distributed.rank() == 0:
                 print(line, flush=True)

@@ -35,15 +35,9 @@ from lezo_ds.data.records import TABLES, read_records
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError, cut, did_you_mean, one_line, printable
 from lezo_ds.files import filled_template, write_output
-from lezo_ds.tools.dry_run import (
-    LONG_STEP,
-    ModelSizes,
-    Plan,
-    example_lines,
-    measured_inputs,
-    measured_step,
-    time_lines,
-)
+from lezo_ds.tools.dry_run import measured_step, time_lines
+from lezo_ds.tools.examples import example_lines
+from lezo_ds.tools.memory_plan import ModelSizes, measured_inputs, memory_of, ways
 
 _SAMPLE = 2**20  # bytes of a table from which its encoding is found
 _SNIFFED_LINES = 20
@@ -53,6 +47,7 @@ _RARE = 0.01  # of the records; labels below are marked
 _SHOWN_RECORDS = 3
 _BATCH_SIZES = (16, 8, 4)
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of other steps
+LONG_STEP = 10.0  # seconds; if a step takes longer, the recipe has fewer examples
 _USABLE_PART = 0.8  # of a GPU's memory: a plan is accurate to 20 %
 _CHOICES = ("choices", "options", "endings")
 """The usual names of columns with the choices of a question."""
@@ -442,8 +437,8 @@ def _fit_on_cpu(facts: dict[str, Any], data: TaskData) -> float | None:
     facts["batch_size"] = _BATCH_SIZES[-1]
     config = _config(facts)
     inputs = measured_inputs(config, data)
-    plan = Plan(config, ModelSizes(config, facts["directory"]), inputs, 1, on_gpu=False)
-    seconds = measured_step(plan, data, most=1)
+    memory = memory_of(config, ModelSizes(config), inputs, num_ranks=1, on_gpu=False)
+    seconds = measured_step(config, data, sum(memory.values()), num_steps=1)
     if seconds is None:
         return None
     times = {size: seconds * size / _BATCH_SIZES[-1] for size in _BATCH_SIZES}
@@ -453,22 +448,24 @@ def _fit_on_cpu(facts: dict[str, Any], data: TaskData) -> float | None:
 
 
 def _fit_on_gpus(facts: dict[str, Any], data: TaskData) -> None:
-    gpus = range(torch.cuda.device_count())
-    most = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus) * _USABLE_PART
+    """Take the first way that fits, if possible with updates that are not rounded."""
+    gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
+    most = min(gpu.total_memory for gpu in gpus) * _USABLE_PART
     others = facts["others"]
     for precision in ("fp32_master", "stochastic"):
         facts["others"] = {**others, "zo.update_precision": precision}
         config = _config(facts)
-        model = ModelSizes(config, facts["directory"])
-        plan = Plan(config, model, measured_inputs(config, data), facts["num_ranks"])
-        keys, best = plan.ways(most)[0]
-        if best.peak <= most and not best.in_host:
+        inputs = measured_inputs(config, data)
+        fitting = ways(config, ModelSizes(config), inputs, facts["num_ranks"], most)
+        keys, _ = next(fitting, ("", 0))
+        if keys and "offload" not in keys:  # which comes last
             break
     else:
+        if not keys:
+            raise UserError("no GPU can hold a part of the model", fix="take GPUs with more memory")
         logger.warning(
-            "weights do not fit the GPUs, and are in the host's memory (%s); take more GPUs, or "
-            "set model.bits=4 peft.kind=lora",
-            best.needs(),
+            "weights do not fit the GPUs, and are in the host's memory; take more GPUs, or set "
+            "model.bits=4 peft.kind=lora"
         )
     facts["others"] |= dict(word.split("=") for word in keys.split())
 
