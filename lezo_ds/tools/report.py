@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import math
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from glob import glob
@@ -63,7 +64,7 @@ _FORMAT: Mapping[str, Any] = {"na_rep": "", "float_format": "{:.4g}".format}
 _NOTE = """\
 Scores are means over runs that differ in their seeds, in percent; rewards are as they are. The
 deviation is that of the sample of runs; the error is the standard error of one run, over its test
-examples. `validation` is the score of the best step or, of a run that is not finished, the last."""
+examples. The validation score is that of the best step; of a run that is not finished, the last."""
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +145,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
         samples           answers that the evaluations have shown, with their rewards
     """
     run = RunDirectory(directory)
-    values = load_yaml(files.read_regular(run.config).decode())
-    config = config_from_dict(values, str(directory))
+    text = files.read_regular(run.config).decode()
+    config = config_from_dict(load_yaml(text), str(directory))
     curve, metric = _read_curve(run.metrics)
     row: dict[str, Any] = dict.fromkeys(RunResults.__dataclass_fields__)
     row["method"] = method_name(config)
@@ -168,7 +169,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     answers = []
     row["state"] = ""
     if row["finished"]:
-        answers = _read_lines(run.predictions_at(row["best_step"] or 0))
+        path = run.predictions_at(row["best_step"] or 0)
+        answers = _read_lines(path)
         curve = curve[curve["step"] == row["best_step"]]
     elif results is None and run.results.exists():
         row["state"] = ", damaged results.json"
@@ -183,7 +185,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     row["error"] = row["scores"].sem()
     # A chat template may write the day of the run at the start of a prompt.
     examples = [(answer["prompt"][-200:], answer["right"]) for answer in answers]
-    row["test_data"] = hashlib.sha256(str(examples).encode()).hexdigest()[:6]
+    digest = hashlib.sha256(str(examples).encode())
+    row["test_data"] = digest.hexdigest()[:6]
     return row
 
 
@@ -191,8 +194,9 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a JSONL file, none if it is missing. A crash may cut the last line."""
     if not path.exists():
         return []
-    lines = files.read_regular(path).decode().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    text = files.read_regular(path).decode()
+    whole = [line for line in text.splitlines() if line.endswith("}")]
+    return list(map(json.loads, whole))
 
 
 def _read_curve(path: Path) -> tuple[pd.DataFrame, str]:
@@ -223,7 +227,8 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
             runs.loc[group.index, "name"] += f", {leaf}=" + settings[key]
     runs["name"] += runs["state"]
     alike = runs.groupby([*SECTION, "name", "data.seed"], sort=False)
-    is_other = runs["test_data"] != alike["test_data"].transform("first")
+    first = alike["test_data"].transform("first")
+    is_other = runs["test_data"] != first
     runs.loc[is_other, "name"] += ", other test data (" + runs["test_data"] + ")"
     is_repeated = runs.duplicated([*SECTION, "name", *SEEDS])
     runs.loc[is_repeated, "name"] += ", the same seeds again in " + runs["directory"]
@@ -232,18 +237,18 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
 
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each name in runs of one section, without the columns that say nothing."""
-    groups = runs.astype(dict.fromkeys(_COLUMNS, float)).groupby("name", sort=False)
+    runs = runs.astype(dict.fromkeys(_COLUMNS, float))
+    groups = runs.groupby("name", sort=False)
     table = groups[list(_COLUMNS)].mean()
     table.insert(1, "deviation", groups["test"].std())
     table.insert(2, "runs", groups.size())
-    table.insert(3, "note", None)
     if REWARD not in set(runs["metric"]):
         table[_SHARES] *= 100
     table["seconds"] /= 60
     table["peak_memory_bytes"] /= 1e9
-    table.loc[table["test"] < table["majority_class"], "note"] = "below the majority class"
-    table.loc[table["test"] < table["zero_shot"], "note"] = "below the score before training"
-    return table.rename(columns=_COLUMNS).dropna(axis="columns", how="all")
+    table = table.rename(columns=_COLUMNS)
+    table.index.name = None
+    return table.dropna(axis="columns", how="all")
 
 
 def comparison(runs: pd.DataFrame) -> str:
@@ -263,8 +268,10 @@ def comparison(runs: pd.DataFrame) -> str:
         return f"{title} is {gains.mean():+.3f} ± {gains.sem():.3f} (standard error) ahead"
     better = sum(gains > 0)
     worse = sum(gains < 0)
-    num_ways = sum(math.comb(better + worse, few) for few in range(min(better, worse) + 1))
-    p_value = min(1, num_ways / 2 ** (better + worse - 1))
+    number = better + worse
+    fewest = min(better, worse)
+    num_ways = sum(math.comb(number, few) for few in range(fewest + 1))
+    p_value = min(1, 2 * num_ways / 2**number)
     return (
         f"{title} alone is right on {better}, and {first['directory']} alone on {worse} "
         f"(McNemar's exact test: p = {p_value:.2g})"
@@ -277,9 +284,11 @@ def page(runs: pd.DataFrame) -> str:
 
     sections = []
     for key, same in runs.groupby(SECTION, sort=False):
-        charts = [_chart(same, "score"), _chart(same, "loss")]
-        sections.append((", ".join(key), score_table(same).to_html(**_FORMAT), charts))
-    template = Template(Path(__file__).with_name("report.html").read_text(), autoescape=True)
+        table = score_table(same).to_html(**_FORMAT)
+        charts = [_chart(same, column) for column in ("score", "loss")]
+        sections.append((", ".join(key), table, charts))
+    text = Path(__file__).with_name("report.html").read_text()
+    template = Template(text, autoescape=True)
     html: str = template.render(
         sections=sections,
         compared=comparison(runs),
@@ -298,13 +307,26 @@ def _chart(runs: pd.DataFrame, column: str) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "text.parse_math": False}):
         figure = Figure(figsize=(6, 3.2))
         axes = figure.subplots()
-        axes.set(title=f"Validation {column}", xlabel="step")
+        axes.set_title(f"Validation {column}")
+        axes.set_xlabel("step")
         axes.set_prop_cycle(color=mpl.color_sequences["okabe_ito"])  # for color-blind readers, too
         for name, group in runs.groupby("name", sort=False):
-            curve = pd.concat(list(group["curve"])).groupby("step")[column].mean()
-            axes.plot(curve, marker="o", label=name)
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.18), frameon=False)
+            curves = pd.concat(list(group["curve"]))
+            axes.plot(
+                curves.groupby("step")[column].mean(),
+                marker="o",
+                label=textwrap.fill(name, 70),
+            )
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(0, -0.18),
+            frameon=False,
+        )
         document = io.StringIO()
-        figure.savefig(document, format="svg", bbox_inches="tight")  # it grows by the legend
+        figure.savefig(
+            document,
+            format="svg",
+            bbox_inches="tight",  # it grows by the legend
+        )
     # A page cannot hold the XML declaration, which is before the element.
     return "<svg" + document.getvalue().partition("<svg")[2]
