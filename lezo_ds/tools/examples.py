@@ -27,6 +27,7 @@ def example_lines(data: TaskData, number: int) -> Iterator[str]:
         if encoded.label is None:
             continue
         ids = encoded.sequences[encoded.label]
-        learned = [decode([ids[place]]) for place in encoded.targets(encoded.label)]
+        places = encoded.targets(encoded.label)
+        learned = [decode([ids[place]]) for place in places]
         yield f"reads  {decode(list(ids))!r}"
         yield f"learns  {learned} label {encoded.label}"

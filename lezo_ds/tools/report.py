@@ -60,7 +60,10 @@ _JUDGES: Mapping[str, Any] = {
     "f1": best_f1,
 }
 """For each metric that is a mean over examples, how right an answer is, 0 to 1."""
-_FORMAT: Mapping[str, Any] = {"na_rep": "", "float_format": "{:.4g}".format}
+_FORMAT: Mapping[str, Any] = {
+    "na_rep": "",
+    "float_format": "{:.4g}".format,
+}
 _NOTE = """\
 Scores are means over runs that differ in their seeds, in percent; rewards are as they are. The
 deviation is that of the sample of runs; the error is the standard error of one run, over its test
@@ -74,7 +77,8 @@ def main(arguments: Namespace) -> None:
     if arguments.html is not None:
         problem = "report --html draws curves with matplotlib, which is not installed"
         require_package("matplotlib", problem, "'lezo_ds[report]'")
-    runs = name_runs(read_runs(find_runs(arguments.runs)))
+    runs = read_runs(find_runs(arguments.runs))
+    runs = name_runs(runs)
     if arguments.html is not None:
         files.write_output(arguments.html, page(runs))
         return
@@ -87,7 +91,8 @@ def main(arguments: Namespace) -> None:
             print(f"{title}\n{table.to_string(**_FORMAT)}\n")
     compared = comparison(runs)
     if arguments.json:
-        print(json.dumps({"scores": scores, "comparison": compared}, indent=1))
+        found = {"scores": scores, "comparison": compared}
+        print(json.dumps(found, indent=1))
     else:
         print(compared or _NOTE)
 
@@ -102,7 +107,8 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         # A name may have characters that a pattern gives a meaning.
         names = sorted(glob(pattern)) or [pattern]  # noqa: PTH207
-        directories = [Path(name) for name in names if Path(name).is_dir()]
+        paths = map(Path, names)
+        directories = [path for path in paths if path.is_dir()]
         if not directories:
             raise UserError(f"there is no run {pattern}", fix="give the run_dir of runs")
         found |= dict.fromkeys(directories)
@@ -177,11 +183,14 @@ def _read_run(directory: Path) -> dict[str, Any]:
     else:
         row["state"] = f", not finished, at step {row['steps']:.0f}"
     row["validation"] = curve["score"].tail(1).mean()
-    judge = _JUDGES.get(row["metric"], lambda answer, right: math.nan)
+    judge = _JUDGES.get(row["metric"])
     for answer in answers:
-        answer["score"] = judge(answer["predicted"], answer["right"])
+        answer["score"] = math.nan
+        if judge is not None:
+            answer["score"] = judge(answer["predicted"], answer["right"])
     row["answers"] = answers
-    row["scores"] = pd.Series([answer["score"] for answer in answers], dtype=float)
+    scores = [answer["score"] for answer in answers]
+    row["scores"] = pd.Series(scores, dtype=float)
     row["error"] = row["scores"].sem()
     # A chat template may write the day of the run at the start of a prompt.
     examples = [(answer["prompt"][-200:], answer["right"]) for answer in answers]
@@ -205,7 +214,8 @@ def _read_curve(path: Path) -> tuple[pd.DataFrame, str]:
     frame = pd.DataFrame(lines)
     scores = frame.filter(regex="^dev_(?!loss)").columns
     score = [*scores, "dev_"][0]
-    curve = frame.reindex(columns=["step", "dev_loss", score]).astype(float)
+    curve = frame.reindex(columns=["step", "dev_loss", score])
+    curve = curve.astype(float)
     curve.columns = ["step", "loss", "score"]
     return curve, score.removeprefix("dev_")
 
@@ -220,7 +230,8 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
     keys = ["model_fingerprint", "adapter"]
     keys += [key for key in KEYS if key in runs and key not in ignored]
     runs = runs.assign(name=runs["method"])
-    for _, group in runs.groupby([*SECTION, "method"], sort=False):
+    methods = runs.groupby([*SECTION, "method"], sort=False)
+    for _, group in methods:
         settings = group[keys].astype(str)
         for key in settings.columns[settings.nunique() > 1]:
             leaf = key.rpartition(".")[2]
@@ -257,14 +268,16 @@ def comparison(runs: pd.DataFrame) -> str:
     Right and wrong answers are compared by McNemar's exact test, other scores by the standard error
     of their mean difference.
     """
-    if len(runs) != 2 or runs["error"].isna().any():
+    has_scores = runs["error"].notna().all()
+    if len(runs) != 2 or not has_scores:
         return ""
     first, second = runs.to_dict("records")
     if first["test_data"] != second["test_data"]:
         return "The two runs have other test examples, so they are not compared."
     gains = second["scores"] - first["scores"]
     title = f"On the same {len(gains)} test examples, {second['directory']}"
-    if not gains.isin([-1, 0, 1]).all():
+    are_right_or_wrong = gains.isin([-1, 0, 1]).all()
+    if not are_right_or_wrong:
         return f"{title} is {gains.mean():+.3f} ± {gains.sem():.3f} (standard error) ahead"
     better = sum(gains > 0)
     worse = sum(gains < 0)
