@@ -204,7 +204,7 @@ def test_the_ways_are_those_that_fit_and_give_every_rank_the_same_share(tmp_path
 
 def test_a_line_of_a_way_is_the_keys_that_run_it():
     words = ["model.path=opt-30b", "tensor_parallel=2"]
-    text = text_of(load_config("paper-opt-30b", words), num_gpus=4, gpu_memory=24)
+    text = text_of(load_config("paper-opt-30b", words), num_gpus=4, gpu_memory=80)
     facts = [line[14:] for line in text.splitlines() if line.startswith("a way")]
     assert len(facts) > 2
     for fact in facts:
@@ -234,7 +234,7 @@ def test_every_token_of_every_label_is_counted(tmp_path):
     data = load_task_data(config)
     inputs = measured_inputs(config, replace(data, packed=False))
     assert inputs.targets == sum(1 + len(label) for label in labels)
-    assert 2.5 < inputs.rows <= 3
+    assert 2.5 < inputs.rows < 4  # with padding
     # Examples that share rows run fewer tokens, and as many of them count.
     packed = measured_inputs(config, replace(data, packed=True))
     assert packed.targets == inputs.targets and packed.rows <= inputs.rows
