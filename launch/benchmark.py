@@ -64,7 +64,7 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.forward.directions import directions_of
 from lezo_ds.noise import Elements, UpdateTarget
 from lezo_ds.runs.trainer import make_engine
-from lezo_ds.tools.dry_run import OPT_SHAPES, opt_config
+from lezo_ds.tools.memory_plan import OPT_SHAPES, opt_config
 from lezo_ds.zo.laws import DenseLaw, LowRankLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
 

@@ -161,12 +161,10 @@ def run_train(arguments: argparse.Namespace) -> None:
             "lezo-ds train needs a recipe",
             fix="lezo-ds train --config RECIPE; lezo-ds init MODEL DATA writes a recipe",
         )
-    if arguments.examples and not arguments.dry_run:
-        raise UserError("--examples only shows what a model reads", fix="add --dry-run")
-    if not arguments.dry_run and (arguments.gpus or arguments.gpu_memory):
-        launch = f"deepspeed --num_gpus {arguments.gpus or 'N'} --module lezo_ds train ..."
+    if not arguments.dry_run and (arguments.examples or arguments.gpus or arguments.gpu_memory):
         raise UserError(
-            "--gpus and --gpu-memory only plan a run", fix=f"add --dry-run, or start it by {launch}"
+            "--examples, --gpus and --gpu-memory only show what a run would do",
+            fix="add --dry-run, or start it by deepspeed --num_gpus N --module lezo_ds train ...",
         )
     if arguments.gpu_memory is not None and not 0 < arguments.gpu_memory < math.inf:
         raise UserError(
@@ -183,14 +181,15 @@ def run_train(arguments: argparse.Namespace) -> None:
     from lezo_ds.data.task_data import load_task_data
     from lezo_ds.runs.screen import run_summary
     from lezo_ds.runs.trainer import train
-    from lezo_ds.tools import dry_run
+    from lezo_ds.tools.dry_run import dry_run
+    from lezo_ds.tools.examples import example_lines
 
     if arguments.dry_run:
         distributed.init_distributed()  # the plan depends on the number of ranks
-        lines = dry_run.dry_run(config, arguments.gpus, arguments.gpu_memory)
-        if arguments.examples:
-            data = load_task_data(config)  # of a recipe that may lack keys of training
-            lines = dry_run.example_lines(data, arguments.examples)
+        if arguments.examples:  # of a recipe that may lack keys of training
+            lines = example_lines(load_task_data(config), arguments.examples)
+        else:
+            lines = dry_run(config, arguments.gpus, arguments.gpu_memory)
         for line in lines:
             if distributed.rank() == 0:
                 print(line, flush=True)

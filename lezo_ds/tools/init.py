@@ -35,15 +35,9 @@ from lezo_ds.data.records import TABLES, read_records
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError, cut, did_you_mean, one_line, printable
 from lezo_ds.files import filled_template, write_output
-from lezo_ds.tools.dry_run import (
-    LONG_STEP,
-    ModelSizes,
-    Plan,
-    example_lines,
-    measured_inputs,
-    measured_step,
-    time_lines,
-)
+from lezo_ds.tools.dry_run import measured_step, time_lines
+from lezo_ds.tools.examples import example_lines
+from lezo_ds.tools.memory_plan import ModelSizes, measured_inputs, memory_of, ways
 
 _SAMPLE = 2**20  # bytes of a table from which its encoding is found
 _SNIFFED_LINES = 20
@@ -53,6 +47,7 @@ _RARE = 0.01  # of the records; labels below are marked
 _SHOWN_RECORDS = 3
 _BATCH_SIZES = (16, 8, 4)
 _MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of other steps
+LONG_STEP = 10.0  # seconds; if a step takes longer, the recipe has fewer examples
 _USABLE_PART = 0.8  # of a GPU's memory: a plan is accurate to 20 %
 _CHOICES = ("choices", "options", "endings")
 """The usual names of columns with the choices of a question."""
@@ -84,7 +79,8 @@ def main(arguments: Namespace) -> None:
     facts = _facts(arguments, directory, columns, task | layout)
     data = load_task_data(_config(facts))
     if "labels" in task:
-        print(baseline(columns, arguments.text, task["label_field"]), flush=True)
+        line = baseline(columns[arguments.text], columns[task["label_field"]])
+        print(line, flush=True)
     for line in example_lines(data, _SHOWN_RECORDS):
         print(printable(line))
     seconds = _fit(facts, data)
@@ -102,7 +98,8 @@ def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
     A file in UTF-8 is taken as such. The separator is what csv.Sniffer finds in the first lines.
     """
     layout: dict[str, str] = {}
-    if path.suffix.lower() not in TABLES or not path.is_file():
+    suffix = path.suffix.lower()
+    if suffix not in TABLES or not path.is_file():
         return layout
     with path.open("rb") as file:
         sample = b"".join(file.readlines(_SAMPLE))
@@ -114,12 +111,14 @@ def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
         is_western = "cp1252" in best.could_be_from_charset
         layout["encoding"] = "cp1252" if is_western else best.encoding
     encoding = layout.get("encoding", "utf-8-sig")
-    lines = sample.decode(encoding, errors="replace").splitlines()[:_SNIFFED_LINES]
-    usual = "\t" if path.suffix.lower() == ".tsv" else ","
+    text = sample.decode(encoding, errors="replace")
+    lines = text.splitlines()[:_SNIFFED_LINES]
+    usual = "\t" if suffix == ".tsv" else ","
     separator = arguments.separator or usual
     if arguments.separator is None and usual not in lines[0]:
         with suppress(csv.Error):  # a table of one column
-            separator = csv.Sniffer().sniff("\n".join(lines), ",;\t|").delimiter
+            found = csv.Sniffer().sniff("\n".join(lines), ",;\t|")
+            separator = found.delimiter
     if separator != usual:
         layout["separator"] = separator
     return layout
@@ -175,9 +174,11 @@ def describe_task(
             raise UserError(f"--{option} {name} is not a column", fix=fix)
     _refuse_unlearnable(columns, arguments)
     conversations = [name for name in columns if _are_turns(_first(columns[name]))]
-    if not any((arguments.label, arguments.answer, arguments.messages, arguments.reward)):
+    targets = (arguments.label, arguments.answer, arguments.messages, arguments.reward)
+    if not any(targets):
         for answer, question in _ANSWERS.items():
-            if answer in columns and arguments.text in (None, question) and question in columns:
+            has_both = {answer, question} <= columns.keys()
+            if has_both and arguments.text in (None, question):
                 arguments.text = question
                 arguments.answer = answer
         if arguments.answer is None and len(conversations) == 1:
@@ -230,7 +231,8 @@ def _task(
         )
     task["labels"] = sorted(labels)
     if arguments.label_map:
-        task["labels"] = {label: label for label in sorted(labels)} | dict(arguments.label_map)
+        same = {label: label for label in sorted(labels)}
+        task["labels"] = same | dict(arguments.label_map)
     if arguments.drop_label:
         task["skip_unusable"] = True  # records with a label that is none of these
     return task
@@ -251,14 +253,16 @@ def _refuse_unlearnable(columns: Columns, arguments: Namespace) -> None:
         )
     judged = {"completion", "messages", "conversations"} & columns.keys()
     for name in columns:
-        are_truths = {str(value).lower() for value in columns[name]} <= {"true", "false"}
+        different = {str(value).lower() for value in columns[name]}
+        are_truths = different <= {"true", "false"}
         if are_truths and judged and name not in named and arguments.reward is None:
             raise UserError(
                 f"column {name} says which answers are good, and no objective learns from bad ones",
                 fix=f"keep the records of good answers, and remove the column {name}",
             )
         first = _first(columns[name])
-        if isinstance(first, str) and first.lstrip().startswith("[") and _are_turns(_parsed(first)):
+        is_list = isinstance(first, str) and first.lstrip().startswith("[")
+        if is_list and _are_turns(_parsed(first)):
             fix = "store the lists themselves in a .jsonl or .parquet file"
             raise UserError(f"column {name} has lists of turns that are written as texts", fix=fix)
 
@@ -282,7 +286,8 @@ def _are_turns(value: object) -> bool:
     """Return whether a value is a list of turns of a conversation."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(turn, Mapping) and {"role", "from"} & turn.keys() for turn in value)
+    first = value[0]
+    return isinstance(first, Mapping) and not first.keys().isdisjoint(("role", "from"))
 
 
 def label_counts(values: Sequence[object]) -> Counter[str]:
@@ -296,15 +301,17 @@ def _is_few_valued(values: Sequence[Any]) -> bool:
     if any(isinstance(value, list | Mapping) for value in values):
         return False
     labels = label_counts(values)
-    is_few = 1 < len(labels) <= min(_MAX_LABELS, len(values) / 2)
-    return is_few and max(map(len, labels)) <= _MAX_LABEL_LENGTH
+    if not 1 < len(labels) <= min(_MAX_LABELS, len(values) / 2):
+        return False
+    return max(map(len, labels)) <= _MAX_LABEL_LENGTH
 
 
 def _are_texts(values: Sequence[Any]) -> bool:
     """Return whether most values are different strings, most of them of several words."""
     strings = {value for value in values if isinstance(value, str)}
     num_sentences = sum(" " in string.strip() for string in strings)
-    return len(strings) > len(values) / 2 and num_sentences > len(strings) / 2
+    are_different = len(strings) > len(values) / 2
+    return are_different and num_sentences > len(strings) / 2
 
 
 def _only(option: str, meaning: str, names: Sequence[str]) -> str:
@@ -336,12 +343,15 @@ def _column_lines(columns: Columns, task: Mapping[str, Any]) -> Iterator[str]:
         yield f"label   {label}: {number}{rare}"
 
 
-def baseline(columns: Columns, text: str, label: str) -> str:
+def baseline(words: Sequence[Any], names: Sequence[Any]) -> str:
     """Return the share of the most frequent label, and what a bag of words reaches, as a line."""
-    pairs = zip(columns[text], columns[label], strict=True)
-    kept = [(str(words), str(name)) for words, name in pairs if label_counts([name])]
-    texts, labels = zip(*kept, strict=True)
-    ((_, most),) = Counter(labels).most_common(1)
+    texts = []
+    labels = []
+    for text, label in zip(words, names, strict=True):
+        if label_counts([label]):
+            texts.append(str(text))
+            labels.append(str(label))
+    most = max(Counter(labels).values())
     line = f"baseline  the most frequent label alone: {most / len(labels):.3f}"
     try:
         from sklearn.feature_extraction.text import TfidfVectorizer
@@ -400,7 +410,8 @@ def _facts(
 
 
 def _recipe(facts: Mapping[str, Any]) -> str:
-    return filled_template(Path(__file__).with_name("recipe.jinja"), **facts, yaml=_yaml)
+    template = Path(__file__).with_name("recipe.jinja")
+    return filled_template(template, **facts, yaml=_yaml)
 
 
 def _yaml(value: object) -> str:
@@ -411,7 +422,8 @@ def _yaml(value: object) -> str:
 
 def _config(facts: Mapping[str, Any]) -> RunConfig:
     target = facts["target"]
-    return config_from_dict(load_yaml(_recipe(facts)), str(target), folder=target.parent)
+    values = load_yaml(_recipe(facts))
+    return config_from_dict(values, str(target), folder=target.parent)
 
 
 def _fit(facts: dict[str, Any], data: TaskData) -> float | None:
@@ -420,11 +432,12 @@ def _fit(facts: dict[str, Any], data: TaskData) -> float | None:
     Raises:
         UserError: The model takes none, or not the one that was asked for.
     """
-    ways: list[dict[str, Any]] = [{}, {"others": {"zo.probes_per_pass": 1}}]
+    one_probe = {"others": {"zo.probes_per_pass": 1}}
+    tried: list[dict[str, Any]] = [{}, one_probe]
     if not facts["is_asked_for"]:
-        ways.insert(1, {"method": "fzoo"})
-    for way in ways:
-        facts |= way
+        tried.insert(1, {"method": "fzoo"})
+    for changes in tried:
+        facts |= changes
         try:
             if not facts["on_gpu"]:
                 return _fit_on_cpu(facts, data)
@@ -432,7 +445,7 @@ def _fit(facts: dict[str, Any], data: TaskData) -> float | None:
             break
         except UserError as error:
             # A model that computes with the shape of its batch takes one copy in a pass.
-            if way is ways[-1]:
+            if changes is one_probe:
                 raise
             logger.warning("the recipe tries other settings: %s", one_line(error))
     return None
@@ -442,35 +455,42 @@ def _fit_on_cpu(facts: dict[str, Any], data: TaskData) -> float | None:
     facts["batch_size"] = _BATCH_SIZES[-1]
     config = _config(facts)
     inputs = measured_inputs(config, data)
-    plan = Plan(config, ModelSizes(config, facts["directory"]), inputs, 1, on_gpu=False)
-    seconds = measured_step(plan, data, most=1)
+    model = ModelSizes(config)
+    memory = memory_of(config, model, inputs, num_ranks=1, on_gpu=False)
+    needed = sum(memory.values())
+    seconds = measured_step(config, data, needed, num_steps=1)
     if seconds is None:
         return None
-    times = {size: seconds * size / _BATCH_SIZES[-1] for size in _BATCH_SIZES}
-    short = [size for size in _BATCH_SIZES if times[size] <= LONG_STEP]
-    facts["batch_size"] = (*short, _BATCH_SIZES[-1])[0]
-    return times[facts["batch_size"]]
+    per_example = seconds / _BATCH_SIZES[-1]
+    for size in _BATCH_SIZES:
+        if size * per_example <= LONG_STEP:
+            break
+    facts["batch_size"] = size
+    return per_example * size
 
 
 def _fit_on_gpus(facts: dict[str, Any], data: TaskData) -> None:
+    """Take the first way that fits, if possible with updates that are not rounded."""
     gpus = range(torch.cuda.device_count())
-    most = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus) * _USABLE_PART
+    sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
+    most = min(sizes) * _USABLE_PART
     others = facts["others"]
     for precision in ("fp32_master", "stochastic"):
         facts["others"] = {**others, "zo.update_precision": precision}
         config = _config(facts)
-        model = ModelSizes(config, facts["directory"])
-        plan = Plan(config, model, measured_inputs(config, data), facts["num_ranks"])
-        keys, best = plan.ways(most)[0]
-        if best.peak <= most and not best.in_host:
+        model = ModelSizes(config)
+        inputs = measured_inputs(config, data)
+        fitting = ways(config, model, inputs, facts["num_ranks"], most)
+        keys, _ = next(fitting, ("deepspeed=zero3_cpu_offload", 0))
+        if "offload" not in keys:  # which comes last
             break
     else:
         logger.warning(
-            "weights do not fit the GPUs, and are in the host's memory (%s); take more GPUs, or "
-            "set model.bits=4 peft.kind=lora",
-            best.needs(),
+            "weights do not fit the GPUs, and are in the host's memory; take more GPUs, or set "
+            "model.bits=4 peft.kind=lora"
         )
-    facts["others"] |= dict(word.split("=") for word in keys.split())
+    pairs = [word.split("=") for word in keys.split()]
+    facts["others"] |= dict(pairs)
 
 
 def _commands(facts: Mapping[str, Any]) -> list[str]:

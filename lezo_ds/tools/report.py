@@ -14,8 +14,9 @@ import io
 import json
 import logging
 import math
+import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import pandas as pd
 from lezo_ds import files
 from lezo_ds.config import config_from_dict, flatten, keys_with, load_yaml
 from lezo_ds.config.schema import KEYS
-from lezo_ds.data.metrics import REWARD, LabelScore, best_f1, normalize
+from lezo_ds.data.metrics import REWARD, best_f1, normalize
 from lezo_ds.errors import UserError, one_line, require_package
 from lezo_ds.journal import scan_journal
 from lezo_ds.runs.directory import RunDirectory
@@ -51,18 +52,22 @@ _COLUMNS = {
     "peak_memory_bytes": "GB",
 }
 """The numbers of a run, and the names of their columns in a table."""
-_SHARES = ["test", "deviation", "error", "zero_shot", "majority_class", "macro_f1", "validation"]
+_SHARES = ["deviation", *list(_COLUMNS)[:6]]
 """Those that a table shows in percent."""
-_JUDGES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
+_JUDGES: Mapping[str, Any] = {
     "accuracy": lambda answer, right: float(answer in right),
     "exact_match": lambda answer, right: float(normalize(answer) in map(normalize, right)),
     "f1": best_f1,
 }
-_FORMAT: Mapping[str, Any] = {"na_rep": "", "float_format": "{:.4g}".format}
+"""For each metric that is a mean over examples, how right an answer is, 0 to 1."""
+_FORMAT: Mapping[str, Any] = {
+    "na_rep": "",
+    "float_format": "{:.4g}".format,
+}
 _NOTE = """\
 Scores are means over runs that differ in their seeds, in percent; rewards are as they are. The
 deviation is that of the sample of runs; the error is the standard error of one run, over its test
-examples. `validation` is the score of the best step or, of a run that is not finished, the last."""
+examples. The validation score is that of the best step; of a run that is not finished, the last."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,25 +77,24 @@ def main(arguments: Namespace) -> None:
     if arguments.html is not None:
         problem = "report --html draws curves with matplotlib, which is not installed"
         require_package("matplotlib", problem, "'lezo_ds[report]'")
-    runs = name_runs(read_runs(find_runs(arguments.runs)))
-    compared = comparison(runs)
+    runs = read_runs(find_runs(arguments.runs))
+    runs = name_runs(runs)
     if arguments.html is not None:
-        files.write_output(arguments.html, page(runs, compared))
+        files.write_output(arguments.html, page(runs))
         return
-    numbers = {}
+    scores = {}
     for key, same in runs.groupby(SECTION, sort=False):
         table = score_table(same)
         title = ", ".join(key)
-        numbers[title] = json.loads(table.to_json(orient="index"))
+        scores[title] = json.loads(table.to_json(orient="index"))
         if not arguments.json:
             print(f"{title}\n{table.to_string(**_FORMAT)}\n")
+    compared = comparison(runs)
     if arguments.json:
-        print(json.dumps({"scores": numbers, "comparison": compared}, indent=1))
-        return
-    by_label = runs["by_label"].iloc[0]
-    if len(runs) == 1 and by_label:
-        print(f"{label_table(by_label).to_string(**_FORMAT)}\n")
-    print(compared or _NOTE)
+        found = {"scores": scores, "comparison": compared}
+        print(json.dumps(found, indent=1))
+    else:
+        print(compared or _NOTE)
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
@@ -99,17 +103,16 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
     Raises:
         UserError: No directory matches a pattern.
     """
-    found: dict[Path, Path] = {}
+    found: dict[Path, None] = {}
     for pattern in patterns:
-        paths = [Path(pattern)]
-        if not paths[0].is_dir():  # a name may have characters that a pattern gives a meaning
-            paths = [Path(name) for name in sorted(glob(pattern))]  # noqa: PTH207
+        # A name may have characters that a pattern gives a meaning.
+        names = sorted(glob(pattern)) or [pattern]  # noqa: PTH207
+        paths = map(Path, names)
         directories = [path for path in paths if path.is_dir()]
         if not directories:
             raise UserError(f"there is no run {pattern}", fix="give the run_dir of runs")
-        for directory in directories:
-            found.setdefault(directory.resolve(), directory)
-    return list(found.values())
+        found |= dict.fromkeys(directories)
+    return list(found)
 
 
 def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
@@ -140,90 +143,81 @@ def _read_run(directory: Path) -> dict[str, Any]:
         directory, method, model
         error             the standard error of the score, over the test examples
         state             "", or what its name ends with: why there is no score, and the last step
-        base, adapter     digests of the weights that the run started from
+        adapter           digest of the adapter that the run started from
         test_data         digest of the test examples
-        curve             a row for each validation: step, minutes, loss, score
+        curve             a row for each validation: step, loss, score
         validation        the score of the best step or, of a run that is not finished, the last
         answers, scores   what the model answered to the test examples, and how right each is
         samples           answers that the evaluations have shown, with their rewards
     """
     run = RunDirectory(directory)
-    values = load_yaml(files.read_regular(run.config).decode())
-    config = config_from_dict(values, str(directory))
+    text = files.read_regular(run.config).decode()
+    config = config_from_dict(load_yaml(text), str(directory))
     curve, metric = _read_curve(run.metrics)
     row: dict[str, Any] = dict.fromkeys(RunResults.__dataclass_fields__)
     row["method"] = method_name(config)
     row["metric"] = metric
     row["steps"] = max(curve["step"], default=0)
-    state = ", not finished"
     results = RunResults.read(run.results)
     if results is not None:
         row |= vars(results)
-    elif run.results.exists():
-        state = ", damaged results.json"
     for key, value in flatten(config.model_dump()).items():
         row[key] = str(value)
     row["directory"] = str(directory)
     row["task"] = config.data.task
     row["model"] = Path(config.model.path).name
-    row["base"] = row["model_fingerprint"]
     row["adapter"] = None
     if run.journal.exists():
         header = next(scan_journal(run.journal)).item
-        row["base"] = header.model_fingerprint
         row["adapter"] = header.config.get("adapter")
-    row["curve"] = curve
     row["samples"] = _read_lines(run.samples)
-    row["answers"] = []
+    row["curve"] = curve
+    answers = []
     row["state"] = ""
     if row["finished"]:
-        row["answers"] = _read_lines(run.predictions_at(row["best_step"] or 0))
+        path = run.predictions_at(row["best_step"] or 0)
+        answers = _read_lines(path)
         curve = curve[curve["step"] == row["best_step"]]
+    elif results is None and run.results.exists():
+        row["state"] = ", damaged results.json"
     else:
-        row["state"] = f"{state}, at step {row['steps']:.0f}"
+        row["state"] = f", not finished, at step {row['steps']:.0f}"
     row["validation"] = curve["score"].tail(1).mean()
-    row["scores"] = _scores(row["metric"], row["answers"])
-    row["error"] = pd.Series(row["scores"], dtype=float).sem()
-    row["test_data"] = _digest(row["answers"])
-    return row
-
-
-def _scores(metric: str, answers: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Return how right each answer is, 0 to 1; nothing for a metric of all answers together."""
-    judge = _JUDGES.get(metric)
-    if judge is None:
-        return []
-    return [judge(each["predicted"], each["right"]) for each in answers]
-
-
-def _digest(answers: Iterable[Mapping[str, Any]]) -> str:
-    """Return a digest of the examples that were answered, in any order."""
+    judge = _JUDGES.get(row["metric"])
+    for answer in answers:
+        answer["score"] = math.nan
+        if judge is not None:
+            answer["score"] = judge(answer["predicted"], answer["right"])
+    row["answers"] = answers
+    scores = [answer["score"] for answer in answers]
+    row["scores"] = pd.Series(scores, dtype=float)
+    row["error"] = row["scores"].sem()
     # A chat template may write the day of the run at the start of a prompt.
-    examples = [(each["prompt"][-200:], each["right"]) for each in answers]
-    text = str(sorted(examples))
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
+    examples = [(answer["prompt"][-200:], answer["right"]) for answer in answers]
+    digest = hashlib.sha256(str(examples).encode())
+    row["test_data"] = digest.hexdigest()[:6]
+    return row
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a JSONL file, none if it is missing. A crash may cut the last line."""
     if not path.exists():
         return []
-    lines = files.read_regular(path).decode().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    text = files.read_regular(path).decode()
+    whole = [line for line in text.splitlines() if line.endswith("}")]
+    return list(map(json.loads, whole))
 
 
 def _read_curve(path: Path) -> tuple[pd.DataFrame, str]:
-    """Return the validations in metrics.jsonl (step, minutes, loss, score) and their metric."""
-    rows = [line for line in _read_lines(path) if line.get("dev_loss") is not None]
-    names = [name for row in rows[:1] for name in row if name.startswith("dev_")]
-    scores = [name for name in names if name != "dev_loss"]
-    score = "dev_"
-    if scores:
-        score = scores[0]
-    columns = {"step": "step", "seconds": "minutes", "dev_loss": "loss", score: "score"}
-    curve = pd.DataFrame(rows, columns=list(columns), dtype=float)
-    curve["seconds"] /= 60
-    return curve.rename(columns=columns), score.removeprefix("dev_")
+    """Return the validations in metrics.jsonl (step, loss, score) and their metric."""
+    lines = [line for line in _read_lines(path) if line.get("dev_loss") is not None]
+    frame = pd.DataFrame(lines)
+    scores = frame.filter(regex="^dev_(?!loss)").columns
+    score = [*scores, "dev_"][0]
+    curve = frame.reindex(columns=["step", "dev_loss", score])
+    curve = curve.astype(float)
+    curve.columns = ["step", "loss", "score"]
+    return curve, score.removeprefix("dev_")
 
 
 def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
@@ -232,19 +226,20 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
     Runs of one name are averaged. A run that has other test examples than the first one of its name
     and data.seed, which draws them, or that repeats its seeds, has a name of its own.
     """
-    ignored = keys_with("may_differ_on_resume") - _DECISIVE
-    ignored |= set(SEEDS)
-    keys = ["base", "adapter", *(key for key in KEYS if key in runs and key not in ignored)]
+    ignored = keys_with("may_differ_on_resume") - _DECISIVE | set(SEEDS)
+    keys = ["model_fingerprint", "adapter"]
+    keys += [key for key in KEYS if key in runs and key not in ignored]
     runs = runs.assign(name=runs["method"])
-    for _, group in runs.groupby([*SECTION, "method"], sort=False):
+    methods = runs.groupby([*SECTION, "method"], sort=False)
+    for _, group in methods:
         settings = group[keys].astype(str)
-        for key in keys:
-            if settings[key].nunique() > 1:
-                leaf = key.rpartition(".")[2]
-                runs.loc[group.index, "name"] += f", {leaf}=" + settings[key]
+        for key in settings.columns[settings.nunique() > 1]:
+            leaf = key.rpartition(".")[2]
+            runs.loc[group.index, "name"] += f", {leaf}=" + settings[key]
     runs["name"] += runs["state"]
     alike = runs.groupby([*SECTION, "name", "data.seed"], sort=False)
-    is_other = runs["test_data"] != alike["test_data"].transform("first")
+    first = alike["test_data"].transform("first")
+    is_other = runs["test_data"] != first
     runs.loc[is_other, "name"] += ", other test data (" + runs["test_data"] + ")"
     is_repeated = runs.duplicated([*SECTION, "name", *SEEDS])
     runs.loc[is_repeated, "name"] += ", the same seeds again in " + runs["directory"]
@@ -258,19 +253,13 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     table = groups[list(_COLUMNS)].mean()
     table.insert(1, "deviation", groups["test"].std())
     table.insert(2, "runs", groups.size())
-    table.insert(3, "note", None)
     if REWARD not in set(runs["metric"]):
         table[_SHARES] *= 100
     table["seconds"] /= 60
     table["peak_memory_bytes"] /= 1e9
-    table.loc[table["test"] < table["majority_class"], "note"] = "below the majority class"
-    table.loc[table["test"] < table["zero_shot"], "note"] = "below the score before training"
-    return table.rename(columns=_COLUMNS).dropna(axis="columns", how="all")
-
-
-def label_table(by_label: Mapping[str, LabelScore]) -> pd.DataFrame:
-    """Return a row for each label: its test examples and its scores."""
-    return pd.DataFrame(map(vars, by_label.values()), index=list(by_label))
+    table = table.rename(columns=_COLUMNS)
+    table.index.name = None
+    return table.dropna(axis="columns", how="all")
 
 
 def comparison(runs: pd.DataFrame) -> str:
@@ -279,45 +268,50 @@ def comparison(runs: pd.DataFrame) -> str:
     Right and wrong answers are compared by McNemar's exact test, other scores by the standard error
     of their mean difference.
     """
-    if len(runs) != 2 or not all(runs["scores"].map(len)):
+    has_scores = runs["error"].notna().all()
+    if len(runs) != 2 or not has_scores:
         return ""
     first, second = runs.to_dict("records")
     if first["test_data"] != second["test_data"]:
         return "The two runs have other test examples, so they are not compared."
-    gains = pd.Series(second["scores"]) - pd.Series(first["scores"])
+    gains = second["scores"] - first["scores"]
     title = f"On the same {len(gains)} test examples, {second['directory']}"
-    if not gains.isin([-1, 0, 1]).all():
+    are_right_or_wrong = gains.isin([-1, 0, 1]).all()
+    if not are_right_or_wrong:
         return f"{title} is {gains.mean():+.3f} ± {gains.sem():.3f} (standard error) ahead"
-    better = int((gains > 0).sum())
-    worse = int((gains < 0).sum())
-    num_ways = sum(math.comb(better + worse, few) for few in range(min(better, worse) + 1))
-    p_value = min(1, 2 * num_ways / 2 ** (better + worse))
+    better = sum(gains > 0)
+    worse = sum(gains < 0)
+    number = better + worse
+    fewest = min(better, worse)
+    num_ways = sum(math.comb(number, few) for few in range(fewest + 1))
+    p_value = min(1, 2 * num_ways / 2**number)
     return (
         f"{title} alone is right on {better}, and {first['directory']} alone on {worse} "
         f"(McNemar's exact test: p = {p_value:.2g})"
     )
 
 
-def page(runs: pd.DataFrame, compared: str) -> str:
+def page(runs: pd.DataFrame) -> str:
     """Return one HTML page without scripts, which loads nothing and shows texts of runs as text."""
     from jinja2 import Template
 
     sections = []
     for key, same in runs.groupby(SECTION, sort=False):
-        charts = [_chart(same, "step", "score"), _chart(same, "minutes", "loss")]
         table = score_table(same).to_html(**_FORMAT)
+        charts = [_chart(same, column) for column in ("score", "loss")]
         sections.append((", ".join(key), table, charts))
-    each_run = runs.to_dict("records")
-    for run in each_run:
-        run["labels"] = label_table(run["by_label"] or {}).to_html(**_FORMAT)
-        pairs = zip(run["scores"], run["answers"], strict=False)
-        run["wrong"] = [answer for score, answer in pairs if score < 1]
-    template = Template(Path(__file__).with_name("report.html").read_text(), autoescape=True)
-    html: str = template.render(sections=sections, compared=compared, note=_NOTE, runs=each_run)
+    text = Path(__file__).with_name("report.html").read_text()
+    template = Template(text, autoescape=True)
+    html: str = template.render(
+        sections=sections,
+        compared=comparison(runs),
+        note=_NOTE,
+        runs=runs.to_dict("records"),
+    )
     return html
 
 
-def _chart(runs: pd.DataFrame, x: str, y: str) -> str:
+def _chart(runs: pd.DataFrame, column: str) -> str:
     """Return the validations of each name, means over its runs, as an <svg> element."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -326,15 +320,26 @@ def _chart(runs: pd.DataFrame, x: str, y: str) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "text.parse_math": False}):
         figure = Figure(figsize=(6, 3.2))
         axes = figure.subplots()
-        axes.set(title=f"Validation {y}", xlabel=x)
+        axes.set_title(f"Validation {column}")
+        axes.set_xlabel("step")
         axes.set_prop_cycle(color=mpl.color_sequences["okabe_ito"])  # for color-blind readers, too
         for name, group in runs.groupby("name", sort=False):
             curves = pd.concat(list(group["curve"]))
-            curve = curves.groupby("step", as_index=False).mean()
-            axes.plot(curve[x], curve[y], marker="o", label=name)
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.18), frameon=False)
+            axes.plot(
+                curves.groupby("step")[column].mean(),
+                marker="o",
+                label=textwrap.fill(name, 70),
+            )
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(0, -0.18),
+            frameon=False,
+        )
         document = io.StringIO()
-        figure.savefig(document, format="svg", bbox_inches="tight")  # it grows by the legend
+        figure.savefig(
+            document,
+            format="svg",
+            bbox_inches="tight",  # it grows by the legend
+        )
     # A page cannot hold the XML declaration, which is before the element.
-    _, tag, element = document.getvalue().partition("<svg")
-    return tag + element
+    return "<svg" + document.getvalue().partition("<svg")[2]

@@ -65,13 +65,8 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
     [
         ("trian", "trian is not one of init, train, .*; fix: did you mean train?"),
         ("train --config demo --zo.sparsity 0.5", "fix: write zo.sparsity=VALUE, without dashes"),
-        (
-            "train --config demo --learning_rate 1e-5",
-            "fix: write zo.learning_rate=VALUE, without dashes",
-        ),
         ("train --num-train-epochs=3", "num-train-epochs=3; fix: write train.epochs=VALUE,"),
         ("train --config demo --resume", "fix: leave it out: the same command resumes a run"),
-        ("export --model m --out e", "arguments: --model; fix: see lezo-ds export --help"),
         ("report runs --seed 3", "fix: see lezo-ds report --help"),
         ("init m d --reward brevity", "brevity is not MODULE:FUNCTION; fix: .* rewards:brevity"),
         (
@@ -79,11 +74,8 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
             "unrecognized arguments: --dry-rn; fix: did you mean --dry-run?",
         ),
         ("train --config demo --gpus 0", "argument --gpus: 0 is not an integer above 0"),
-        ("train --config demo --gpus 4", "only plan a run; fix: add --dry-run, or .*num_gpus 4 "),
-        ("train --config demo --gpu-memory 24", "only plan a run; fix: add --dry-run, or start"),
-        ("train --config demo --gpu-memory 24GB", "invalid float value: '24GB'; fix: see"),
+        ("train --config demo --gpus 4", "only show what a run would do; fix: add --dry-run, or"),
         ("train --config demo --dry-run --gpu-memory nan", "nan is not a number above 0; fix: "),
-        ("train --config demo --dry-run --gpu-memory -24", "-24 is not a number above 0; fix: "),
         ("train --config $UNSET/r.yaml", "names an environment variable that is not set"),
         ("train", "needs a recipe; fix: lezo-ds train --config RECIPE; lezo-ds init MODEL DATA"),
         ("train tickets.yaml", "fix: lezo-ds train --config tickets.yaml"),
@@ -91,10 +83,8 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("evaluate", "one of the arguments --run --model is required"),
         ("evaluate --run r --config demo", "--config goes with --model"),
         ("evaluate --run r --limit 3", "--limit is for --lm-eval; fix: set data.num_test=N"),
-        ("evaluate --run r --lm-eval t --split dev", "--split is for the task of a recipe"),
         ("evaluate --model m --step 3", "--step is for --run: a model has one step"),
         ("export --run r --journal j --merge", "--step, --merge and keys are for --out"),
-        ("export --run r --journal j seed=3", "--step, --merge and keys are for --out"),
         ("init m d --label a --reward b:c", "argument --reward: not allowed with argument --label"),
         ("export --run r", "needs two of --run, --journal and --out"),
     ],
@@ -167,12 +157,8 @@ def test_shipped_files_are_found_by_their_path(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         in_process(monkeypatch, "--version")
     assert capsys.readouterr().out.strip() == f"lezo_ds {__version__}"
-
-
-def test_the_program_without_a_command_prints_its_help(monkeypatch, capsys):
     in_process(monkeypatch)
     printed = capsys.readouterr().out
-    assert printed.startswith("usage: lezo-ds ")
     assert [name for name in cli.COMMANDS if f"\n  {name} " not in printed] == []
 
 
@@ -204,17 +190,6 @@ def test_a_reader_that_is_gone_does_not_end_a_command():
         assert (process.stderr.read(), process.wait()) == ("", 0)
 
 
-TOO_LONG = "a" * 300
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["report", TOO_LONG],
-        ["train", "--config", TOO_LONG],
-        ["train", "--config", "demo", "--dry-run", f"deepspeed={TOO_LONG}"],
-    ],
-)
-def test_a_path_that_no_file_can_have_is_refused_in_one_line(arguments):
-    refused = run([sys.executable, "-m", "lezo_ds", *arguments])
-    assert_one_error(refused, 2, f"{TOO_LONG[:100]}... cannot be used: File name too long")
+def test_a_path_that_no_file_can_have_is_refused_in_one_line():
+    refused = run([sys.executable, "-m", "lezo_ds", "train", "--config", "a" * 300])
+    assert_one_error(refused, 2, f"{'a' * 100}... cannot be used: File name too long")

@@ -91,20 +91,12 @@ def test_the_results_are_printed_once_and_agree_with_the_journal(trained):
     )
     assert f"macro F1 {results['macro_f1']:.3f}" in finished.out
     assert (results["steps"], results["skipped_steps"], results["world_size"]) == (STEPS, 0, 2)
-    assert results["weights_digest"] == digest_after(run_dir, best.step)
-
-
-def test_the_answers_to_the_test_examples_give_the_scores_before_and_after(trained):
-    run_dir, _ = trained
-    results = results_of(run_dir)
     for step, score in ((0, results["zero_shot"]), (results["best_step"], results["test"])):
         lines = (run_dir / "predictions" / f"step-{step:08}.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
-        assert {row["predicted"] for row in rows} <= {"terrible", "great"}
-        assert all(row["prompt"].endswith(" It was") for row in rows)
-        assert sum(row["predicted"] in row["right"] for row in rows) / len(rows) == pytest.approx(
-            score
-        )
+        are_right = [row["predicted"] in row["right"] for row in rows]
+        assert sum(are_right) / len(rows) == pytest.approx(score)
+    assert results["weights_digest"] == digest_after(run_dir, best.step)
 
 
 def test_the_same_command_changes_nothing_and_more_steps_go_on_as_if_asked_for_at_once(

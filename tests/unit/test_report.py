@@ -14,7 +14,6 @@ from assets import REPOSITORY
 from commands import run as run_program
 
 from lezo_ds.config import dump_yaml, load_config
-from lezo_ds.data.metrics import label_scores
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.runs.results import RunResults, method_name
 from lezo_ds.tools import report
@@ -90,7 +89,6 @@ def test_a_row_is_the_mean_over_seeds_and_is_named_by_what_differs(finish):
     assert list(table.index) == ["LeZO, learning_rate=3e-05", "LeZO, learning_rate=7e-05"]
     assert list(table["test"]) == pytest.approx([85, 40])
     assert table["deviation"].iloc[0] == pytest.approx(7.071, abs=1e-3)
-    assert list(table["note"])[1] == "below the score before training"
     assert "macro F1" not in table
 
 
@@ -105,7 +103,7 @@ def test_runs_of_other_starts_other_test_data_or_equal_seeds_are_not_averaged(fi
     answers = [("a", "good"), ("b", "bad")]
     runs = [
         finish("a", "seed=0", answers=answers),
-        finish("b", "seed=1", answers=answers[::-1]),
+        finish("b", "seed=1", answers=answers),
         finish("c", "seed=2", answers=[("a", "good"), ("c", "bad")]),
         finish("d", "seed=1", answers=answers),
         finish("e", "seed=3", "train.eval_batch_size=2", answers=answers),
@@ -115,7 +113,7 @@ def test_runs_of_other_starts_other_test_data_or_equal_seeds_are_not_averaged(fi
     assert third.startswith("LeZO, other test data (")
     assert fourth == f"LeZO, the same seeds again in {runs[3]}"
     other = finish("f", "seed=4", model_fingerprint="g")
-    assert texts(runs[0], other) == ["LeZO, base=f", "LeZO, base=g"]
+    assert texts(runs[0], other) == ["LeZO, model_fingerprint=f", "LeZO, model_fingerprint=g"]
     adapters = [
         finish(name, f"seed={name}", "peft.kind=lora", f"peft.path=/{name}") for name in "12"
     ]
@@ -146,12 +144,11 @@ def test_two_runs_are_compared_on_the_same_test_examples(finish):
 
 def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys):
     answers = [("It was <i>", "good" if n < 9 else "<bad>") for n in range(20)]
-    scores = label_scores(["bug", "bug", "bill"], ["bug", "bill", "bill"])
-    run = finish("a", answers=answers, by_label=scores, macro_f1=2 / 3)
+    run = finish("a", answers=answers, macro_f1=2 / 3)
     arguments = Namespace(runs=[str(tmp_path / "*")], html=None, json=False)
     report.main(arguments)
     out = capsys.readouterr().out
-    assert "sst2, SmolLM2-135M-Instruct, accuracy" in out and "bill" in out
+    assert "sst2, SmolLM2-135M-Instruct, accuracy" in out and "macro F1" in out
     arguments.json = True
     report.main(arguments)
     numbers = json.loads(capsys.readouterr().out)["scores"]
