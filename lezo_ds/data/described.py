@@ -21,6 +21,7 @@ A record's label is `str` of what a library has read. NaN, null and an empty tex
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,6 +49,18 @@ from lezo_ds.user_code import call_of_user
 _STORED_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 """Matches a list of turns that a table has as text, as JSON or as Python writes it."""
 
+_INVISIBLE = re.compile("[\u200b-\u200f\u2060\ufe0f\ufeff]")
+"""Matches characters of no width, such as that which chooses the look of an emoji."""
+
+_OF_TWO_TASKS = (
+    ("messages", "prompt"),
+    ("messages", "labels"),
+    ("messages", "choices"),
+    ("messages", "completion"),
+    ("labels", "completion"),
+    ("choices", "completion"),
+)
+
 
 def find_task(data: DataConfig) -> Task:
     """Return the task that a recipe names or describes, with the metric that it asks for.
@@ -67,8 +80,10 @@ def _described(data: DataConfig) -> Task:
     """Return the task that the keys of `data` describe. The config has checked their combination.
 
     Raises:
-        UserError: a template is wrong, or the prompt shows the answer.
+        UserError: keys are of several kinds of tasks, a template is wrong, or the prompt shows the
+            answer.
     """
+    _refuse_unread(data)
     if data.messages is not None:
         return _Conversations(
             name=CUSTOM,
@@ -120,6 +135,28 @@ def _described(data: DataConfig) -> Task:
     )
 
 
+def _refuse_unread(data: DataConfig) -> None:
+    """Refuse keys that the kind of the task does not read."""
+    for one, other in _OF_TWO_TASKS:
+        if getattr(data, one) is not None and getattr(data, other) is not None:
+            raise UserError(
+                f"data.{one} and data.{other} describe two tasks", fix=f"remove data.{other}"
+            )
+    is_choice = data.labels is not None or data.choices is not None
+    if data.label_field is not None and not is_choice:
+        raise UserError("data.label_field needs data.labels or data.choices", fix="add one of them")
+    if is_choice and not data.chat_template:
+        _refuse_system_prompt(data.system_prompt)
+
+
+def _refuse_system_prompt(text: str | None) -> None:
+    """Refuse a system prompt where no chat template writes it."""
+    if text is not None:
+        raise UserError(
+            "data.system_prompt is for conversations", fix="add data.chat_template=true"
+        )
+
+
 def _answer_fields(prompt: Template, answers: Sequence[str]) -> tuple[str, ...]:
     """Return the fields of an answer. UserError: the prompt shows one of them."""
     both = [name for name in answers if name in prompt.fields]
@@ -135,7 +172,8 @@ def _classes(texts: Mapping[str, str]) -> dict[str, str]:
     """Return the label of each class by its text: the text itself, or the first of its labels.
 
     Raises:
-        UserError: there are no two classes, or one has no text.
+        UserError: there are no two classes, or one has no text, or texts differ only in white space
+            or in the width of characters.
     """
     classes: dict[str, str] = {}
     # A journal does not keep the order of a map, so the order of classes must not depend on it.
@@ -151,6 +189,15 @@ def _classes(texts: Mapping[str, str]) -> dict[str, str]:
             "text of their own",
             fix="add records of another class, or give each label a text",
         )
+    alike: dict[str, str] = {}
+    for text in classes:
+        visible = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text)).strip()
+        other = alike.setdefault(visible, text)
+        if other != text:
+            raise UserError(
+                f"data.labels has {other!r} and {text!r}, which look alike",
+                fix="correct the records, or give both labels the same text in a map",
+            )
     return classes
 
 
@@ -320,6 +367,7 @@ class _Answers(Generation):
                 messages=messages,
                 learned=tuple(learned),
             )
+        _refuse_system_prompt(self.system_prompt)
         gold = tuple(answers[:1])  # the one to train on
         if prompt.endswith("\n"):  # the first line of code may be indented
             gold = tuple(text.rstrip().lstrip("\r\n") for text in gold)

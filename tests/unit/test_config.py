@@ -193,6 +193,7 @@ def test_an_unknown_key_is_refused_with_what_it_means(name, fix):
         (["data.task=custom"], "needs data.prompt or data.messages"),
         (["data.prompt={a}", "data.labels=a,b"], "a task of your own needs data.train"),
         (["data.prompt={a}", "data.train=t"], "does not say what the model shall answer"),
+        (["data.prompt={a}", "data.labels=a,b", "data.train=t"], "add data.label_field=COLUMN"),
         (["data.train=a.csv", "data.path=b"], "both say where the data is"),
         (["data.test=a.csv"], "need data.train"),
         (["data.chat_template_kwargs.x=1"], "needs data.chat_template=true"),
