@@ -113,11 +113,18 @@ def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
         # Of the encodings in which the text is the same, Windows' Western one is most frequent.
         is_western = "cp1252" in best.could_be_from_charset
         layout["encoding"] = "cp1252" if is_western else best.encoding
+        guessed = sample.decode(layout["encoding"], errors="replace").splitlines()
+        logger.warning(
+            "%s is not in UTF-8; by %s, a guess, a line is %r: if it is another, give --encoding",
+            path,
+            layout["encoding"],
+            cut(next(line for line in guessed if not line.isascii()), 80),
+        )
     encoding = layout.get("encoding", "utf-8-sig")
     lines = sample.decode(encoding, errors="replace").splitlines()[:_SNIFFED_LINES]
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
     separator = arguments.separator or usual
-    if arguments.separator is None and usual not in lines[0]:
+    if arguments.separator is None and usual not in "".join(lines[:1]):
         with suppress(csv.Error):  # a table of one column
             separator = csv.Sniffer().sniff("\n".join(lines), ",;\t|").delimiter
     if separator != usual:
@@ -134,8 +141,14 @@ def _is_utf_8(content: bytes) -> bool:
 
 
 def read_columns(source: str, layout: Mapping[str, str]) -> Columns:
-    """Return the columns of a table. UserError: its first row is probably a record, not names."""
+    """Return the columns of a table.
+
+    Raises:
+        UserError: it has no records, or its first row is probably one of them, not names.
+    """
     records = list(read_records(source, **layout))
+    if not records:
+        raise UserError(f"{source} has no records", fix="fill the file, or name another one")
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
     for number, (name, values) in enumerate(columns.items(), start=1):
