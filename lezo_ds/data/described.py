@@ -49,18 +49,6 @@ from lezo_ds.user_code import call_of_user
 _STORED_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 """Matches a list of turns that a table has as text, as JSON or as Python writes it."""
 
-_INVISIBLE = re.compile("[\u200b-\u200f\u2060\ufe0f\ufeff]")
-"""Matches characters of no width, such as that which chooses the look of an emoji."""
-
-_OF_TWO_TASKS = (
-    ("messages", "prompt"),
-    ("messages", "labels"),
-    ("messages", "choices"),
-    ("messages", "completion"),
-    ("labels", "completion"),
-    ("choices", "completion"),
-)
-
 
 def find_task(data: DataConfig) -> Task:
     """Return the task that a recipe names or describes, with the metric that it asks for.
@@ -83,7 +71,16 @@ def _described(data: DataConfig) -> Task:
         UserError: keys are of several kinds of tasks, a template is wrong, or the prompt shows the
             answer.
     """
-    _refuse_unread(data)
+    kinds = [data.messages, data.completion, data.labels or data.choices]
+    if kinds.count(None) < 2 or (data.messages and data.prompt):
+        raise UserError(
+            "data.messages, data.completion and data.label_field are of three kinds of tasks",
+            fix="keep the keys of one of them",
+        )
+    if data.system_prompt is not None and not data.in_chat:
+        raise UserError(
+            "data.system_prompt needs a chat template", fix="add data.chat_template=true"
+        )
     if data.messages is not None:
         return _Conversations(
             name=CUSTOM,
@@ -135,28 +132,6 @@ def _described(data: DataConfig) -> Task:
     )
 
 
-def _refuse_unread(data: DataConfig) -> None:
-    """Refuse keys that the kind of the task does not read."""
-    for one, other in _OF_TWO_TASKS:
-        if getattr(data, one) is not None and getattr(data, other) is not None:
-            raise UserError(
-                f"data.{one} and data.{other} describe two tasks", fix=f"remove data.{other}"
-            )
-    is_choice = data.labels is not None or data.choices is not None
-    if data.label_field is not None and not is_choice:
-        raise UserError("data.label_field needs data.labels or data.choices", fix="add one of them")
-    if is_choice and not data.chat_template:
-        _refuse_system_prompt(data.system_prompt)
-
-
-def _refuse_system_prompt(text: str | None) -> None:
-    """Refuse a system prompt where no chat template writes it."""
-    if text is not None:
-        raise UserError(
-            "data.system_prompt is for conversations", fix="add data.chat_template=true"
-        )
-
-
 def _answer_fields(prompt: Template, answers: Sequence[str]) -> tuple[str, ...]:
     """Return the fields of an answer. UserError: the prompt shows one of them."""
     both = [name for name in answers if name in prompt.fields]
@@ -189,15 +164,15 @@ def _classes(texts: Mapping[str, str]) -> dict[str, str]:
             "text of their own",
             fix="add records of another class, or give each label a text",
         )
-    alike: dict[str, str] = {}
-    for text in classes:
-        visible = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text)).strip()
-        other = alike.setdefault(visible, text)
-        if other != text:
-            raise UserError(
-                f"data.labels has {other!r} and {text!r}, which look alike",
-                fix="correct the records, or give both labels the same text in a map",
-            )
+    visible = {
+        unicodedata.normalize("NFKC", text.replace("\ufe0f", "")).strip() for text in classes
+    }
+    if len(visible) < len(classes):
+        raise UserError(
+            f"data.labels={cut(str(list(classes)), 200)} has texts that look alike: white space or "
+            "the width of characters differs",
+            fix="correct the records, or give such labels the same text in a map",
+        )
     return classes
 
 
@@ -367,7 +342,6 @@ class _Answers(Generation):
                 messages=messages,
                 learned=tuple(learned),
             )
-        _refuse_system_prompt(self.system_prompt)
         gold = tuple(answers[:1])  # the one to train on
         if prompt.endswith("\n"):  # the first line of code may be indented
             gold = tuple(text.rstrip().lstrip("\r\n") for text in gold)

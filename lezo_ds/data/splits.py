@@ -128,11 +128,11 @@ def json_text(record: Mapping[str, Any]) -> str:
 
     Of bytes, their number is in a list, which no template takes for a text.
     """
-
-    def written(value: object) -> object:
-        return [f"{len(value)} bytes"] if isinstance(value, bytes) else str(value)
-
-    return json.dumps(record, ensure_ascii=False, default=written)
+    return json.dumps(
+        record,
+        ensure_ascii=False,
+        default=lambda value: [f"{len(value)} bytes"] if isinstance(value, bytes) else str(value),
+    )
 
 
 def checked_example(task: Task, text: str) -> Example:

@@ -113,20 +113,16 @@ def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
         # Of the encodings in which the text is the same, Windows' Western one is most frequent.
         is_western = "cp1252" in best.could_be_from_charset
         layout["encoding"] = "cp1252" if is_western else best.encoding
-        guessed = sample.decode(layout["encoding"], errors="replace").splitlines()
-        logger.warning(
-            "%s is not in UTF-8; by %s, a guess, a line is %r: if it is another, give --encoding",
-            path,
-            layout["encoding"],
-            cut(next(line for line in guessed if not line.isascii()), 80),
-        )
     encoding = layout.get("encoding", "utf-8-sig")
-    lines = sample.decode(encoding, errors="replace").splitlines()[:_SNIFFED_LINES]
+    lines = sample.decode(encoding, errors="replace").splitlines()
+    if arguments.encoding is None and "encoding" in layout:
+        shown = next((line for line in lines if not line.isascii()), "")
+        logger.warning("%s is a guess, and --encoding sets another: %s", encoding, cut(shown, 80))
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
     separator = arguments.separator or usual
     if arguments.separator is None and usual not in "".join(lines[:1]):
         with suppress(csv.Error):  # a table of one column
-            separator = csv.Sniffer().sniff("\n".join(lines), ",;\t|").delimiter
+            separator = csv.Sniffer().sniff("\n".join(lines[:_SNIFFED_LINES]), ",;\t|").delimiter
     if separator != usual:
         layout["separator"] = separator
     return layout
