@@ -163,7 +163,6 @@ def test_a_wrong_value_is_refused_with_its_place_and_a_fix(override, message):
         ("adamw.learning_rate", "docs/studies/adamw_reference.py trains with it"),
         ("train.flavour", "lezo-ds train --help train lists the keys"),
         ("train.optim", "lezo-ds train --help train lists the keys"),
-        ("trian.steps", "did you mean train.steps?"),
     ],
 )
 def test_an_unknown_key_is_refused_with_what_it_means(name, fix):
