@@ -3,7 +3,7 @@
 # make test          the tests, in about nine minutes on two cores
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
 # make test-thorough what make test leaves out: more settings, faults and ways to start, every command of the pages
-# make test-families every family that transformers builds, in about 25 minutes on one core (docs/families.md)
+# make test-families every family that transformers builds, in about 35 minutes on one core (docs/families.md)
 # make test-oldest   the tests with the oldest versions that lezo_ds accepts (constraints-oldest.txt)
 # make test-newest   the tests with the newest versions that the package index has
 # make check         lint, format and types

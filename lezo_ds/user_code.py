@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lezo_ds.errors import LezoError, UserError, cut
+from lezo_ds.errors import LezoError, UserError, cut, one_line
 
 T = TypeVar("T")
 
@@ -43,6 +43,6 @@ def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named
 def shown(value: object) -> str:
     """Return what a user function returned, as an error shows it."""
     try:
-        return cut(str(value), 80)
+        return cut(one_line(value), 80)
     except Exception:  # an integer of over 4300 digits, or a user-defined class
         return f"an object of type {type(value).__name__} that cannot be printed"

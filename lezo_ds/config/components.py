@@ -238,7 +238,18 @@ def check_data(config: RunConfig, split: str | None = None) -> None:
             "a task of your own needs data.train",
             "add data.train=FILE",
         )
-    has_answers = not (data.labels is None and data.choices is None and data.completion is None)
+    refuse_if(
+        data.num_demonstrations > 0 and data.train is None and any(files.values()),
+        "data.num_demonstrations shows training examples, and there is no data.train",
+        "add data.train=FILE",
+    )
+    is_choice = data.labels is not None or data.choices is not None
+    refuse_if(
+        is_choice and data.label_field is None,
+        "data.labels and data.choices need the column of the right answer",
+        "add data.label_field=COLUMN",
+    )
+    has_answers = is_choice or data.completion is not None
     refuse_if(
         data.prompt is not None
         and not has_answers

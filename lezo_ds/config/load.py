@@ -319,7 +319,7 @@ def _fix(key: str, problem: ErrorDetails) -> str:
         return "write a number, without quotes"
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
         return f"write {value:.0f}"
-    if kind == "literal_error" and str(value).lower() == "none":
+    if kind == "literal_error" and value in ("none", "None"):
         return "write null"
     if kind == "literal_error":
         words = re.findall(r"\w+", problem["ctx"]["expected"])

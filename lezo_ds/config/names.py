@@ -84,10 +84,9 @@ def fix_of_unknown(name: str) -> str:
         if known in _NONE:
             return _NONE[known]
     keys = meant(name)
-    if not keys:
+    if not keys and section not in SECTIONS:  # a section that names have in common is no likeness
         keys = nearest(name, [*KEYS, *SECTIONS])
     if not keys:
-        # A misspelled section, or a key in the wrong one.
         keys = nearest(leaf, (key.rpartition(".")[2] for key in KEYS))
         keys = [key for key in KEYS if key.rpartition(".")[2] in keys]
     if keys:

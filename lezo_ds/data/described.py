@@ -21,6 +21,7 @@ A record's label is `str` of what a library has read. NaN, null and an empty tex
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,8 +68,19 @@ def _described(data: DataConfig) -> Task:
     """Return the task that the keys of `data` describe. The config has checked their combination.
 
     Raises:
-        UserError: a template is wrong, or the prompt shows the answer.
+        UserError: keys are of several kinds of tasks, a template is wrong, or the prompt shows the
+            answer.
     """
+    kinds = [data.messages, data.completion, data.labels or data.choices]
+    if kinds.count(None) < 2 or (data.messages and data.prompt):
+        raise UserError(
+            "data.messages, data.completion and data.label_field are of three kinds of tasks",
+            fix="keep the keys of one of them",
+        )
+    if data.system_prompt is not None and not data.in_chat:
+        raise UserError(
+            "data.system_prompt needs a chat template", fix="add data.chat_template=true"
+        )
     if data.messages is not None:
         return _Conversations(
             name=CUSTOM,
@@ -135,7 +147,8 @@ def _classes(texts: Mapping[str, str]) -> dict[str, str]:
     """Return the label of each class by its text: the text itself, or the first of its labels.
 
     Raises:
-        UserError: there are no two classes, or one has no text.
+        UserError: there are no two classes, or one has no text, or texts differ only in white space
+            or in the width of characters.
     """
     classes: dict[str, str] = {}
     # A journal does not keep the order of a map, so the order of classes must not depend on it.
@@ -150,6 +163,15 @@ def _classes(texts: Mapping[str, str]) -> dict[str, str]:
             f"data.labels={cut(str(dict(texts)), 200)} does not hold two or more labels with a "
             "text of their own",
             fix="add records of another class, or give each label a text",
+        )
+    visible = {
+        unicodedata.normalize("NFKC", text.replace("\ufe0f", "")).strip() for text in classes
+    }
+    if len(visible) < len(classes):
+        raise UserError(
+            f"data.labels={cut(str(list(classes)), 200)} has texts that look alike: white space or "
+            "the width of characters differs",
+            fix="correct the records, or give such labels the same text in a map",
         )
     return classes
 

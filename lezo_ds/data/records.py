@@ -9,7 +9,7 @@ A source is a path, whose suffix says which library reads it, or the name of a s
     OWNER/NAME:SPLIT          datasets; also OWNER/NAME/CONFIG:SPLIT
 
 What a library reads is what is there. What it would repair in silence is refused: a short row of a
-table, a row with too many values, and a repeated key of a JSON object.
+table, a row with too many values, and a repeated name of a column or key of a JSON object.
 """
 
 from __future__ import annotations
@@ -146,6 +146,8 @@ def _check_rows(path: Path, table: Any, separator: str, encoding: str) -> None:
     csv.field_size_limit(2**31 - 1)  # a text may be long
     with get_handle(path, "r", encoding=encoding, compression="infer") as opened:
         rows = csv.reader(opened.handle, delimiter=separator)
+        header = next(filter(None, rows), [])
+        _refuse_repeated("the first line has the column", list(filter(None, header)))
         for row in rows:
             if 0 < len(row) < len(table.columns):
                 raise ValueError(
@@ -187,19 +189,24 @@ def _read_json(path: Path, *, is_list: bool) -> Iterator[dict[str, Any]]:
 
 def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. ValueError: it has several values with one key."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        ((key, number),) = counts.most_common(1)
-        raise ValueError(f"an object has the key {key!r} {number} times")
-    return values
+    _refuse_repeated("an object has the key", [key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _refuse_repeated(where: str, names: Sequence[str]) -> None:
+    """Raise ValueError if a name occurs several times: a record would keep one of its values."""
+    if len(set(names)) < len(names):
+        ((name, number),) = Counter(names).most_common(1)
+        raise ValueError(f"{where} {name!r} {number} times")
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     from pyarrow.parquet import ParquetFile
 
-    for batch in ParquetFile(path).iter_batches(_PARQUET_ROWS):
-        yield from batch.to_pylist()
+    file = ParquetFile(path)
+    _refuse_repeated("it has the column", file.schema_arrow.names)
+    for batch in file.iter_batches(_PARQUET_ROWS):
+        yield from batch.to_pylist(maps_as_pydicts="strict")
 
 
 def write_records(

@@ -52,6 +52,7 @@ from lezo_ds.data.objectives import (
 from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.reader import EncodedSplit, Reader
 from lezo_ds.data.tasks import Task
+from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch, to_device
 
 logger = logging.getLogger(__name__)
@@ -519,12 +520,20 @@ def predict(
         probabilities: whether a record also has the probability of each label, under OF_LABEL and
             the label.
         threshold: below this probability, PREDICTED is "".
+
+    Raises:
+        UserError: a score is not a number.
     """
     scorer = Scorer(engine, reader, split, batch_size)
     rows = []
     for predicted in reader.task.predict(scorer, split.examples):
         row = {PREDICTED: predicted.answer}
         if predicted.probability is not None:
+            if math.isnan(predicted.probability):
+                raise UserError(
+                    f"{type(engine.module).__name__} computes scores that are not finite",
+                    fix="use the weights of another step, or model.dtype=fp32",
+                )
             row[PROBABILITY] = round(predicted.probability, 6)
             if predicted.probability < threshold:
                 row[PREDICTED] = ""

@@ -98,8 +98,8 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, 
     for record in read_records(source, data.separator, data.encoding):
         num_records += 1
         try:
-            text = json.dumps(record, ensure_ascii=False, default=str)
-            example = _checked_example(task, text)
+            text = json_text(record)
+            example = checked_example(task, text)
         except UserError as error:
             problems[f"row {num_records} of {source}"] = str(error)
             continue
@@ -123,7 +123,19 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, 
         )
 
 
-def _checked_example(task: Task, text: str) -> Example:
+def json_text(record: Mapping[str, Any]) -> str:
+    """Return a record as JSON text. Values that JSON lacks, such as dates, are written by `str`.
+
+    Of bytes, their number is in a list, which no template takes for a text.
+    """
+    return json.dumps(
+        record,
+        ensure_ascii=False,
+        default=lambda value: [f"{len(value)} bytes"] if isinstance(value, bytes) else str(value),
+    )
+
+
+def checked_example(task: Task, text: str) -> Example:
     """Return the example of a record, which is JSON text. UserError: it cannot be used."""
     try:
         text.encode()

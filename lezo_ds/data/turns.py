@@ -92,7 +92,16 @@ def _part_text(where: str, part: Any) -> str:
 
 
 def find_tools(record: Record) -> list[Any] | None:
-    """Return the definitions of tools in the field `tools`: a list of objects, or JSON of one."""
+    """Return the definitions of tools in the field `tools`: a list of objects, or JSON of one.
+
+    Raises:
+        UserError: it is neither, or the record has further variables of its own for the template.
+    """
+    if record.get("chat_template_kwargs"):
+        raise UserError(
+            "column `chat_template_kwargs` is not read",
+            fix="remove it, and set data.chat_template_kwargs, which all records share",
+        )
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         tools = _from_json("column `tools`", tools)

@@ -28,6 +28,7 @@ from lezo_ds.data.examples import Example
 from lezo_ds.data.reader import load_reader
 from lezo_ds.data.records import read_records, write_records
 from lezo_ds.data.score import PREDICTED, PROBABILITY, predict
+from lezo_ds.data.splits import checked_example, json_text
 from lezo_ds.data.tasks import Task
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, remove_directory, write_output
@@ -131,7 +132,7 @@ def predict_file(
 def _example(task: Task, number: int, record: dict[str, Any]) -> Example:
     """Return the example of a record. UserError: it does not fit the task."""
     try:
-        return replace(task.example(record), index=number)
+        return replace(checked_example(task, json_text(record)), index=number)
     except UserError as error:
         raise UserError(f"record {number + 1}: {error}") from error
 

@@ -113,9 +113,12 @@ def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
     encoding = layout.get("encoding", "utf-8-sig")
     text = sample.decode(encoding, errors="replace")
     lines = text.splitlines()[:_SNIFFED_LINES]
+    if arguments.encoding is None and "encoding" in layout:
+        shown = next((line for line in lines if not line.isascii()), "")
+        logger.warning("%s is a guess, and --encoding sets another: %s", encoding, cut(shown, 80))
     usual = "\t" if suffix == ".tsv" else ","
     separator = arguments.separator or usual
-    if arguments.separator is None and usual not in lines[0]:
+    if arguments.separator is None and usual not in "".join(lines[:1]):
         with suppress(csv.Error):  # a table of one column
             found = csv.Sniffer().sniff("\n".join(lines), ",;\t|")
             separator = found.delimiter
@@ -133,8 +136,14 @@ def _is_utf_8(content: bytes) -> bool:
 
 
 def read_columns(source: str, layout: Mapping[str, str]) -> Columns:
-    """Return the columns of a table. UserError: its first row is probably a record, not names."""
+    """Return the columns of a table.
+
+    Raises:
+        UserError: it has no records, or its first row is probably one of them, not names.
+    """
     records = list(read_records(source, **layout))
+    if not records:
+        raise UserError(f"{source} has no records", fix="fill the file, or name another one")
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
     for number, (name, values) in enumerate(columns.items(), start=1):

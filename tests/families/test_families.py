@@ -17,12 +17,14 @@ SAMPLE = ("mistral", "qwen3_5_text", "lfm2_vl")
 
 
 @pytest.mark.parametrize("family", [*SAMPLE, thorough("gpt_oss")])
-def test_a_step_answers_and_an_export_are_those_of_transformers(family, tmp_path):
+def test_a_step_answers_labels_and_an_export_are_those_of_transformers(family, tmp_path):
     checked = Family(family, tmp_path)
     checked.losses()
     checked.answers()
     checked.step()
     checked.export()
+    checked.plan()
+    checked.labels()
 
 
 def test_a_model_whose_texts_are_read_in_both_directions_is_refused(tmp_path):

@@ -6,9 +6,10 @@ transformers runs one sequence at a time, without padding, packing or copies of 
 
 from __future__ import annotations
 
+import csv
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,15 +18,18 @@ from typing import Any
 import peft
 import torch
 import transformers
+from assets import tokenizer_of
 from family_models import TOKENS, opened_by, published_class, small_config
 from safetensors.torch import load_file
 from tiny_models import random_values
 from tiny_runs import full_weights, start_engine
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.checkpoints.checkpoint import load_model_config, persistent_buffers
+from lezo_ds.cli import run_command
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.batches import all_candidates, candidate_batch, token_batch
 from lezo_ds.data.examples import EncodedExample
@@ -45,6 +49,11 @@ NUM_NEW_TOKENS = 6
 SETTINGS = GenerationSettings(NUM_NEW_TOKENS, (), PAD)
 SCALE = 1e-2
 TOLERANCE = 1e-4
+
+WORDS = tuple(f"w{token}" for token in TOKENS)
+"""The text of each token: a label is one of the last two."""
+LABELS = WORDS[-2:]
+NUM_RECORDS = 30
 
 EQUAL = "equal"
 NOT_READ = "peft does not read the names of this adapter"
@@ -66,6 +75,18 @@ def examples_of(option_length: int) -> list[EncodedExample]:
         mask = (False,) * length + (True,) * option_length
         examples.append(EncodedExample(sequences, (mask, mask), number % 2))
     return examples
+
+
+def write_table(path: Path, labels: Sequence[str]) -> None:
+    """Write a table of texts of different lengths, with these labels."""
+    generator = torch.Generator().manual_seed(9)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label"])
+        for number, label in enumerate(labels):
+            length = CONTEXT_LENGTHS[number % len(CONTEXT_LENGTHS)] + 1
+            drawn = torch.randint(len(WORDS) - len(LABELS), (length,), generator=generator)
+            writer.writerow([" ".join(WORDS[place] for place in drawn.tolist()), label])
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -291,6 +312,61 @@ class Family:
         assert_near(engine.forward(batch), scores, 10 * TOLERANCE)
         assert (scores - plain).abs().max() > 4 * TOLERANCE, "the adapter does not matter"
 
+    def plan(self) -> None:
+        """Write a recipe by init, and plan its run."""
+        write_table(self.table, LABELS * (NUM_RECORDS // len(LABELS)))
+        words = [*WORDS, "Label:"]
+        tokenizer_of(words, WhitespaceSplit()).save_pretrained(self.directory)
+        command = [self.directory, self.table, "--out", self.recipe]
+        run_command("init", [*map(str, command)])
+        run_command("train", ["--config", str(self.recipe), "--dry-run"])
+
+    def labels(self) -> None:
+        """Compare predicted labels with transformers' own, before and after fit-head.
+
+        The head is fitted to the labels that the model does not predict, which most fits improve.
+        """
+        if not self.recipe.exists():
+            self.plan()  # raises again why there is none
+        recipe = ["--config", str(self.recipe)]
+        predicted = self._compare_labels(self.directory, self.reference, recipe)
+        write_table(self.table, [LABELS[1 - LABELS.index(label)] for label in predicted])
+        fitted = self.root / "fitted"
+        command = ["--model", str(self.directory), "--out", str(fitted)]
+        try:
+            run_command("fit-head", [*recipe, *command])
+        except UserError as error:
+            if "no fit has a lower validation loss" in str(error):
+                return
+            raise
+        self._compare_labels(fitted, self.opened_whole(fitted), [])
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.yaml"
+
+    @property
+    def table(self) -> Path:
+        return self.root / "table.csv"
+
+    def _compare_labels(self, directory: Path, model: Any, recipe: list[str]) -> list[str]:
+        """Return the labels that predict writes, which are those of a model of transformers."""
+        out = self.root / f"by-{directory.name}.csv"
+        command = ["--model", directory, self.table, "--out", out]
+        run_command("predict", [*recipe, *map(str, command)])
+        with out.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        tokens = tokenizer.convert_tokens_to_ids(list(LABELS))
+        asked = [tuple(tokenizer(f"{row['text']}\nLabel:").input_ids) for row in rows]
+        logits = torch.stack([logits_of(model, ids)[-1, tokens] for ids in asked])
+        expected, chosen = logits.softmax(dim=1).max(dim=1)
+        found = torch.tensor([float(row["probability"]) for row in rows])
+        assert_near(found, expected)
+        labels = [row["predicted"] for row in rows]
+        assert labels == [LABELS[place] for place in chosen.tolist()]
+        return labels
+
 
 def written(model: Any, prompt: tuple[int, ...]) -> list[int]:
     """Return what generate of transformers writes after one prompt, reading all for each token."""
@@ -342,6 +418,8 @@ CHECKS: dict[str, Callable[[Family], None]] = {
     "rank 1": Family.step_rank_1,
     "export": Family.export,
     "LoRA": Family.lora,
+    "plan": Family.plan,
+    "labels": Family.labels,
 }
 
 

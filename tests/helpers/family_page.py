@@ -1,6 +1,6 @@
 """Writes docs/families.md: what was compared with transformers for each family, and what came out.
 
-python tests/helpers/family_page.py            all families, in about 25 minutes on one core
+python tests/helpers/family_page.py            all families, in about 35 minutes on one core
 python tests/helpers/family_page.py opt llama  these families; the other lines stay as they are
 """
 
@@ -26,6 +26,8 @@ COLUMNS = {
     "rank 1": "the same with `zo.noise_rank=1`",
     "export": "transformers opens the export with exactly the expected keys and the same values",
     "LoRA": "the same for a merged adapter on all linear modules of the blocks, and peft's merge",
+    "plan": "`init` writes a recipe, and `train --dry-run` plans its run and takes a few steps",
+    "labels": "labels and probabilities by `predict`, also after `fit-head`",
 }
 """Name of a check in `family_checks.CHECKS` -> what it compares, as the page says it."""
 FAMILIES = [name for name in KNOWN if name not in NOT_BUILT]
@@ -47,6 +49,9 @@ _REASONS = {
     "R7": ("lacks", "Its checkpoint has different names or shapes."),
     "R8": ("has an encoder", "It has an encoder."),
     "R9": ("peft does not read", "peft reads neither lezo_ds's adapter nor one of its own."),
+    "R10": ("adds no token", "transformers does not read the tokenizer of this check."),
+    "R11": ("more than rounding", "A pass of several sequences differs, so a run refuses it."),
+    "R12": ("does not run in a training pass", "It does not run on several sequences."),
 }
 """Mark of a refusal -> (words of its line, what the page says)."""
 

@@ -318,6 +318,7 @@ def test_answers_have_no_probabilities(root, tmp_path):
 
 BAD = {
     "record 2: there is no column text": '{"text": "a"}\n{"txt": "b"}\n',
+    "record 1: it has half of a character": '{"text": "\\ud83d"}\n',
     "has no records": "",
     "the records have a field predicted already": '{"text": "a", "predicted": 1}\n',
 }

@@ -162,6 +162,7 @@ def test_a_wrong_value_is_refused_with_its_place_and_a_fix(override, message):
         ("zo.perturbed_tokens", "remove it: all tokens meet the perturbed weights"),
         ("adamw.learning_rate", "docs/studies/adamw_reference.py trains with it"),
         ("train.flavour", "lezo-ds train --help train lists the keys"),
+        ("train.optim", "lezo-ds train --help train lists the keys"),
     ],
 )
 def test_an_unknown_key_is_refused_with_what_it_means(name, fix):
@@ -192,6 +193,7 @@ def test_an_unknown_key_is_refused_with_what_it_means(name, fix):
         (["data.task=custom"], "needs data.prompt or data.messages"),
         (["data.prompt={a}", "data.labels=a,b"], "a task of your own needs data.train"),
         (["data.prompt={a}", "data.train=t"], "no key says what the model must answer"),
+        (["data.prompt={a}", "data.labels=a,b", "data.train=t"], "add data.label_field=COLUMN"),
         (["data.train=a.csv", "data.path=b"], "both say where the data is"),
         (["data.test=a.csv"], "need data.train"),
         (["data.chat_template_kwargs.x=1"], "needs data.chat_template=true"),

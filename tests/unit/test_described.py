@@ -70,6 +70,18 @@ def test_labels_have_two_texts():
         task_of(CLASSES | {"labels": {"a": "yes", "b": "yes"}})
 
 
+@pytest.mark.parametrize(
+    "texts", [["bug", "bug "], ["1", "\uff11"], ["\u2764", "\u2764\ufe0f"], ["bug\xa0", "bug"]]
+)
+def test_labels_that_look_alike_are_refused_unless_a_map_makes_them_one(texts):
+    with pytest.raises(UserError, match="texts that look alike"):
+        task_of(CLASSES | {"labels": texts})
+    labels = dict.fromkeys(texts, "same") | {"other": "another"}
+    for text in texts:
+        example = example_of({"text": "x", "topic": text}, **CLASSES | {"labels": labels})
+        assert example.candidates[example.label] == " same"
+
+
 def test_a_label_that_the_recipe_lacks_is_refused_with_the_one_that_is_meant():
     message = refusal_of({"text": "x", "topic": "biling"}, **CLASSES)
     assert "column `topic` is 'biling', which is none of data.labels: bug, billing" in message
@@ -176,6 +188,15 @@ def test_a_template_reads_nested_fields_and_nothing_but_the_record():
         (COMPLETION | {"prompt": "{text} {answers}"}, "shows the answer: it has answers, too"),
         (CLASSES | {"prompt": "{text} {topic}"}, "shows the answer: it has topic, too"),
         (CLASSES | {"labels": ["bug"]}, "does not hold two or more labels"),
+        (
+            CLASSES | {"completion": "{a}"},
+            "are of three kinds of tasks",
+        ),
+        (CHAT | {"prompt": "{text}"}, "are of three kinds of tasks"),
+        (
+            CLASSES | {"system_prompt": "Be kind."},
+            "data.system_prompt needs a chat template",
+        ),
     ],
 )
 def test_a_description_that_makes_no_task_is_refused_before_a_record_is_read(data, message):
@@ -279,6 +300,11 @@ def test_definitions_of_tools_are_a_list_or_json_of_one_without_nulls():
     for wrong in ("hammer", [1], {"a": 1}):
         with pytest.raises(UserError, match="column `tools`"):
             find_tools({"tools": wrong})
+
+
+def test_variables_of_a_record_for_the_template_are_refused():
+    with pytest.raises(UserError, match=r"set data\.chat_template_kwargs"):
+        find_tools({"chat_template_kwargs": {"enable_thinking": False}})
 
 
 def test_a_prompt_in_a_template_is_a_conversation_with_its_completion():

@@ -126,7 +126,7 @@ def test_what_is_not_clear_or_cannot_be_learned_is_refused(columns, words, messa
     assert not Path("recipe.yaml").exists()
 
 
-def test_the_layout_of_a_table_is_found_and_written_down(write_recipe):
+def test_the_layout_of_a_table_is_found_and_written_down(write_recipe, caplog):
     rows = [
         "text;label",
         *(f"Größe {text}, ja;{name}" for text, name in zip(TEXTS, CLASSES, strict=True)),
@@ -134,11 +134,20 @@ def test_the_layout_of_a_table_is_found_and_written_down(write_recipe):
     Path("own.csv").write_text("\n".join(rows), encoding="cp1252")
     config, out = write_recipe(None, name="own.csv")
     assert (config.data.separator, config.data.encoding) == (";", "cp1252")
-    assert "Größe" in out
+    assert "Größe" in out and "cp1252 is a guess, and --encoding sets another: Größe" in caplog.text
     Path("own.csv").write_text("\n".join(rows).replace(", ja;", ","), encoding="utf-8-sig")
     Path("own.csv").write_text(Path("own.csv").read_text().replace(";", ","), encoding="utf-8-sig")
     config, _ = write_recipe(None, name="own.csv")
     assert (config.data.separator, config.data.encoding) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "No columns to parse"), ("text,label\n", "has no records")]
+)
+def test_a_table_without_records_is_refused(content, message, write_recipe):
+    Path("own.csv").write_text(content)
+    with pytest.raises(UserError, match=message):
+        write_recipe(None, name="own.csv")
 
 
 def test_a_reward_has_a_population_and_texts_have_room_for_the_longest_answer(write_recipe):

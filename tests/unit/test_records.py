@@ -100,6 +100,7 @@ def test_any_text_of_a_quoted_table_is_read_as_it_is(rows, tmp_path_factory):
         ("text,label\nx,bug\ny\n", "the row that ends in line 3 has 1 values for 2 columns"),
         ('text,label\n"x\ny",bug\ny\n', "the row that ends in line 4 has 1 values for 2 columns"),
         ("text,label\nx,bug,z\n", "the first row has more values than there are columns"),
+        ("\na,text,text,,\nx,y,z,,\n", "the first line has the column 'text' 2 times"),
         ("text,label\nx,bug\ny,bug,z\n", "Expected 2 fields in line 3, saw 3"),
         ('text,label\n"x,bug\n', "EOF inside string"),
         ("", "No columns to parse"),
@@ -154,6 +155,19 @@ def test_values_of_parquet_are_those_of_pyarrow(tmp_path, monkeypatch):
     parquet.write_table(table, tmp_path / "t.parquet")
     monkeypatch.setattr(module, "_PARQUET_ROWS", 2)
     assert read(tmp_path / "t.parquet") == table.to_pylist()
+
+
+def test_a_map_of_parquet_is_an_object_that_can_be_written(tmp_path):
+    table = pa.table({"m": pa.array([[("a", 1)], [("a", 2)]], pa.map_(pa.string(), pa.int64()))})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    write_records(tmp_path / "again.parquet", read(tmp_path / "t.parquet"))
+    assert read(tmp_path / "again.parquet") == [{"m": {"a": 1}}, {"m": {"a": 2}}]
+
+
+def test_a_column_that_parquet_has_twice_is_refused(tmp_path):
+    columns = [pa.array([1]), pa.array([2])]
+    parquet.write_table(pa.Table.from_arrays(columns, names=["a", "a"]), tmp_path / "t.parquet")
+    assert "it has the column 'a' 2 times" in refusal_of(tmp_path / "t.parquet")
 
 
 def test_the_hub_has_the_records_of_datasets(tmp_path, monkeypatch):

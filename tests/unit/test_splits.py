@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from datetime import date
 
 import numpy as np
 import pytest
@@ -15,7 +16,13 @@ from lezo_ds.config import DataConfig
 from lezo_ds.data.described import find_task
 from lezo_ds.data.examples import Example
 from lezo_ds.data.mezo import TASKS
-from lezo_ds.data.splits import draw_splits, read_split, sources_of, with_demonstrations
+from lezo_ds.data.splits import (
+    draw_splits,
+    json_text,
+    read_split,
+    sources_of,
+    with_demonstrations,
+)
 from lezo_ds.errors import UserError
 
 LABELS = {"prompt": "{text}", "label_field": "topic", "labels": ["bug", "billing", "shipping"]}
@@ -94,6 +101,12 @@ def test_records_without_an_answer_are_left_out_and_counted(tmp_path, caplog):
     assert sum(sizes_of(draw(data_of(tmp_path, {"train": rows})))) == 8
     assert "2 of 10 records of" in caplog.text and "no right answer and are left out" in caplog.text
     assert "none of the 2 records" in refusal_of(data_of(tmp_path, {"train": rows[8:]}))
+
+
+def test_bytes_of_parquet_are_no_text():
+    assert json_text({"text": b"abc", "day": date(2026, 1, 31)}) == (
+        '{"text": ["3 bytes"], "day": "2026-01-31"}'
+    )
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
