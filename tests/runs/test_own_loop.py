@@ -70,7 +70,7 @@ def test_a_directory_holds_one_loop_and_names_no_task(model, tmp_path):
     with pytest.raises(UserError, match=r"run_dir .* is in use by process"):
         start_engine(model, run_dir=tmp_path / "run")
     engine.resources.close()
-    with pytest.raises(UserError, match="zo.learning_rate differs from the journal's: it is 0.1"):
+    with pytest.raises(UserError, match=r"zo.learning_rate differs from the journal's: it is 0.1"):
         start_engine(model, run_dir=tmp_path / "run", learning_rate=0.1)
     ended = run_forked(["--run", tmp_path / "run", "--step", "last"], program="evaluate")
     assert_one_error(ended, 2, "data.task=own-loop is not a registered task")
