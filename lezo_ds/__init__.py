@@ -4,7 +4,8 @@ DeepSpeed shards the weights over the ranks, by ZeRO-3 or by tensor parallelism.
 
 The public names are imported when they are first used, so that `import lezo_ds` loads no torch:
 
-initialize: load a sharded model and return its `LezoEngine`, as deepspeed.initialize does.
+initialize: load a sharded model and return its `LezoEngine`, as deepspeed.initialize does. With a
+    run_dir, the loop has a journal: it can be resumed and exported.
 train: start or resume the run that a configuration describes.
 LezoEngine: train_batch, forward, save_checkpoint and load_checkpoint on a sharded model.
 Estimator, LayerPolicy, Task: base classes of components of your own, which a configuration names as
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lezo_ds.data.rewards import reward
     from lezo_ds.data.tasks import Task
-    from lezo_ds.engine import LezoEngine, initialize
+    from lezo_ds.engine import LezoEngine
+    from lezo_ds.runs.own_loop import initialize
     from lezo_ds.runs.trainer import train
     from lezo_ds.zo.estimators import Estimator
     from lezo_ds.zo.layers import LayerPolicy
@@ -37,7 +39,7 @@ _MODULES = {
     "LayerPolicy": "lezo_ds.zo.layers",
     "LezoEngine": "lezo_ds.engine",
     "Task": "lezo_ds.data.tasks",
-    "initialize": "lezo_ds.engine",
+    "initialize": "lezo_ds.runs.own_loop",
     "reward": "lezo_ds.data.rewards",
     "train": "lezo_ds.runs.trainer",
 }

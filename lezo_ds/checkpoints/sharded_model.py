@@ -119,12 +119,12 @@ def load_sharded_model(
 ) -> ShardedModel:
     """Build a model, shard it and load the shards. A collective: each rank reads only its slices.
 
-    `lezo_ds.engine.initialize` describes the arguments. `trained` is the part of the weights, or of
+    `lezo_ds.initialize` describes the arguments. `trained` is the part of the weights, or of
     the adapter, that is trained. `precision` is how updates are stored; None if there are none.
     `bits` quantizes the matrices of the blocks. Of 4 bits, they are not trained.
 
     Raises:
-        UserError: this machine does not compute in `dtype`, or see `lezo_ds.engine.initialize`.
+        UserError: this machine does not compute in `dtype`, or see `lezo_ds.initialize`.
     """
     if dtype == "fp16" and not distributed.supports_fp16():
         raise UserError(

@@ -170,10 +170,14 @@ class ModelEngine:
     def save_checkpoint(self, save_dir: str | Path) -> Path:
         """Write the model as a Hugging Face directory, and return it. A collective.
 
-        The directory is `save_dir/step-NNNNNNNN`, with the number of steps so far.
+        The directory is `save_dir/step-NNNNNNNN`, with the number of steps so far. If the journal
+        has these steps, the directory is a snapshot of this run and of no other one.
         """
         target = snapshot_path(Path(save_dir), self.global_steps)
-        self.write_model(target)
+        checksum = None
+        if self.journal is not None:
+            checksum = self.journal.step_checksums[self.global_steps]
+        self.write_model(target, journal=checksum)
         return target
 
     def write_model(

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.config import (
-    PeftConfig,
     ZoConfig,
-    check_zo,
-    config_from_dict,
     make_estimator,
     make_layer_policy,
     make_schedule,
     probes_per_pass,
 )
-from lezo_ds.config.deepspeed import load_ds_config
-from lezo_ds.engine.model import Parts, load_parts
+from lezo_ds.engine.model import Parts
 from lezo_ds.engine.replay import ReplayEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch
@@ -50,6 +46,7 @@ class LezoEngine(ReplayEngine):
         seed: of the run.
         learning_rates, estimator, layer_policy: made from the config.
         plan_format: bytes of the plan that rank 0 broadcasts at each step.
+        resources: what is open as long as the engine, such as the journal of a loop of one's own.
     """
 
     def __init__(
@@ -72,6 +69,7 @@ class LezoEngine(ReplayEngine):
         self._num_steps = num_steps
         self._probes_per_pass = probes_per_pass(config)
         self._settings_agreed = False
+        self.resources = ExitStack()
 
     @torch.no_grad()
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
@@ -243,61 +241,3 @@ class LezoEngine(ReplayEngine):
         claims |= self._last_result()
         self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), claims)
         self._settings_agreed = True
-
-
-def initialize(
-    model: str | os.PathLike[str],
-    config: ZoConfig,
-    ds_config: Mapping[str, Any] | str | os.PathLike[str] | None,
-    dtype: str = "fp32",
-    seed: int = 0,
-    peft: PeftConfig | None = None,
-    partition_size: int | None = None,
-    num_steps: int | None = None,
-    bits: int | None = None,
-) -> LezoEngine:
-    """Load a model sharded over all ranks and return the engine that trains it.
-
-    Each rank reads only its own slices of the weights. No rank ever holds the whole model.
-
-    Args:
-        model: hub id, or directory with config.json and safetensors files.
-        config: settings of the zeroth-order optimizer.
-        ds_config: DeepSpeed's JSON as a dict, a file, or a name in ds_configs; None is ZeRO-3 with
-            defaults (see `lezo_ds.config.deepspeed.load_ds_config`). With
-            `tensor_parallel.autotp_size` of N, groups of N ranks split the weights and run the same
-            passes.
-        dtype: "fp32", "bf16" or "fp16".
-        seed: seed of the run. Noise and dropped layers depend on (seed, step), an adapter's start
-            on seed.
-        peft: the adapter to train, or None to train all weights.
-        partition_size: number of ranks in a shard group, a divisor of the number of ranks; None
-            for all. Each group holds a replica of the weights and exchanges only scalars with the
-            others.
-        num_steps: number of steps of the run; needed if the learning rate depends on it.
-        bits: 4 or 8 stores the matrices of the blocks in so many bits (`sharding.quantization`).
-            Without an adapter, codes of 8 bits are trained where they are. None stores them in
-            `dtype`.
-
-    Raises:
-        UserError: an argument has a wrong value, or two contradict each other; there is no such
-            model, it has no transformer blocks, or its weights or the adapter do not fit; or
-            everything that is trainable is in blocks and all blocks are dropped.
-    """
-    path = str(model) if isinstance(model, os.PathLike) else model
-    values = {
-        "run_dir": "",
-        "model": {"path": path, "dtype": dtype, "bits": bits},
-        "seed": seed,
-        "partition_size": partition_size,
-        "peft": peft,
-        "train": {"steps": num_steps},
-        "zo": config,
-    }
-    run = config_from_dict(values, "lezo_ds.initialize")
-    check_zo(run.zo, run.peft.kind, bits, num_steps)
-    distributed.init_distributed()
-    world_size = distributed.world_size()
-    completed = load_ds_config(ds_config, dtype, world_size, micro_batch_size=None)
-    parts = load_parts(run, completed, peft, run.zo)
-    return LezoEngine(parts, run.zo, seed, num_steps)

@@ -76,13 +76,13 @@ _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def make_header(
-    config: RunConfig, data: TaskData, fingerprint: str, parameter_table: str
+    config: RunConfig, data: TaskData | None, fingerprint: str, parameter_table: str
 ) -> Header:
     """Return the header of a run.
 
     Args:
         config: of the run.
-        data: its encoded splits.
+        data: its encoded splits; None if it is a loop of the user's, who alone knows the data.
         fingerprint: digest of the base weights.
         parameter_table: hash of the parameters' names, ids and shapes.
     """
@@ -97,11 +97,13 @@ def make_header(
     if config.peft.path is not None:
         inputs["adapter"] = start_of(config.peft)
     inputs["model_config"] = _model_config(model)
-    inputs["data_fingerprints"] = {
-        "train": data.train.fingerprint(),
-        "dev": data.dev.fingerprint(),
-        "test": data.test.fingerprint(),
-    }
+    inputs["data_fingerprints"] = {}
+    if data is not None:
+        inputs["data_fingerprints"] = {
+            "train": data.train.fingerprint(),
+            "dev": data.dev.fingerprint(),
+            "test": data.test.fingerprint(),
+        }
     inputs["code"] = code_of(inputs)
     arithmetic = distributed.describe_arithmetic(distributed.device())
     size = tensor_parallel_of(config)
@@ -405,7 +407,7 @@ def read_run(
     return RecordedRun(journal, directory, config, digests, overrides)
 
 
-def check_records(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
+def check_records(config: RunConfig, data: TaskData | None, directory: RunDirectory) -> None:
     """Refuse, before weights are loaded, to resume a run as another one.
 
     Raises:

@@ -86,7 +86,7 @@ def _exits_refused() -> Iterator[None]:
 
 
 def check_run(
-    config: RunConfig, data: TaskData, resources: ExitStack | None = None
+    config: RunConfig, data: TaskData | None, resources: ExitStack | None = None
 ) -> RunDirectory:
     """Refuse what a run cannot do, before weights are loaded. For rank 0.
 
@@ -94,7 +94,7 @@ def check_run(
 
     Args:
         config: of the run.
-        data: its encoded splits.
+        data: its encoded splits; None if it is a loop of the user's.
         resources: holds the lock of the run's directory. None, as in a dry run: write nothing.
 
     Returns:

@@ -13,8 +13,8 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.objectives import classification_loss
-from lezo_ds.engine import initialize
 from lezo_ds.journal import Header, Journal
+from lezo_ds.runs.own_loop import initialize
 
 NUM_BLOCKS = 4
 VOCABULARY = 101
@@ -72,7 +72,9 @@ def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), peft=None,
     """Return an engine on a tiny model, as the trainer starts it."""
     torch.set_num_threads(1)
     ds_config = load_ds_config(DS_CONFIG, dtype, num_ranks, 2) | dict(ds_changes)
-    own = {name: changes.pop(name, None) for name in ("partition_size", "num_steps", "bits")}
+    own = {
+        name: changes.pop(name, None) for name in ("partition_size", "num_steps", "bits", "run_dir")
+    }
     return initialize(str(directory), zo_config(**changes), ds_config, dtype, SEED, peft, **own)
 
 

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfi
 
 from lezo_ds.config import check_training, config_from_dict
 from lezo_ds.config.deepspeed import load_ds_config
-from lezo_ds.engine import initialize
 from lezo_ds.errors import UserError
 from lezo_ds.forward.low_rank import LowRankDirections
+from lezo_ds.runs.own_loop import initialize
 from lezo_ds.sharding.quantization import GROUP, Quantization
 from lezo_ds.sharding.quantized_shards import QuantizedShard
 from lezo_ds.zo.laws import DenseLaw, LowRankLaw

@@ -1,0 +1,76 @@
+"""A training loop of the user's: its journal is resumed after a kill, and exported."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from commands import assert_one_error, run_forked, run_forked_well
+from ranks import run_ranks
+from tiny_adapters import peft_config
+from tiny_runs import TINY_OPT, start_engine, train, write_model
+
+from lezo_ds.checkpoints.snapshots import read_manifest
+from lezo_ds.errors import UserError
+from lezo_ds.journal import read_journal
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 6
+
+
+def loop(model, run_dir, kind, stop=STEPS):
+    """Train up to a step, and return the first step and the digest; or die like a kill at it."""
+    peft = None if kind == "none" else peft_config(kind)
+    engine = start_engine(model, num_ranks=2, peft=peft, run_dir=run_dir)
+    first = engine.global_steps
+    for step in range(first, stop):
+        train(engine, 1)
+        if step == 1:
+            engine.save_checkpoint(run_dir / "snapshots")
+    if stop < STEPS:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return first, engine.weights.digest()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(TINY_OPT, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("kind", ["none", "lora", "prefix"])
+def test_a_killed_loop_resumes_and_both_are_exported(model, tmp_path, kind):
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    ((_, digest), _) = run_ranks(loop, 2, model, whole, kind)
+    with pytest.raises(AssertionError, match="died without an answer"):
+        run_ranks(loop, 2, model, killed, kind, 4)
+    assert run_ranks(loop, 2, model, killed, kind) == [(4, digest)] * 2
+    assert read_journal(whole / "journal.jsonl") == read_journal(killed / "journal.jsonl")
+
+    out = tmp_path / "exported"
+    run_forked_well(["--run", killed, "--step", "last", "--out", out], program="export")
+    assert read_manifest(out)["digest"] == digest
+    if kind == "prefix":  # its start is not in the journal
+        return
+    file = tmp_path / "loop.lezo"
+    run_forked_well(["--run", killed, "--journal", file], program="export")
+    again = tmp_path / "again"
+    words = ["--journal", file, "--step", "last", "--out", again, f"model.path={model}"]
+    run_forked_well(words, program="export")
+    assert read_manifest(again)["digest"] == digest
+
+
+def test_a_directory_holds_one_loop_and_names_no_task(model, tmp_path):
+    engine = start_engine(model, run_dir=tmp_path / "run")
+    train(engine, 2)
+    saved = engine.save_checkpoint(tmp_path / "run" / "snapshots")
+    assert read_manifest(saved)["journal"] == engine.journal.last_checksum  # so it is of this loop
+    with pytest.raises(UserError, match=r"run_dir .* is in use by process"):
+        start_engine(model, run_dir=tmp_path / "run")
+    engine.resources.close()
+    with pytest.raises(UserError, match=r"zo.learning_rate differs from the journal's: it is 0.1"):
+        start_engine(model, run_dir=tmp_path / "run", learning_rate=0.1)
+    ended = run_forked(["--run", tmp_path / "run", "--step", "last"], program="evaluate")
+    assert_one_error(ended, 2, "data.task=own-loop is not a registered task")
