@@ -114,7 +114,7 @@ def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
     text = sample.decode(encoding, errors="replace")
     lines = text.splitlines()[:_SNIFFED_LINES]
     if arguments.encoding is None and "encoding" in layout:
-        shown = next((line for line in lines if not line.isascii()), "")
+        shown = next((line for line in text.splitlines() if not line.isascii()), "")
         logger.warning("%s is a guess, and --encoding sets another: %s", encoding, cut(shown, 80))
     usual = "\t" if suffix == ".tsv" else ","
     separator = arguments.separator or usual
