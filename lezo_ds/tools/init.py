@@ -479,13 +479,14 @@ def _fit_on_cpu(facts: dict[str, Any], data: TaskData) -> float | None:
 
 
 def _fit_on_gpus(facts: dict[str, Any], data: TaskData) -> None:
-    """Take the first way that fits, if possible with updates that are not rounded."""
+    """Take the first way that fits: in 16 bits, if possible with exact updates, or in 8 bits."""
     gpus = range(torch.cuda.device_count())
     sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
     most = min(sizes) * _USABLE_PART
     others = facts["others"]
-    for precision in ("fp32_master", "stochastic"):
-        facts["others"] = {**others, "zo.update_precision": precision}
+    storages = ((None, "fp32_master"), (None, "stochastic"), (8, "fp32_master"))
+    for bits, precision in storages:
+        facts["others"] = {**others, "model.bits": bits, "zo.update_precision": precision}
         config = _config(facts)
         model = ModelSizes(config)
         inputs = measured_inputs(config, data)

@@ -207,11 +207,16 @@ OPT_30B = {
 
 
 @pytest.mark.parametrize(
-    ("gpus", "gigabytes", "precision", "split"),
-    [(4, 39.4, "fp32_master", 4), (4, 22.5, "stochastic", 4), (1, 22.5, "stochastic", None)],
+    ("gpus", "gigabytes", "precision", "split", "bits"),
+    [
+        (4, 39.4, "fp32_master", 4, None),
+        (4, 22.5, "stochastic", 4, None),
+        (1, 47.5, "fp32_master", None, 8),
+        (1, 22.5, "fp32_master", None, 8),
+    ],
 )
 def test_on_gpus_the_plan_shares_the_weights(
-    gpus, gigabytes, precision, split, write_recipe, tmp_path, monkeypatch
+    gpus, gigabytes, precision, split, bits, write_recipe, tmp_path, monkeypatch
 ):
     write_tickets(tmp_path / "tickets.csv")
     file = tmp_path / "model" / "config.json"
@@ -223,8 +228,8 @@ def test_on_gpus_the_plan_shares_the_weights(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: memory)
     config, out = write_recipe(None, "--label", "topic", name="tickets.csv")
     assert (config.model.dtype, config.zo.update_precision) == ("fp16", precision)
-    assert config.tensor_parallel == split
-    if gpus == 1:  # it does not fit
+    assert (config.tensor_parallel, config.model.bits) == (split, bits)
+    if gigabytes * gpus < 30:  # it does not fit
         assert config.deepspeed.endswith("zero3_cpu_offload")
-    else:
+    elif gpus > 1:
         assert f"deepspeed --num_gpus {gpus} --module lezo_ds train" in out
