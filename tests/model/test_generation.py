@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from assets import tokenizer_of
+from family_models import small_config
 from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -25,8 +26,7 @@ from test_perturbed_forward import (
 )
 from tiny_models import VOCABULARY, random_model, tiny_model, tunable
 from tiny_runs import TINY_OPT, start_engine, write_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import BambaConfig, Llama4TextConfig, PreTrainedTokenizerFast
+from tokenizers import decoders, pre_tokenizers
 from transformers.cache_utils import DynamicLayer
 
 from lezo_ds.config.schema import GenerationConfig
@@ -107,36 +107,14 @@ def test_a_batch_is_continued_as_each_of_its_prompts_alone(family):
     assert ended(tokens, settings) == expected
 
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        BambaConfig(attn_layer_indices=[1], mamba_proj_bias=True, **SIZES, **STATES),
-        Llama4TextConfig(
-            head_dim=8,
-            intermediate_size_mlp=16,
-            num_local_experts=2,
-            no_rope_layers=[1, 0],
-            floor_scale=2,
-            attn_scale=2.0,
-            **SIZES,
-        ),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_padding_is_not_read_by_a_bias_before_a_state_or_by_a_temperature(config):
-    model = random_model(config)
-    prompts = prompts_of()
+@pytest.mark.parametrize("family", ["bamba", "llama4_text"])
+def test_padding_is_not_read_by_a_bias_before_a_state_or_by_a_temperature(family):
+    config = small_config(family)
+    if family == "bamba":
+        config.mamba_proj_bias = True
+    else:
+        config.floor_scale, config.attn_scale = 2, 2.0
+    model, prompts = random_model(config), prompts_of()
     tokens = generate(model, prompt_batch(prompts, GenerationSettings(MAX_NEW_TOKENS, (), PAD)))
     assert tokens.tolist() == [plain(model, prompt) for prompt in prompts]
 
@@ -269,15 +247,20 @@ class CountingTokenizer(PromptTokenizer):
         return super().decode(ids)
 
 
+def read_by(words, decoder, split=None, kind=PromptTokenizer, begin_ids=(0,)):
+    """Return a tokenizer with one token for each of the words, after the special ones."""
+    fast = tokenizer_of(
+        words, split or pre_tokenizers.Split("", "isolated"), decoder, adds_bos=False
+    )
+    return kind(fast, begin_ids=begin_ids, pad_id=PAD, end_ids=(2,))
+
+
 def byte_tokenizer():
     """A tokenizer with tokens of words, letters and single bytes, as LLaMA's."""
-    words = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "ab", " a", "\u00e9"]
-    vocabulary = [*words, *(f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80))]
-    ids = {token: number for number, token in enumerate(vocabulary)}
-    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    return CountingTokenizer(fast, begin_ids=(0,), pad_id=PAD, end_ids=(2,))
+    words = ["a", "b", "ab", " a", "\u00e9"]
+    words += [f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80)]
+    decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return read_by(words, decoder, kind=CountingTokenizer)
 
 
 BYTES = byte_tokenizer()
@@ -319,17 +302,8 @@ def test_ranks_write_in_step_only_if_they_gather_weights_from_each_other(tmp_pat
     assert run_ranks(passes_of_rank, 2, tmp_path, 1) == [(2, 2), (6, 6)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    """A tokenizer of characters, but for one token that holds a letter and a newline."""
-    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "\n", " ", "a", "b", "b\n"]
-    backend = Tokenizer(
-        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
-    )
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
-    return PromptTokenizer(fast, begin_ids=(0,), pad_id=PAD, end_ids=(2,))
+CHARACTERS = read_by(["\n", " ", "a", "b", "b\n"], decoders.Fuse())
+"""One token holds a letter and a newline."""
 
 
 @pytest.mark.parametrize(
@@ -345,10 +319,10 @@ def tokenizer():
         ((), (6, 4, 7, 2, 6), "a\nb", (2,)),
     ],
 )
-def test_an_answer_is_read_up_to_the_first_of_its_stops(tokenizer, stops, ids, answer, stop_ids):
-    settings = settings_of(tokenizer, 5, *stops)
+def test_an_answer_is_read_up_to_the_first_of_its_stops(stops, ids, answer, stop_ids):
+    settings = settings_of(CHARACTERS, 5, *stops)
     assert settings.stop_ids == stop_ids
-    assert read_answers(torch.tensor([ids]), settings, tokenizer) == [answer]
+    assert read_answers(torch.tensor([ids]), settings, CHARACTERS) == [answer]
 
 
 @pytest.mark.parametrize(
@@ -361,14 +335,11 @@ def test_an_answer_is_read_up_to_the_first_of_its_stops(tokenizer, stops, ids, a
 )
 def test_the_first_line_of_an_answer_keeps_its_indentation(pieces, answer):
     """A decoder as Llama 2's strips a space at the start of all that it decodes."""
-    words = sorted({"\u2581a", *pieces})
     split = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     spaces = decoders.Replace("\u2581", " ")
     decoder = decoders.Sequence([spaces, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    fast = tokenizer_of(words, split, decoder, adds_bos=False)
-    ids = fast.convert_tokens_to_ids(pieces)
-    assert fast.decode(ids) == "".join(pieces).replace("\u2581", " ").removeprefix(" ")
-    tokenizer = PromptTokenizer(fast, begin_ids=(), pad_id=1, end_ids=(2,))
+    tokenizer = read_by(sorted({"\u2581a", *pieces}), decoder, split, begin_ids=())
+    ids = tokenizer.backend.convert_tokens_to_ids(pieces)
     settings = settings_of(tokenizer, 8)
     assert read_answers(torch.tensor([[*ids, 2, 1]]), settings, tokenizer) == [answer]
 
@@ -376,20 +347,13 @@ def test_the_first_line_of_an_answer_keeps_its_indentation(pieces, answer):
 def test_a_row_ends_with_a_stop_of_several_tokens_in_what_was_written():
     """The stop is two tokens that the model writes; the prompt's own tokens do not count."""
     model, prompt = tiny_model("llama"), prompts_of()[0]
-    words = ["<s>", "<pad>", "</s>", *(f"w{token:02}" for token in range(3, VOCABULARY))]
-    backend = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>")
-    )
-    backend.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    tokenizer = PromptTokenizer(fast, begin_ids=(), pad_id=PAD, end_ids=(2,))
+    words = [f"w{token:02}" for token in range(4, VOCABULARY)]
+    tokenizer = read_by(words, decoders.Fuse())
     free = plain(model, prompt)
-    stop = words[free[3]] + words[free[4]]
+    stop = tokenizer.decode(free[3:5])
     settings = settings_of(tokenizer, MAX_NEW_TOKENS, stop)
-    for ids in (
-        prompt,
-        (*prompt, *free[:4]),
-    ):  # the second one ends with the first token of the stop
+    # The second one ends with the first token of the stop.
+    for ids in (prompt, (*prompt, *free[:4])):
         tokens = generate(model, prompt_batch([ids], settings))
         answer = tokenizer.decode(plain(model, ids)).split(stop)[0]
         assert read_answers(tokens, settings, tokenizer) == [answer]

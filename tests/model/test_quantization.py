@@ -11,25 +11,18 @@ import torch
 import yaml
 from assets import recipe_values, write_data, write_reader
 from commands import assert_one_error, run_forked, run_forked_well
-from eager_noise import EagerLowRankKernels, EagerNoise
-from own_memory import forget_peak, needs_peak, peak_memory
 from ranks import run_ranks
-from run_ends import end
 from thorough import thorough
-from tiny_adapters import peft_config, start_engine, whole_batch
+from tiny_adapters import SPLIT, peft_config, start_engine, whole_batch
 from tiny_models import VOCABULARY
 from tiny_runs import DS_CONFIG, SEED, train, write_model, zo_config
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
-from lezo_ds.config import check_training, config_from_dict
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.engine import initialize
 from lezo_ds.errors import UserError
-from lezo_ds.forward.low_rank import LowRankDirections
 from lezo_ds.sharding.quantization import GROUP, Quantization
 from lezo_ds.sharding.quantized_shards import QuantizedShard
-from lezo_ds.zo.laws import DenseLaw, LowRankLaw
-from lezo_ds.zo.updates import step_updates, updates_of_parameter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 128  # two groups, one for each rank of two
@@ -77,58 +70,42 @@ def as_documented(part, bits, num_groups):
     return torch.from_numpy(values).bfloat16()
 
 
+def by_page(values, bits, dtype):
+    """Return the values that a matrix stands for by docs/file-formats.md."""
+    groups = values.float().reshape(-1, GROUP)
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    step = ((high - low) / (2**bits - 1)).to(dtype).float()
+    minimum = low.to(dtype).float()
+    code = ((groups - minimum) / step.where(step != 0, 1)).round().clamp(0, 2**bits - 1)
+    return (code * step + minimum).to(dtype).view(values.shape)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_element_is_off_by_half_a_step_and_parts_together_are_the_whole(bits, dtype):
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_the_bytes_and_values_are_those_of_the_page_and_parts_together_are_the_whole(bits, dtype):
     values = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0)) * 0.05
     values[1] = 0.25  # a group of equal elements
     values[2, :GROUP] = 0
-    values = values.to(DTYPES[dtype])
-    whole = Quantization(bits, DTYPES[dtype], (5, WIDTH), 1)
-    stored = torch.empty(whole.size_of_part, dtype=DTYPES[dtype])
+    whole = Quantization(bits, dtype, (5, WIDTH), 1)
+    stored = torch.empty(whole.size_of_part, dtype=dtype)
     whole.quantize_(stored, values)
     matrix = whole.matrix(stored)
-    assert (matrix.dtype, matrix.shape) == (DTYPES[dtype], (5, WIDTH))
     assert stored.nbytes == 10 * (GROUP * bits // 8 + 2 * stored.itemsize)
-    assert torch.equal(matrix[1:3, :GROUP], values[1:3, :GROUP])
-
-    groups = values.float().view(-1, GROUP)
-    step = (groups.amax(1) - groups.amin(1)) / (2**bits - 1)
-    error = (matrix.float().view(-1, GROUP) - groups).abs().amax(1)
-    # The step and the minimum are rounded to the dtype, and so is the element.
-    rounding = torch.finfo(DTYPES[dtype]).eps * (groups.abs().amax(1) + 2**bits * step)
-    assert (error <= step / 2 + rounding).all()
-    assert error.max() > step.max() / 4
+    assert torch.equal(matrix, by_page(values, bits, dtype))
+    assert torch.equal(matrix[1:3, :GROUP], values[1:3, :GROUP].to(dtype))
+    error = (matrix.float() - values).abs().max()
+    assert 0 < error < 0.6 * (values.max() - values.min()) / (2**bits - 1)
+    if dtype == torch.bfloat16:  # values of a checkpoint are not rounded before
+        assert torch.equal(matrix.view(-1, GROUP), as_documented(stored, bits, 10))
+        assert not torch.equal(matrix, by_page(values.bfloat16(), bits, dtype))
 
     for num_parts in (2, 3, 4):
-        shared = Quantization(bits, DTYPES[dtype], (5, WIDTH), num_parts)
+        shared = Quantization(bits, dtype, (5, WIDTH), num_parts)
         size = shared.groups_of_part * GROUP
-        parts = torch.zeros(num_parts, shared.size_of_part, dtype=DTYPES[dtype])
+        parts = torch.zeros(num_parts, shared.size_of_part, dtype=dtype)
         for part, own in zip(parts, values.view(-1).split(size), strict=True):
             shared.quantize_(part, own)
         assert torch.equal(shared.matrix(parts.view(-1)), matrix)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_bytes_and_values_are_those_of_the_page_and_are_not_rounded_before(bits):
-    """docs/file-formats.md: float32 values of a checkpoint, and a run in bf16."""
-    values = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
-
-    def by_page(x):
-        x = x.reshape(-1, GROUP)
-        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-        step = ((high - low) / (2**bits - 1)).bfloat16().float()
-        minimum = low.bfloat16().float()
-        code = ((x - minimum) / step).round().clamp(0, 2**bits - 1)
-        return (code * step + minimum).bfloat16().view(3, WIDTH)
-
-    quantization = Quantization(bits, torch.bfloat16, (3, WIDTH), 1)
-    part = torch.empty(quantization.size_of_part, dtype=torch.bfloat16)
-    quantization.quantize_(part, values)
-    matrix = quantization.matrix(part)
-    assert torch.equal(matrix, by_page(values))
-    assert torch.equal(matrix.view(-1, GROUP), as_documented(part, bits, 6))
-    assert not torch.equal(by_page(values), by_page(values.bfloat16().float()))
 
 
 # Runs.
@@ -205,9 +182,6 @@ def test_a_run_computes_with_the_dequantized_weights_and_is_the_same_on_any_numb
         assert_same_run(result, alone)
 
 
-SPLIT = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 0}}
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", [thorough("opt"), "llama"])
 def test_tensor_parallel_ranks_split_the_codes(models, family):
@@ -281,29 +255,6 @@ def test_offloaded_codes_give_the_same_run(models):
         assert_same_run(result, alone)
 
 
-def peak_of_loading(small, large):
-    """Return the bytes that loading takes at its peak, those of the stored codes and of all other
-    weights, and those of the largest parameter."""
-    start_engine(small, peft_config("lora"), bits=4)  # what libraries take on first use
-    before = forget_peak()
-    shards = start_engine(large, peft_config("lora"), bits=4).weights.shards
-    peak = peak_memory() - before
-    stored = sum(shard.parameter.ds_tensor.nbytes for shard in shards)
-    return peak, stored, max(shard.numel for shard in shards) * 4
-
-
-@pytest.mark.thorough
-@pytest.mark.distributed
-@needs_peak
-def test_loading_takes_the_codes_and_a_few_matrices(models, tmp_path):
-    shape = OPTConfig(vocab_size=2000, num_hidden_layers=8, max_position_embeddings=64)
-    large = write_model(shape, tmp_path)
-    ((peak, stored, largest),) = run_ranks(peak_of_loading, 1, models["opt"], large)
-    # What is read, the values of which it is made, and what malloc has not given back.
-    assert stored < peak < 1.2 * stored + 4 * largest
-    assert peak < 0.4 * (large / "model.safetensors").stat().st_size
-
-
 # The program.
 
 
@@ -320,26 +271,22 @@ def test_a_run_is_resumed_scored_and_exported_with_its_bits_only(tmp_path):
     directory = tmp_path / "run"
     command = ["--config", recipe, f"run_dir={directory}"]
     run_forked_well([*command, "train.steps=4"], num_ranks=2)
-    for other in ("8", "null"):
-        refused = run_forked([*command, f"model.bits={other}"])
-        was = f"it is {other.replace('null', 'None')}, and was 4"
-        assert_one_error(refused, 2, f"model.bits differs from the journal's: {was}")
+    refused = run_forked([*command, "model.bits=8"])
+    assert_one_error(refused, 2, "model.bits differs from the journal's: it is 8, and was 4")
     run_forked_well(command)
-    whole = [*command[:2], f"run_dir={tmp_path / 'whole'}"]
-    run_forked_well(whole)
-    assert end(directory).results == end(tmp_path / "whole").results
 
     run = ["--run", directory, "--step", "last"]
-    of_run = json.loads(run_forked_well([*run, "--json"], program="evaluate").out)
-    run_forked_well([*run, "--out", tmp_path / "adapter"], program="export")
-    asked = ["--model", tmp_path / "adapter", *command[:2], "--json"]
-    of_export = json.loads(run_forked_well(asked, program="evaluate").out)
-    run_forked_well([*run, "--out", tmp_path / "merged", "--merge"], program="export")
-    asked = ["--model", tmp_path / "merged", *command[:2], "--json"]
-    of_merged = json.loads(run_forked_well(asked, program="evaluate").out)
-    assert of_export["loss"] == of_run["loss"]
+
+    def loss(*source):
+        return json.loads(run_forked_well([*source, "--json"], program="evaluate").out)["loss"]
+
+    for name, options in {"adapter": [], "merged": ["--merge"]}.items():
+        run_forked_well([*run, "--out", tmp_path / name, *options], program="export")
+    of_run = loss(*run)
+    assert loss("--model", tmp_path / "adapter", *command[:2]) == of_run
     # The products of the adapter are rounded to bf16 with the weights that they are added to.
-    assert of_merged["loss"] == pytest.approx(of_run["loss"], rel=0.01)
+    of_merged = loss("--model", tmp_path / "merged", *command[:2])
+    assert of_merged == pytest.approx(of_run, rel=0.01)
     manifest = json.loads((tmp_path / "merged" / "lezo_manifest.json").read_text())
     assert "bits" not in manifest
     assert "base in 4 bits" in (tmp_path / "adapter" / "README.md").read_text()
@@ -393,24 +340,6 @@ def assert_same_state(state, expected):
     assert (at_ends, digest) == expected[1:]
 
 
-def by_reference(directory, dtype, rank, records):
-    """Return the codes of all matrices after some steps, updated in plain PyTorch."""
-    engine = start_trained(directory, dtype, 1, rank)
-    law = LowRankLaw("normal", rank) if rank else DenseLaw()
-    noise = EagerNoise(law)
-    if rank:
-        noise = LowRankDirections(law, kernels_of=lambda _: EagerLowRankKernels())
-    steps = step_updates(records, 0, len(records), weight_decay=1.0)
-    codes = {}
-    for shard in engine.weights.shards:
-        if shard.trained_codes() is not None:
-            target = shard.target()
-            changes = updates_of_parameter(steps, shard.block, decays=True)
-            noise.update([target], changes, "fp32_master")
-            codes[shard.name] = target.values.view(shard.shape)
-    return codes
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "dtype", "rank"),
@@ -422,10 +351,9 @@ def test_codes_are_trained_with_the_same_bits_on_any_number_of_ranks(
     model = models[family]
     arguments = model, dtype, 1, rank, {}
     records, base, start, last = run_ranks(train_codes, 1, *arguments, tmp_path / "one")[0]
-    reference = run_ranks(by_reference, 1, model, dtype, rank, records)[0]
-    for name, codes in reference.items():
-        assert torch.equal(codes, last[0][name])
-        assert start[1] < 0.04 and (codes != start[0][name]).float().mean() > 0.1
+    assert start[1] < 0.04
+    for name, codes in last[0].items():
+        assert codes.dtype != torch.uint8 or (codes != start[0][name]).float().mean() > 0.1
     for num_ranks, options in ((2, {}), (4, {}), (2, {"partition_size": 1})):
         for result in run_ranks(train_codes, num_ranks, model, dtype, num_ranks, rank, options):
             assert result[:2] == (records, base)
@@ -436,15 +364,6 @@ def test_codes_are_trained_with_the_same_bits_on_any_number_of_ranks(
         for replayed in run_ranks(replay_codes, 2, *arguments):
             assert replayed[0] == base
             assert_same_state(replayed[1], last)
-
-
-def test_four_bits_are_not_trained():
-    values = {"run_dir": "none", "model.path": "m", "model.dtype": "bf16", "model.bits": 4}
-    values |= {"zo.learning_rate": 1e-3, "zo.sparsity": 0, "train.steps": 1}
-    for allowed in ({"peft.kind": "lora"}, {"model.bits": 8}):
-        check_training(config_from_dict(values | allowed, "the test"))
-    with pytest.raises(UserError, match=r"training its codes diverges.*set peft\.kind=lora, or"):
-        check_training(config_from_dict(values, "the test"))
 
 
 def test_the_key_of_deepspeed_is_refused_with_ours(tmp_path):
