@@ -12,8 +12,9 @@ from thorough import thorough
 
 from lezo_ds.errors import UserError
 
-SAMPLE = ("mistral", "qwen3_5_text", "lfm2_vl")
-"""A sliding window, linear attention, and a multimodal model with states."""
+SAMPLE = ("mistral", "qwen3_5_text", "lfm2_vl", "apertus")
+"""A sliding window, linear attention, a multimodal model with states, and one that stores
+buffers."""
 
 
 @pytest.mark.parametrize("family", [*SAMPLE, thorough("gpt_oss")])

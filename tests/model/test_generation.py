@@ -24,7 +24,7 @@ from test_perturbed_forward import (
     record_rows,
     reference,
 )
-from tiny_models import VOCABULARY, random_model, tiny_model, tunable
+from tiny_models import VOCABULARY, greedy, random_model, tiny_model, tunable
 from tiny_runs import TINY_OPT, start_engine, write_model
 from tokenizers import decoders, pre_tokenizers
 from transformers.cache_utils import DynamicLayer
@@ -56,14 +56,8 @@ def prompts_of(lengths=(3, 9, 1, 6, 4)):
     return [tuple(ids.tolist()) for ids in drawn]
 
 
-@torch.no_grad()
 def plain(model, prompt, stop_ids=()):
-    """Decode one prompt greedily, every token from a full forward pass over all before it."""
-    new = []
-    while len(new) < MAX_NEW_TOKENS and not {*stop_ids} & {*new}:
-        ids = torch.tensor([[*prompt, *new]])
-        new.append(int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
-    return new
+    return greedy(model, prompt, MAX_NEW_TOKENS, stop_ids)
 
 
 @cache

@@ -22,9 +22,7 @@ def _train_mixture(directory, root, num_ranks):
     engine = start_engine(directory, None, "bf16", num_ranks, probes_per_pass=1)
     chosen = []
     router = engine.module.model.layers[0].mlp.gate
-    router.register_forward_hook(
-        lambda _, __, outputs: chosen.append(set(outputs[2].flatten().tolist()))
-    )
+    router.register_forward_hook(lambda _, __, outputs: chosen.append(outputs[2].unique().tolist()))
     records = train(engine, 4)
     engine.save_checkpoint(root / str(num_ranks))
     return records, engine.weights.digest(), full_weights(engine), chosen
@@ -35,9 +33,8 @@ def test_a_mixture_of_experts_trains_alike_on_one_and_two_ranks_and_is_stored_as
     family, tmp_path
 ):
     config = copy.deepcopy(FAMILIES[family][0])
-    config.num_local_experts = config.num_experts = (
-        64  # the tokens of a pass cannot choose all of them
-    )
+    # The tokens of a pass cannot choose all of them.
+    config.num_local_experts = config.num_experts = 64
     config.num_experts_per_tok = 1
     directory = write_model(config, tmp_path / "model", torch.bfloat16)
     (alone,) = run_ranks(_train_mixture, 1, directory, tmp_path, 1)
@@ -47,9 +44,6 @@ def test_a_mixture_of_experts_trains_alike_on_one_and_two_ranks_and_is_stored_as
     for records, digest, _, _ in (first, second):
         assert (records, digest) == alone[:2]
     assert any(record.applied and record.projected_grads != (0.0,) for record in alone[0])
-    written = AutoModelForCausalLM.from_pretrained(
-        snapshot_path(tmp_path / "2", 4), dtype=torch.bfloat16
-    )
-    assert all(
-        torch.equal(alone[2][name], parameter) for name, parameter in written.named_parameters()
-    )
+    snapshot = snapshot_path(tmp_path / "2", 4)
+    written = AutoModelForCausalLM.from_pretrained(snapshot, dtype=torch.bfloat16)
+    assert all(torch.equal(alone[2][name], p) for name, p in written.named_parameters())
