@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import math
@@ -18,6 +19,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from thorough import thorough
 from tiny_adapters import peft_config
+from tiny_models import FAMILIES, MIXTURES
 from tiny_runs import (
     DS_CONFIG,
     NUM_BLOCKS,
@@ -169,12 +171,12 @@ def test_a_block_is_one_message_every_weight_is_gathered_once_a_pass_and_one_blo
 def _gather_between_steps(directory):
     """Train two steps, and look at the weights between them as programs with DeepSpeed do."""
     engine = start_engine(directory)
-    records = train(engine, 1)
+    records = train(engine, 1, vocabulary=SMALLEST)
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         seen = {name: p.data.clone() for name, p in engine.module.named_parameters()}
     exact = full_weights(engine)
     assert all(torch.equal(seen[name], exact[name]) for name in seen)
-    return records + train(engine, 1)
+    return records + train(engine, 1, vocabulary=SMALLEST)
 
 
 def _whole_weights_of_answers(directory):
@@ -210,26 +212,40 @@ def test_weights_may_be_gathered_between_steps_where_one_rank_has_them(opt_direc
 # Where the shards are: the same run, bit for bit.
 
 NUM_STEPS = 4
+SMALLEST = FAMILIES["opt"][0].vocab_size
 
 
 def _train(directory, dtype, num_ranks, zero=None):
     changes = {"zero_optimization": zero} if zero else {}
     engine = start_engine(directory, dtype, num_ranks, changes)
-    records = train(engine, NUM_STEPS)
+    records = train(engine, NUM_STEPS, vocabulary=SMALLEST)
     digest, weights = engine.weights.digest(), full_weights(engine)
     fresh = start_engine(directory, dtype, num_ranks, changes)
     fresh.load_checkpoint(directory / "none", records)
     return records, digest, weights, fresh.weights.digest()
 
 
+def assert_equal_runs(directory, num_ranks, zero=None):
+    ((records, digest, weights, replayed),) = run_ranks(_train, 1, directory, "bf16", 1)
+    assert digest == replayed
+    for run in run_ranks(_train, num_ranks, directory, "bf16", num_ranks, zero):
+        assert (run[0], run[1], run[3]) == (records, digest, digest)
+        assert run[2].keys() == weights.keys()
+        assert all(torch.equal(run[2][name], weights[name]) for name in weights)
+
+
 def test_a_run_with_offloaded_shards_equals_one_without(opt_directory):
     zero = {"stage": 3, "offload_param": {"device": "cpu"}}
-    (in_memory,) = run_ranks(_train, 1, opt_directory, "bf16", 1)
-    for records, digest, weights, replayed in run_ranks(_train, 2, opt_directory, "bf16", 2, zero):
-        assert records == in_memory[0]
-        assert digest == replayed == in_memory[1]
-        assert weights.keys() == in_memory[2].keys()
-        assert all(torch.equal(weights[name], in_memory[2][name]) for name in weights)
+    assert_equal_runs(opt_directory, 2, zero)
+
+
+@pytest.mark.parametrize("family", [MIXTURES[0], *map(thorough, MIXTURES[1:])])
+def test_ranks_that_choose_experts_of_their_own_train_alike(family, tmp_path):
+    config = copy.deepcopy(FAMILIES[family][0])
+    # The tokens of a pass cannot choose all of them.
+    config.num_local_experts = config.num_experts = 64
+    config.num_experts_per_tok = 1
+    assert_equal_runs(write_model(config, tmp_path, torch.bfloat16), 2)
 
 
 # Loading.
@@ -323,8 +339,7 @@ def make_records(num_steps):
 
 
 def _update(directory, dtype):
-    """Return, for each precision, digests before, after one by one, and after many at once; and
-    one step."""
+    """Return, for each precision, digests before, after one by one, and after many at once."""
     records, digests = make_records(30), {}
     for precision in ("fp32_master", "stochastic"):
         weights = shard(directory, dtype, precision)
@@ -337,34 +352,32 @@ def _update(directory, dtype):
         replayed.apply(step_updates(records, 0, 12, weight_decay=0.1), DIRECTIONS)
         replayed.apply(step_updates(records, 12, len(records), weight_decay=0.1), DIRECTIONS)
         digests[precision] = (before, weights.digest(), replayed.digest())
-    weights = shard(directory, dtype, "fp32_master")
-    before = gather(weights)
-    weights.apply(step_updates(records, 0, 1, weight_decay=0.1), DIRECTIONS)
-    z = {
-        p.name: draw("normal", records[0].key, p.elements.parameter_id, 0, p.numel).view(p.shape)
-        for p in weights.shards
-    }
-    return digests, before, gather(weights), z
+    return digests
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_updates_and_their_replay_are_the_formula_and_the_same_bits_on_any_number_of_ranks(
-    opt_directory, dtype
-):
-    results = [
-        result
-        for num_ranks in (1, 2)
-        for result in run_ranks(_update, num_ranks, opt_directory, dtype)
-    ]
-    digests, before, after, z = results[0]
-    assert all(other[0] == digests for other in results)
+def test_updates_and_their_replay_are_the_same_bits_on_any_number_of_ranks(opt_directory, dtype):
+    (digests,) = run_ranks(_update, 1, opt_directory, dtype)
+    assert run_ranks(_update, 2, opt_directory, dtype) == [digests, digests]
     assert all(start != live == replayed for start, live, replayed in digests.values())
     assert len({live for _, live, _ in digests.values()}) == (1 if dtype == "fp32" else 2)
-    record = make_records(1)[0]
+
+
+def _one_step(directory):
+    weights, record = shard(directory, "fp32", "fp32_master"), make_records(1)[0]
+    before = gather(weights)
+    weights.apply(step_updates([record], 0, 1, weight_decay=0.1), DIRECTIONS)
+    ids = {p.name: p.elements.parameter_id for p in weights.shards}
+    return record, ids, before, gather(weights)
+
+
+def test_an_update_is_the_formula(opt_directory):
+    ((record, ids, before, after),) = run_ranks(_one_step, 1, opt_directory)
     dropped = tuple(f"model.decoder.layers.{block}." for block in record.dropped_layers)
     for name, value in before.items():
+        z = draw("normal", record.key, ids[name], 0, value.numel()).view(value.shape)
         decay = 1 - record.learning_rate * 0.1 if value.dim() > 1 else 1
-        expected = value * decay - record.learning_rate * record.projected_grads[0] * z[name]
+        expected = value * decay - record.learning_rate * record.projected_grads[0] * z
         if name.startswith(dropped):
             assert torch.equal(after[name], value)
         else:
