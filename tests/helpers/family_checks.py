@@ -145,15 +145,12 @@ class Family:
         The class that its config names must find all of them, too.
         """
         model, info = self.opened(directory)
-        problems = {key: sorted(value) for key, value in info.items() if value}
-        assert not problems, problems
         named = json.loads((directory / "config.json").read_text())["architectures"][0]
-        if named != type(model).__name__:
-            _, info = getattr(transformers, named).from_pretrained(
-                directory, output_loading_info=True
-            )
-            problems = {key: sorted(value) for key, value in info.items() if value}
-            assert not problems, f"{named}: {problems}"
+        own_class = getattr(transformers, named)
+        _, own_info = own_class.from_pretrained(directory, output_loading_info=True)
+        for name, said in ((type(model).__name__, info), (named, own_info)):
+            problems = {key: sorted(value) for key, value in said.items() if value}
+            assert not problems, f"{name}: {problems}"
         return model
 
     def _start(self, **changes: Any) -> Any:
