@@ -295,49 +295,44 @@ def test_a_run_is_resumed_scored_and_exported_with_its_bits_only(tmp_path):
 # Codes that are trained.
 
 
-def start_trained(directory, dtype, num_ranks, rank, **options):
+def values_of(engine):
+    """Return codes, and the values of other weights, by name."""
+    found = {}
+    for shard in engine.weights.shards:
+        codes = shard.trained_codes()
+        found[shard.name] = shard.gather() if codes is None else shard.gather_like(codes)
+    return found
+
+
+def train_codes(directory, dtype, num_ranks, rank, options, snapshots, records=()):
+    """Train, checked, or replay records from the newest snapshot.
+
+    Return what must be equal on any number of ranks, the values, and the least share of a matrix's
+    codes that have moved.
+    """
     far = {"learning_rate": 0.02, "perturbation_scale": 1e-2, "weight_decay": 1.0}
     options = far | {"noise_rank": rank, "directions": 1 + rank, **options}
-    return tiny_runs.start_engine(directory, dtype, num_ranks, bits=8, **options)
-
-
-def state_of(engine):
-    """Return codes and other values by name, the share of codes at an end, and the digest."""
-    weights = engine.weights
-    stored = {}
-    for shard in weights.shards:
-        codes = shard.trained_codes()
-        stored[shard.name] = shard.gather() if codes is None else shard.gather_like(codes)
-    return stored, weights.ends_share(), weights.digest()
-
-
-def train_codes(directory, dtype, num_ranks, rank, options, snapshots=None):
-    """Train, checked; return the records, and the states before and after."""
-    engine = start_trained(directory, dtype, num_ranks, rank, **options)
-    start = state_of(engine)
+    engine = tiny_runs.start_engine(directory, dtype, num_ranks, bits=8, **options)
+    start = values_of(engine)
+    assert engine.weights.ends_share() < 0.04
     engine.watch_weights()
-    records = train(engine, 3, vocabulary=VOCABULARY)
-    engine.check_weights()
-    if snapshots:
+    if records:
+        engine.load_checkpoint(snapshots, records)
+    else:
+        records = train(engine, 3, vocabulary=VOCABULARY)
+        engine.check_weights()
         engine.save_checkpoint(snapshots)
-    records += train(engine, 2, vocabulary=VOCABULARY)
+        records += train(engine, 2, vocabulary=VOCABULARY)
     engine.check_weights()
     assert not engine.weights.unlike_replicas()
-    return records, engine.base.fingerprint, start, state_of(engine)
-
-
-def replay_codes(directory, dtype, num_ranks, rank, options, snapshots, records):
-    """Replay records from the newest snapshot; return the base, and the final state."""
-    engine = start_trained(directory, dtype, num_ranks, rank, **options)
-    engine.load_checkpoint(snapshots, records)
-    return engine.base.fingerprint, state_of(engine)
-
-
-def assert_same_state(state, expected):
-    stored, at_ends, digest = state
-    assert stored.keys() == expected[0].keys()
-    assert all(torch.equal(stored[name], expected[0][name]) for name in stored)
-    assert (at_ends, digest) == expected[1:]
+    values = values_of(engine)
+    moved = [
+        float((codes != start[name]).float().mean())
+        for name, codes in values.items()
+        if codes.dtype == torch.uint8
+    ]
+    same = engine.base.fingerprint, records, engine.weights.ends_share(), engine.weights.digest()
+    return same, values, min(moved)
 
 
 @pytest.mark.distributed
@@ -348,22 +343,24 @@ def assert_same_state(state, expected):
 def test_codes_are_trained_with_the_same_bits_on_any_number_of_ranks(
     models, tmp_path, family, dtype, rank
 ):
-    model = models[family]
-    arguments = model, dtype, 1, rank, {}
-    records, base, start, last = run_ranks(train_codes, 1, *arguments, tmp_path / "one")[0]
-    assert start[1] < 0.04
-    for name, codes in last[0].items():
-        assert codes.dtype != torch.uint8 or (codes != start[0][name]).float().mean() > 0.1
-    for num_ranks, options in ((2, {}), (4, {}), (2, {"partition_size": 1})):
-        for result in run_ranks(train_codes, num_ranks, model, dtype, num_ranks, rank, options):
-            assert result[:2] == (records, base)
-            assert_same_state(result[3], last)
-    changes = {} if family == "gpt2" else {"ds_changes": SPLIT}
-    for snapshots, options in (("one", {}), ("none", {}), ("none", changes)):
-        arguments = model, dtype, 2, rank, options, tmp_path / snapshots, records
-        for replayed in run_ranks(replay_codes, 2, *arguments):
-            assert replayed[0] == base
-            assert_same_state(replayed[1], last)
+    settings = models[family], dtype, 1, rank, {}, tmp_path / "one"
+    same, values, moved = run_ranks(train_codes, 1, *settings)[0]
+    assert moved > 0.1
+    records = same[1]
+    # (ranks, options, folder of snapshots, records to replay)
+    layouts = [
+        (2, {}, "two", ()),
+        (4, {}, "four", ()),
+        (2, {"partition_size": 1}, "replicas", ()),
+        (2, {}, "one", records),
+        (2, {"ds_changes": () if family == "gpt2" else SPLIT}, "none", records),
+    ]
+    for num_ranks, options, name, replayed in layouts:
+        settings = models[family], dtype, num_ranks, rank, options, tmp_path / name, replayed
+        for found in run_ranks(train_codes, num_ranks, *settings):
+            assert found[0] == same
+            assert found[1].keys() == values.keys()
+            assert all(torch.equal(found[1][each], values[each]) for each in values)
 
 
 def test_the_key_of_deepspeed_is_refused_with_ours(tmp_path):
