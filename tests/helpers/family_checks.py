@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -50,9 +50,11 @@ EQUAL = "equal"
 NOT_READ = "peft does not read the names of this adapter"
 
 
-def examples_of(option_length: int) -> list[EncodedExample]:
+def examples_of(
+    option_length: int, lengths: Iterable[int] = CONTEXT_LENGTHS, seed: int = 5
+) -> list[EncodedExample]:
     """Return examples with two candidates, whose contexts have different lengths."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
         drawn = torch.randint(TOKENS.start, TOKENS.stop, (count,), generator=generator)
@@ -60,12 +62,22 @@ def examples_of(option_length: int) -> list[EncodedExample]:
 
     candidates = [tokens(option_length) for _ in range(2)]
     examples = []
-    for number, length in enumerate(CONTEXT_LENGTHS):
+    for number, length in enumerate(lengths):
         context = tokens(length)
         sequences = tuple((*context, *candidate) for candidate in candidates)
         mask = (False,) * length + (True,) * option_length
         examples.append(EncodedExample(sequences, (mask, mask), number % 2))
     return examples
+
+
+def with_start(examples: Iterable[EncodedExample], start: tuple[int, ...]) -> list[EncodedExample]:
+    """Return examples whose sequences all begin with the same tokens."""
+    found = []
+    for own in examples:
+        sequences = tuple((*start, *ids) for ids in own.sequences)
+        masks = tuple((False,) * len(start) + mask for mask in own.masks)
+        found.append(replace(own, sequences=sequences, masks=masks))
+    return found
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -179,14 +191,7 @@ class Family:
         if not can_pack(config, _longest(own)):
             raise UserError("not packed", fix="")
         start = prompts()[1][:6]
-        begun = [
-            replace(
-                each,
-                sequences=tuple((*start, *ids) for ids in each.sequences),
-                masks=tuple((False,) * len(start) + mask for mask in each.masks),
-            )
-            for each in own
-        ]
+        begun = with_start(own, start)
         for examples, num_start in ((own, 0), (begun, len(start))):
             if not can_pack(config, _longest(examples)):
                 continue

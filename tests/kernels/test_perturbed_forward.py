@@ -36,15 +36,9 @@ SEED = 0x0123456789ABCDEF
 SCALE = 0.05
 ROWS, TOKENS = 3, 10
 PLUS, MINUS, BOTH = (1,), (-1,), (1, -1)
-SELECTIONS = {
-    "all entries": LogitSelection(torch.tensor([0, 0, 2, 1]), torch.tensor([9, 3, 0, 3])),
-    "some entries": LogitSelection(
-        torch.tensor([0, 1, 2, 2, 2]), torch.tensor([9, 3, 0, 0, 5]), torch.tensor([40, 3, 47, 3])
-    ),
-    "log-probabilities": LogitSelection(
-        torch.tensor([0, 1, 2]), torch.tensor([9, 3, 0]), targets=torch.tensor([5, 47, 3])
-    ),
-}
+SELECTION = LogitSelection(
+    torch.tensor([0, 1, 2, 2, 2]), torch.tensor([9, 3, 0, 0, 5]), torch.tensor([40, 3, 47, 3])
+)
 
 
 def record_rows(block, rows):
@@ -105,16 +99,10 @@ def token_batch(selection=None, attention_mask=None, rows=ROWS):
 
 @torch.no_grad()
 def plain_logits(model, batch):
-    return select(model(**batch.inputs).logits, batch.selection)
-
-
-def select(logits, selection):
+    logits, selection = model(**batch.inputs).logits, batch.selection
     if selection is None:
         return logits
-    rows = logits[selection.rows, selection.positions]
-    if selection.targets is not None:
-        return rows.log_softmax(dim=1)[torch.arange(len(rows)), selection.targets]
-    return rows if selection.vocabulary is None else rows[:, selection.vocabulary]
+    return logits[selection.rows, selection.positions][:, selection.vocabulary]
 
 
 @torch.no_grad()
@@ -268,26 +256,6 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
 
 
-# The output head.
-
-
-@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
-@pytest.mark.parametrize("tuned", ["all", "none of the head", "bias only"])
-@pytest.mark.parametrize("family", ["opt", "gpt2", "phi", "gemma2"])
-def test_selected_logits_are_the_full_ones_indexed(family, tuned, selection):
-    model = tiny_model(family)
-    names = {name for name, _ in model.named_parameters()}
-    head = {name for name in names if "lm_head" in name or "embed" in name or "wte" in name}
-    only = {"all": names, "none of the head": names - head, "bias only": {"lm_head.bias"} & names}[
-        tuned
-    ]
-    perturbed = wrapped(model, tunable(model, only))
-    for change in (None, *(perturbation(sign, (2,)) for sign in (PLUS, MINUS, BOTH))):
-        full = run(perturbed, model, token_batch(), change)
-        selected = run(perturbed, model, token_batch(selection), change)
-        assert_equal_to_rounding(selected, [select(logits, selection) for logits in full])
-
-
 # What holds for any model.
 
 
@@ -300,7 +268,7 @@ def test_token_ids_of_32_bits_are_read_as_those_of_64():
 
 
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
-    model, batch = tiny_model("opt"), token_batch(SELECTIONS["some entries"])
+    model, batch = tiny_model("opt"), token_batch(SELECTION)
     before = bits(model)
     perturbed = wrapped(model, tunable(model))
     changes = [None, perturbation(MINUS), perturbation(BOTH)]

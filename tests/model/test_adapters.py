@@ -47,7 +47,6 @@ from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.zo.keys import adapter_key
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SCALE = 5.0 / 2  # alpha / r of the tiny adapters
 PROMPTS = [(0, 5, 9, 30), (0, 7), (0, 11, 12, 13, 14, 15, 16, 17)]
 SETTINGS = GenerationSettings(max_new_tokens=6, stop_ids=(2,), pad_id=1)
 
@@ -86,58 +85,39 @@ def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
 
 
 def _lora(directory, family, dtype, num_ranks, root):
-    """Return weights and logits before and after 3 steps, and the directory of a snapshot."""
+    """Return weights and logits before 3 steps, logits after them, and a snapshot's directory."""
     engine = start_engine(
         directory, peft_config("lora", family), dtype, num_ranks, learning_rate=1.0
     )
-    first = full_weights(engine), engine.forward(whole_batch())
+    first, logits = full_weights(engine), engine.forward(whole_batch())
     train(engine, 3)
-    return (
-        first,
-        (full_weights(engine), engine.forward(whole_batch())),
-        engine.save_checkpoint(root),
-    )
+    return first, logits, engine.forward(whole_batch()), engine.save_checkpoint(root)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "dtype", "num_ranks"), [("gpt2", "fp32", 1), ("llama", "bf16", 2)]
 )
-def test_lora_starts_at_the_model_adds_the_scaled_product_and_is_opened_by_peft(
-    family, dtype, num_ranks, tmp_path
-):
+def test_lora_starts_at_the_model_and_is_opened_by_peft(family, dtype, num_ranks, tmp_path):
     directory = write_family(family, tmp_path)
-    *_, result = run_ranks(
+    *_, (first, first_logits, logits, snapshot) = run_ranks(
         _lora, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved"
     )
-    (first, first_logits), (weights, logits), snapshot = result
-    batch, tolerance = whole_batch().inputs, 1e-4 if dtype == "fp32" else 0.05
+    bound = 16**-0.5  # kaiming_uniform_(a=sqrt(5)), as peft starts A
+    for name, value in first.items():
+        if name.endswith(".lora_A.weight"):
+            assert value.shape == (2, 16)
+            assert 0.7 * bound < float(value.abs().max()) <= bound
+        assert not (name.endswith(".lora_B.weight") and value.any())
+    batch = whole_batch().inputs
     with torch.no_grad():
         torch.testing.assert_close(first_logits, load(directory, dtype)(**batch).logits)
-        bound = 16**-0.5  # kaiming_uniform_(a=sqrt(5)), as peft starts A
-        for name, value in first.items():
-            if name.endswith(".lora_A.weight"):
-                assert value.shape == (2, 16)
-                assert 0.7 * bound < float(value.abs().max()) <= bound
-            assert not (name.endswith(".lora_B.weight") and value.any())
-
-        model = load(directory)
-        plain = model(**batch).logits
-        for name, parameter in model.named_parameters():
-            adapter = name.removesuffix(".weight")
-            if f"{adapter}.lora_A.weight" in weights:
-                down, up = (weights[f"{adapter}.lora_{side}.weight"].float() for side in "AB")
-                product = SCALE * up @ down
-                parameter += product.T if family == "gpt2" else product
-        expected = model(**batch).logits
-        torch.testing.assert_close(logits.float(), expected, rtol=tolerance, atol=tolerance)
-        assert float((expected - plain).abs().max()) > 5 * tolerance
-
         opened = PeftModel.from_pretrained(
             load(directory, dtype), snapshot, autocast_adapter_dtype=False
         )
         assert opened.peft_config["default"].base_model_name_or_path == str(directory)
         torch.testing.assert_close(opened.eval()(**batch).logits, logits)
+    assert float((logits - first_logits).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])

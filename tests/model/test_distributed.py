@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import psutil
@@ -169,23 +168,6 @@ def test_a_rank_that_does_not_know_where_to_meet_is_refused_and_not_the_only_one
     monkeypatch.setattr(comm, "is_initialized", lambda: False)  # other tests have
     with pytest.raises(UserError, match="RANK and WORLD_SIZE without MASTER_ADDR; fix: "):
         distributed.init_distributed()
-
-
-def _warnings_of_barriers():
-    with warnings.catch_warnings(record=True) as caught:
-        distributed.init_distributed()
-        distributed.barrier()
-        comm.barrier()  # as DeepSpeed calls it
-        distributed.shut_down()
-    return [str(warning.message) for warning in caught]
-
-
-@pytest.mark.gpu
-@pytest.mark.distributed
-def test_no_barrier_warns_that_torch_guesses_the_gpu():
-    if distributed.device().type == "cpu":
-        pytest.skip("no GPU")
-    assert run_ranks(_warnings_of_barriers, 1) == [[]]
 
 
 # What a rank computes with.

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from family_checks import CONTEXT_LENGTHS, PAD, examples_of, with_start
 from family_models import small_config
 from tiny_models import FAMILIES, tiny_model
 from transformers import (
@@ -16,30 +15,9 @@ from transformers import (
 )
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
-from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.packing import can_pack, pack
 
-PAD = 1
-LENGTHS = (5, 21, 3, 9, 11, 2, 7, 14)
 PACKING = sorted(set(FAMILIES) - {"mistral", "gemma2"})  # the windows of these two are shorter
-
-
-def examples_of(lengths, num_candidates=2, vocabulary=48, option_length=1, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def tokens(count):
-        return tuple(torch.randint(3, vocabulary, (count,), generator=generator).tolist())
-
-    shared = [tokens(option_length) for _ in range(num_candidates)]
-    contexts = [tokens(length) for length in lengths]
-    return [
-        EncodedExample(
-            tuple((*c, *o) for o in shared),
-            ((False,) * len(c) + (True,) * option_length,) * num_candidates,
-            0,
-        )
-        for c in contexts
-    ]
 
 
 def logits_of(model, batch):
@@ -54,11 +32,8 @@ def test_logits_are_those_of_rows_of_their_own(family, start):
     """What all sequences begin with is once in a row."""
     assert can_pack(FAMILIES[family][0], 32)
     model = tiny_model(family)
-    examples = []
-    for own in examples_of(range(1, 9) if start else LENGTHS, option_length=2):
-        sequences = tuple((*start, *ids) for ids in own.sequences)
-        masks = tuple((False,) * len(start) + mask for mask in own.masks)
-        examples.append(replace(own, sequences=sequences, masks=masks))
+    lengths = range(1, 9) if start else CONTEXT_LENGTHS
+    examples = with_start(examples_of(2, lengths), start)
     batch = candidate_batch(examples, PAD)
     packed = pack(batch, len(start))
     assert 2 * len(packed.inputs["input_ids"]) < len(batch.inputs["input_ids"]) == 16
@@ -73,8 +48,8 @@ def test_logits_are_those_of_rows_of_their_own(family, start):
 @pytest.mark.parametrize(("family", "dtype"), [("opt", torch.bfloat16), ("llama", torch.float32)])
 def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
     model = tiny_model(family, dtype)
-    examples = examples_of(LENGTHS)
-    others = examples_of(LENGTHS, seed=1)
+    examples = examples_of(1)
+    others = examples_of(1, seed=1)
     mixed = [
         own if index % 2 else other
         for index, (own, other) in enumerate(zip(examples, others, strict=True))

@@ -196,24 +196,6 @@ def test_a_damaged_snapshot_is_not_resumed_from_and_wrong_weights_in_a_valid_one
         assert f"have digest {digests[0]}, not that of the manifest, 0000" in message
 
 
-def test_only_the_snapshots_of_a_run_belong_to_it(tmp_path):
-    owner = snapshots.SnapshotOwner(base="b", checksums=("c0", "c1", "c2"))
-    own = {"base": "b", "step": 2, "journal": "c2"}
-    assert owner.owns(2, own | {"digest": "d"})
-    for step, other in (
-        (2, own | {"base": "x"}),
-        (2, own | {"journal": "c1"}),
-        (2, {"base": "b", "step": 2}),
-        (1, own),
-        (3, own | {"step": 3, "journal": "c3"}),
-    ):
-        assert not owner.owns(step, other)
-    for step, journal in ((0, "c0"), (2, "another")):
-        write_small_snapshot(tmp_path, step)
-        _change_manifest(snapshot_path(tmp_path, step), step=step, base="b", journal=journal)
-    assert (newest_snapshot(tmp_path, 2), newest_snapshot(tmp_path, 2, owner)) == (2, 0)
-
-
 WEIGHTS = "model.safetensors"
 
 

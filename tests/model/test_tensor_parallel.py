@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from assets import recipe_values, write_data, write_reader, write_recipe
+from assets import write_recipe
 from commands import run_forked_well
 from deepspeed import comm
 from deepspeed.comm.comm import comms_logger
@@ -302,34 +302,20 @@ def test_the_key_replaces_what_the_json_says_of_sharding_and_leaves_the_rest(tmp
     assert load_ds_config(path, "fp32", 4, 2, tensor_parallel=1)["zero_optimization"]["stage"] == 3
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("keys", [["tensor_parallel=2"], ["partition_size=2"]])
-def test_a_run_of_two_ranks_is_read_by_one(keys, tmp_path):
-    recipe = write_recipe(tmp_path)
-    run_dir, shown = tmp_path / "run", tmp_path / "data" / "validation.jsonl"
-    few = [f"run_dir={run_dir}", "train.steps=2", "train.eval_every=1", *keys]
-    run_forked_well(["--config", recipe, *few], num_ranks=2)
-    read = ["--run", run_dir, "--step", "2"]
-    said = run_forked_well([*read, "--out", tmp_path / "exported"], program="export")
-    assert "the same as in the run" in said.err
-    run_forked_well([*read, shown, "--out", tmp_path / "labelled.jsonl"], program="predict")
-    for ranks in (1, 2):
-        run_forked_well(read, program="evaluate", num_ranks=ranks)
-    model = ["--model", tmp_path / "exported", "--config", recipe, *keys]
-    run_forked_well(model, program="evaluate")
-
-
-def test_a_run_goes_on_under_zero_3_and_its_journal_gives_its_weights(tmp_path):
-    model, run_dir = write_reader(tmp_path / "model"), tmp_path / "run"
-    values = recipe_values(model, write_data(tmp_path / "data")) | {"run_dir": str(run_dir)}
-    values["train"] |= {"steps": 4, "micro_batch_size": 4, "eval_every": 2, "snapshot_every": 2}
-    recipe = tmp_path / "recipe.json"
-    recipe.write_text(json.dumps(values))
-    run_forked_well(["--config", recipe, "deepspeed=null", "tensor_parallel=2"], num_ranks=2)
+def test_a_run_is_read_by_one_rank_goes_on_under_zero_3_and_is_exported(tmp_path):
+    recipe, run_dir = write_recipe(tmp_path), tmp_path / "run"
+    command = ["--config", recipe, f"run_dir={run_dir}", "train.eval_every=2"]
+    split = ["train.steps=4", "train.snapshot_every=2", "deepspeed=null", "tensor_parallel=2"]
+    run_forked_well([*command, *split], num_ranks=2)
     header = read_journal(run_dir / "journal.jsonl").header
     assert header.arithmetic["tensor_parallel"] == "2"
     assert header.config["tensor_parallel"] == 2
-    messages = run_forked_well(["--config", recipe, "train.steps=6"])
+    read, shown = ["--run", run_dir, "--step", "4"], tmp_path / "data" / "validation.jsonl"
+    said = run_forked_well([*read, "--out", tmp_path / "exported"], program="export")
+    assert "the same as in the run" in said.err
+    run_forked_well([*read, shown, "--out", tmp_path / "labelled.jsonl"], program="predict")
+    run_forked_well(read, program="evaluate", num_ranks=2)
+    messages = run_forked_well([*command, "train.steps=6"])
     assert num_steps(run_dir) == 6
     assert "tensor_parallel was '2'" in str(messages)
     assert results_of(run_dir)["finished"]
