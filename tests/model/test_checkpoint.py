@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assets import change_json
 from family_models import small_config
 from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
@@ -147,23 +148,14 @@ def test_the_files_that_transformers_would_read_are_read(model, sharded, tmp_pat
     newer.save_pretrained(tmp_path / "newer")
     shutil.copy(tmp_path / "newer/model.safetensors", directory)
     assert_opened_alike(directory, newer)
-    config = json.loads((directory / "config.json").read_text())
     (directory / index).rename(directory / f"best.{index}")
-    named = config | {"transformers_weights": f"best.{index}"}
-    (directory / "config.json").write_text(json.dumps(named))
+    change_json(directory / "config.json", transformers_weights=f"best.{index}")
     opened = assert_opened_alike(directory, model)
     assert "transformers_weights" not in saved_config(opened, directory)
     for name in ("lost.safetensors", "../newer/model.safetensors", 3):
-        (directory / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+        change_json(directory / "config.json", transformers_weights=name)
         with pytest.raises(UserError, match=r"transformers_weights=.* is no file there"):
             resolve_model(str(directory))
-
-
-def change_index(directory, change):
-    path = directory / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index["weight_map"])
-    path.write_text(json.dumps(index))
 
 
 def test_an_index_says_which_file_has_a_tensor_and_files_may_be_in_folders(
@@ -177,9 +169,11 @@ def test_an_index_says_which_file_has_a_tensor_and_files_may_be_in_folders(
     (directory / "parts").mkdir()
     for file in files:
         file.rename(directory / "parts" / file.name)
-    change_index(directory, lambda index: index.update({n: f"parts/{index[n]}" for n in index}))
+    index = directory / "model.safetensors.index.json"
+    places = {name: f"parts/{file}" for name, file in change_json(index)["weight_map"].items()}
+    change_json(index, weight_map=places)
     assert_reads(resolve_model(str(directory)), model)
-    change_index(directory, lambda index: index.update(dict.fromkeys(first, "parts/none")))
+    change_json(index, weight_map=places | dict.fromkeys(first, "parts/none"))
     with pytest.raises(UserError, match="parts/none cannot be read"):
         build_checked(directory, "bf16")
 
@@ -290,7 +284,6 @@ def test_a_config_of_other_weights_is_refused_before_loading(changed, config, me
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({BIAS: None}, rf"lacks 1 of the model's \d+ parameters, such as {BIAS}"),
         ({BIAS: torch.zeros(64)}, r"shape \(64,\), .* needs \(24,\)"),
         ({BIAS: INT8}, f"{BIAS} in .* is I8, and a weight is a floating-point number"),
         ({BIAS: COMPLEX}, f"{BIAS} in .* is C64"),
@@ -302,14 +295,8 @@ def test_a_config_of_other_weights_is_refused_before_loading(changed, config, me
 def test_tensors_that_are_not_the_models_weights_are_refused_before_loading(
     changed, tensors, message
 ):
-    def change(_, held):
-        del held[BIAS]
-        held.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
-        if BIAS not in tensors:
-            held[BIAS] = torch.zeros(24)
-
     with pytest.raises(UserError, match=message):
-        build_checked(changed(change), "fp32")
+        build_checked(changed(lambda _, held: held.update(tensors)), "fp32")
 
 
 def test_tensors_that_no_parameter_has_are_named_and_layers_of_them_are_not_counted(
@@ -341,10 +328,10 @@ def test_a_list_of_more_tensors_than_a_model_can_have_is_not_read(changed, singl
 def test_what_a_config_says_of_its_text_model_counts(changed):
     directory = changed(lambda *_: None)
     Gemma3Config(text_config={"num_hidden_layers": 1}).save_pretrained(directory)
-    values = json.loads((directory / "config.json").read_text())
-    values["text_config"]["dtype"] = "bfloat16"
-    values.pop("dtype", None)
-    (directory / "config.json").write_text(json.dumps(values))
+    text_config = change_json(directory / "config.json")["text_config"]
+    change_json(
+        directory / "config.json", dtype=None, text_config=text_config | {"dtype": "bfloat16"}
+    )
     assert stored_dtype(directory) == "bf16"
 
 
@@ -369,20 +356,19 @@ def test_scaled_positions_go_further_than_the_model_before_it_was_scaled(rope, e
 def test_an_export_has_the_names_of_its_base_and_no_file_that_is_not_there(family, tmp_path):
     """Other loaders know the published names, with a tensor for each expert."""
     tiny_model(family).save_pretrained(tmp_path / "base")
-    config = json.loads((tmp_path / "base/config.json").read_text())
     code = {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}
     older = {"torch_dtype": "float16", "architectures": ["AnotherModel"]}
-    (tmp_path / "base/config.json").write_text(json.dumps(config | code | older))
+    architectures = change_json(tmp_path / "base/config.json")["architectures"]
+    change_json(tmp_path / "base/config.json", **code, **older)
     (tmp_path / "base/tokenizer_config.json").write_text(json.dumps(code | {"x": "ä"}))
     base = load_file(tmp_path / "base/model.safetensors")
     tensors, _ = exported(start_engine(tmp_path / "base"), tmp_path / "exported")
     assert tensors.keys() == base.keys()
     assert all(torch.equal(tensors[name], base[name]) for name in base)
-    written = json.loads((tmp_path / "exported/config.json").read_text())
+    written = change_json(tmp_path / "exported/config.json")
     assert not {"auto_map", "torch_dtype"}.intersection(written)
-    assert (written["architectures"], written["dtype"]) == (config["architectures"], "float32")
-    tokenizer_config = json.loads((tmp_path / "exported/tokenizer_config.json").read_text())
-    assert tokenizer_config == {"x": "ä"}
+    assert (written["architectures"], written["dtype"]) == (architectures, "float32")
+    assert change_json(tmp_path / "exported/tokenizer_config.json") == {"x": "ä"}
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
@@ -400,9 +386,7 @@ BROKEN = ('{"weight_map": {"a": "../other/model.safetensors"}}', "[]", "{broken"
 @pytest.mark.parametrize("index", BROKEN)
 def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(
-        UserError, match=r"model\.safetensors\.index\.json cannot be read: \w+Error"
-    ):
+    with pytest.raises(UserError, match=r"\.index\.json cannot be read: \w+Error"):
         WeightFiles(tmp_path)
 
 

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from assets import change_json
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_adapters import SPLIT, peft_config, start_engine, train, whole_batch
@@ -71,13 +72,8 @@ def write_random(config, root, block, scale_dtype=torch.float32):
         "fmt": "e4m3",
         "modules_to_not_convert": ["lm_head"],
     }
-    change_config(fp8, quantization_config=published)
+    change_json(fp8 / "config.json", quantization_config=published)
     return plain, fp8
-
-
-def change_config(directory, **values):
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +176,7 @@ def test_other_quantized_weights_are_refused_by_the_name_of_their_method(
     wide, tmp_path, quantization
 ):
     directory = shutil.copytree(wide[1], tmp_path / "model")
-    change_config(directory, quantization_config=quantization)
+    change_json(directory / "config.json", quantization_config=quantization)
     problem = f"are quantized: {quantization['quant_method']}, and only FP8"
     with pytest.raises(UserError, match=problem):
         load_model_config(directory)
@@ -205,7 +201,7 @@ def test_fp8_whose_scales_do_not_fit_is_refused_before_loading(wide, tmp_path, n
 
 def test_fp8_that_the_config_does_not_name_or_torch_has_saved_is_refused(wide, tmp_path):
     directory = shutil.copytree(wide[1], tmp_path / "model")
-    change_config(directory, quantization_config=None)
+    change_json(directory / "config.json", quantization_config=None)
     with pytest.raises(UserError, match=r"is F8_E4M3 \(128, 128\) with scales \(3, 2\); FP8"):
         build_checked(directory, "fp32")
     tensors = load_file(directory / WEIGHTS)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assets import change_json
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_adapters import whole_batch
@@ -132,17 +133,15 @@ def _flip_a_byte(directory):
     path.write_bytes(data)
 
 
-def _change_manifest(directory, **changes):
-    path = directory / MANIFEST
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
+DEVICE = {"/dev/zero": {"bytes": 0}}
 DAMAGES = {
     "a flipped bit": _flip_a_byte,
     "a missing file": lambda directory: (directory / "config.json").unlink(),
     "half a manifest": lambda directory: (directory / MANIFEST).write_text('{"files": {'),
     "a deep manifest": lambda directory: (directory / MANIFEST).write_text("[" * 9000),
-    "no file": lambda directory: _change_manifest(directory, files={"/dev/zero": {"bytes": 0}}),
+    "no file": lambda directory: change_json(
+        directory / MANIFEST, files={"/dev/zero": {"bytes": 0}}
+    ),
     "not yet renamed": lambda directory: directory.rename(
         directory.with_name(f".{directory.name}.tmp")
     ),
@@ -191,7 +190,7 @@ def test_a_damaged_snapshot_is_not_resumed_from_and_wrong_weights_in_a_valid_one
     root, (records, _, _, digests) = copied
     _flip_a_byte(snapshot_path(root, 4))
     assert run_ranks(_resume, 2, opt_directory, root, records) == [digests[2]] * 2
-    _change_manifest(snapshot_path(root, 2), digest="0" * 32)
+    change_json(snapshot_path(root, 2) / MANIFEST, digest="0" * 32)
     for message in run_ranks(_resume, 2, opt_directory, root, records):
         assert f"have digest {digests[0]}, not that of the manifest, 0000" in message
 
