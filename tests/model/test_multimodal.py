@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from family_checks import Family
-from family_models import NUM_LAYERS, VOCABULARY
+from family_models import NUM_LAYERS
 from ranks import run_ranks
 from safetensors.torch import load_file
+from tiny_models import VOCABULARY
 from tiny_runs import full_weights, start_engine, train
 from transformers import AutoModelForCausalLM
 

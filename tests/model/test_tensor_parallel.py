@@ -305,7 +305,8 @@ def test_the_key_replaces_what_the_json_says_of_sharding_and_leaves_the_rest(tmp
 def test_a_run_is_read_by_one_rank_goes_on_under_zero_3_and_is_exported(tmp_path):
     recipe, run_dir = write_recipe(tmp_path), tmp_path / "run"
     command = ["--config", recipe, f"run_dir={run_dir}", "train.eval_every=2"]
-    split = ["train.steps=4", "train.snapshot_every=2", "deepspeed=null", "tensor_parallel=2"]
+    command += ["train.snapshot_every=2"]
+    split = ["train.steps=4", "deepspeed=null", "tensor_parallel=2"]
     run_forked_well([*command, *split], num_ranks=2)
     header = read_journal(run_dir / "journal.jsonl").header
     assert header.arithmetic["tensor_parallel"] == "2"
