@@ -79,21 +79,6 @@ def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instru
         assert digest(result(DenseDirections, case)) == GOLDEN["results"][name]
 
 
-ENUMERATIONS = {
-    "Distribution": cpu.DISTRIBUTIONS,
-    "Precision": cpu.PRECISIONS,
-    "Format": {str(dtype).removeprefix("torch."): code for dtype, code in cpu.FORMATS.items()},
-}
-
-
-@pytest.mark.parametrize("name", ENUMERATIONS)
-def test_python_and_c_have_the_same_numbers_for_names(name):
-    (body,) = re.findall(rf"enum {name} : int32_t {{(.*?)}};", cpu.SOURCE.read_text())
-    in_c = dict(re.findall(r"(\w+) = (\d+)", body))
-    in_python = {word.upper(): str(code) for word, code in ENUMERATIONS[name].items()}
-    assert in_python == in_c
-
-
 @pytest.fixture
 def restore_settings():
     before = torch.get_num_threads()

@@ -143,18 +143,18 @@ def test_two_ranks_read_what_one_rank_reads_of_the_plain_weights(wide, bits, ds_
         assert torch.equal(logits[0], logits[1])
 
 
-def train_and_export(directory, target, kind):
+def train_and_export(directory, target, kind, bits):
     peft = peft_config(kind) if kind == "lora" else None
-    engine = start_engine(directory, peft)
+    engine = start_engine(directory, peft, bits=bits)
     train(engine, 2)
     engine.write_model(target, merge=kind == "lora")
     return engine.forward(whole_batch())
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["lora", "none"])
-def test_a_trained_model_is_exported_as_a_plain_one(wide, tmp_path, kind):
-    (trained,) = run_ranks(train_and_export, 1, wide[1], tmp_path / "out", kind)
+@pytest.mark.parametrize(("kind", "bits"), [("lora", None), ("none", None), ("lora", 4)])
+def test_a_trained_model_is_exported_as_a_plain_one(wide, tmp_path, kind, bits):
+    (trained,) = run_ranks(train_and_export, 1, wide[1], tmp_path / "out", kind, bits)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import tiny_runs
 import torch
-import yaml
-from assets import recipe_values, write_data, write_reader
-from commands import assert_one_error, run_forked, run_forked_well
 from ranks import run_ranks
 from thorough import thorough
 from tiny_adapters import SPLIT, peft_config, start_engine, whole_batch
@@ -253,43 +250,6 @@ def test_offloaded_codes_give_the_same_run(models):
     offloaded = {"ds_changes": {"zero_optimization": zero}}
     for result in run_ranks(run, 2, models["opt"], "bf16", 2, 4, offloaded):
         assert_same_run(result, alone)
-
-
-# The program.
-
-
-@pytest.mark.thorough
-@pytest.mark.distributed
-def test_a_run_is_resumed_scored_and_exported_with_its_bits_only(tmp_path):
-    model, data = write_reader(tmp_path / "model"), write_data(tmp_path / "data")
-    values = recipe_values(model, data)
-    values["model"] |= {"dtype": "bf16", "bits": 4}
-    values["peft"] = {"kind": "lora"}
-    values["zo"]["learning_rate"] = 0.1
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(values))
-    directory = tmp_path / "run"
-    command = ["--config", recipe, f"run_dir={directory}"]
-    run_forked_well([*command, "train.steps=4"], num_ranks=2)
-    refused = run_forked([*command, "model.bits=8"])
-    assert_one_error(refused, 2, "model.bits differs from the journal's: it is 8, and was 4")
-    run_forked_well(command)
-
-    run = ["--run", directory, "--step", "last"]
-
-    def loss(*source):
-        return json.loads(run_forked_well([*source, "--json"], program="evaluate").out)["loss"]
-
-    for name, options in {"adapter": [], "merged": ["--merge"]}.items():
-        run_forked_well([*run, "--out", tmp_path / name, *options], program="export")
-    of_run = loss(*run)
-    assert loss("--model", tmp_path / "adapter", *command[:2]) == of_run
-    # The products of the adapter are rounded to bf16 with the weights that they are added to.
-    of_merged = loss("--model", tmp_path / "merged", *command[:2])
-    assert of_merged == pytest.approx(of_run, rel=0.01)
-    manifest = json.loads((tmp_path / "merged" / "lezo_manifest.json").read_text())
-    assert "bits" not in manifest
-    assert "base in 4 bits" in (tmp_path / "adapter" / "README.md").read_text()
 
 
 # Codes that are trained.

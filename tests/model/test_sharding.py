@@ -416,21 +416,3 @@ def test_initialize_has_the_rules_of_a_recipe(arguments, message, monkeypatch):
     usual = {"model": "no model", "config": TRAINS, "ds_config": None}
     with pytest.raises(UserError, match=message):
         lezo_ds.initialize(**usual | arguments)
-
-
-def test_a_missing_compiler_shows_before_offloaded_weights_are_loaded(monkeypatch):
-    """The GPU's kernels need none of g++, and the updates of offloaded shards do."""
-    asked = []
-
-    def kernels(device):
-        asked.append(device.type)
-        if device.type == "cpu":
-            raise UserError("without g++")
-
-    monkeypatch.setattr(distributed, "init_distributed", lambda: None)
-    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr("lezo_ds.engine.model.kernels_of", kernels)
-    ds_config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    with pytest.raises(UserError, match="without g"):
-        lezo_ds.initialize("no model", ZoConfig(**TRAINS), ds_config)
-    assert asked == ["cuda", "cpu"]
