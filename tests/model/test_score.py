@@ -253,8 +253,8 @@ def test_answers_without_a_reward_are_counted_and_leave_the_mean_to_the_others(a
 
 def test_answers_that_are_almost_all_alike_are_named(assets, caplog):
     silent = {"generation__stop": ["x", "y", "z", "\n", " "], "data__num_test": 21}
-    case = Case("squad", changes=silent | {"train__objective": "f1"})
-    result = evaluate(start_engine(assets / "writer", sparsity=0.0), *load(assets, case), 64)
+    reader, split = load(assets, Case("squad", changes=silent | {"train__objective": "f1"}))
+    result = evaluate(start_engine(assets / "writer", sparsity=0.0), reader, split, 64)
     assert result.answers.num_different == 1
     assert "the model gives only 1 different answers to 21 prompts" in caplog.text
 

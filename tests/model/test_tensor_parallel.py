@@ -12,6 +12,7 @@ from commands import run_forked_well
 from deepspeed import comm
 from deepspeed.comm.comm import comms_logger
 from eager_noise import draw
+from family_models import small_config
 from ranks import run_ranks
 from run_ends import num_steps, results_of
 from thorough import thorough
@@ -19,7 +20,7 @@ from tiny_adapters import peft_config
 from tiny_models import FAMILIES, NUM_BLOCKS, VOCABULARY
 from tiny_runs import make_batch, start_engine, train, write_model
 from torch import nn
-from transformers import AutoModelForCausalLM, BloomConfig, OPTConfig
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from lezo_ds.config import config_from_dict
 from lezo_ds.config.deepspeed import ds_config_of, load_ds_config
@@ -66,12 +67,9 @@ def _families(directories):
 @torch.no_grad()
 def test_split_families_have_the_logits_of_plain_transformers(tmp_path):
     configs = {family: FAMILIES[family][0] for family in SPLIT}
-    configs["opt"] = OPTConfig(
-        **{**configs["opt"].to_dict(), "vocab_size": VOCABULARY + 1}
-    )  # uneven parts
-    directories = [
-        str(write_model(config, tmp_path / family)) for family, config in configs.items()
-    ]
+    uneven = configs["opt"].to_dict() | {"vocab_size": VOCABULARY + 1}
+    configs["opt"] = OPTConfig(**uneven)
+    directories = [str(write_model(configs[family], tmp_path / family)) for family in SPLIT]
     (batch,) = make_batch(0, 1, vocabulary=VOCABULARY)
     chosen = batch.selection
     for directory, found in zip(directories, run_ranks(_families, 2, directories)[0], strict=True):
@@ -83,38 +81,29 @@ def test_split_families_have_the_logits_of_plain_transformers(tmp_path):
                 z = draw("normal", probe.key, parameter_id, 0, parameters[name].numel())
                 parameters[name] += (block != DROPPED) * probe.scale * z.view_as(parameters[name])
             logits = model(**batch.inputs).logits
-            assert float((full - logits).abs().max()) < 1e-5 * float(logits.abs().max()), directory
-            logits = logits[chosen.rows, chosen.positions][:, chosen.vocabulary]
-            assert float((output - logits).abs().max()) < 1e-5 * float(logits.abs().max()), (
-                directory
-            )
+            near = 1e-5 * float(logits.abs().max())
+            torch.testing.assert_close(full, logits, rtol=0, atol=near)
+            selected = logits[chosen.rows, chosen.positions][:, chosen.vocabulary]
+            torch.testing.assert_close(output, selected, rtol=0, atol=near)
 
 
-def _run(
-    directory, size, num_ranks, dtype, precision, records=(), snapshots=None, peft=None, rank=0
-):
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory):
+    return str(write_model(FAMILIES["opt"][0], tmp_path_factory.mktemp("opt")))
+
+
+def _run(directory, size, num_ranks, settings, snapshots, records=()):
     """Train, or replay records; return base, results of the steps, and final digest."""
-    engine = start(
-        directory,
-        size,
-        dtype,
-        num_ranks,
-        update_precision=precision,
-        peft=peft,
-        weight_decay=0.1,
-        noise_rank=rank,
-        directions=1 + rank,
-    )
+    engine = start(directory, size, num_ranks=num_ranks, weight_decay=0.1, **settings)
     engine.watch_weights()
     if records:
-        engine.load_checkpoint(snapshots or "absent", records)
-        engine.check_weights()
+        engine.load_checkpoint(snapshots, records)
     else:
         records = train(engine, 3, vocabulary=VOCABULARY)
         engine.check_weights()
-        if snapshots:
-            engine.save_checkpoint(snapshots)
+        engine.save_checkpoint(snapshots)
         records += train(engine, 3, vocabulary=VOCABULARY)
+    engine.check_weights()
     return engine.base.fingerprint, records, engine.weights.digest()
 
 
@@ -128,28 +117,27 @@ def _run(
     ],
 )
 def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(
-    dtype, precision, kind, rank, tmp_path
+    dtype, precision, kind, rank, opt, tmp_path
 ):
-    directory = str(write_model(FAMILIES["opt"][0], tmp_path / "model"))
-    settings = dtype, precision
-    targets = {"lora_targets": "v_proj,out_proj,fc1"}
-    peft = None if kind == "none" else peft_config(kind).model_copy(update=targets)
-    snapshots = str(tmp_path / "snapshots")
-    ((base, records, digest),) = run_ranks(
-        _run, 1, directory, 0, 1, *settings, (), None, peft, rank
-    )
-    # Numbers of ranks, and of those that split the weights; tests of ZeRO-3 have (2, 0).
-    for num_ranks, size in [(2, 2), (4, 2)] if kind == "none" else [(2, 2)]:
-        layout = (directory, size, num_ranks, *settings)
-        replayed = run_ranks(_run, num_ranks, *layout, records, None, peft, rank)
-        assert all(end[0] == base and end[2] == digest for end in replayed), (num_ranks, size)
+    settings = {"dtype": dtype, "update_precision": precision}
+    settings |= {"noise_rank": rank, "directions": 1 + rank}
+    if kind == "lora":
+        targets = {"lora_targets": "v_proj,out_proj,fc1"}
+        settings["peft"] = peft_config(kind).model_copy(update=targets)
+    ((base, records, digest),) = run_ranks(_run, 1, opt, 0, 1, settings, tmp_path / "alone")
+    # Two ranks split the weights; tests of ZeRO-3 have none.
+    for num_ranks in (2, 4) if kind == "none" else (2,):
+        layout = (opt, 2, num_ranks, settings, tmp_path / "absent", records)
+        for found in run_ranks(_run, num_ranks, *layout):
+            assert (found[0], found[2]) == (base, digest), num_ranks
     # Its own run: nearly the same losses, snapshots that ZeRO-3 resumes from, and the same bits
     # again.
-    first, second = run_ranks(_run, 2, directory, 2, 2, *settings, (), snapshots, peft, rank)
+    own = tmp_path / "own"
+    first, second = run_ranks(_run, 2, opt, 2, 2, settings, own)
     assert first == second
     tolerance = 1e-5 if dtype == "fp32" else 2e-2
     assert [r.loss for r in first[1]] == pytest.approx([r.loss for r in records], rel=tolerance)
-    (resumed,) = run_ranks(_run, 1, directory, 0, 1, *settings, first[1], snapshots, peft, rank)
+    (resumed,) = run_ranks(_run, 1, opt, 0, 1, settings, own, first[1])
     assert resumed[2] == first[2]
 
 
@@ -161,9 +149,8 @@ def _train_after_a_split_engine(directory):
     return sizes
 
 
-def test_an_engine_of_zero_3_after_one_that_splits_weights_is_that_of_a_new_process(tmp_path):
-    directory = str(write_model(FAMILIES["opt"][0], tmp_path))
-    for first, _, last in run_ranks(_train_after_a_split_engine, 2, directory):
+def test_an_engine_of_zero_3_after_one_that_splits_weights_is_that_of_a_new_process(opt):
+    for first, _, last in run_ranks(_train_after_a_split_engine, 2, opt):
         assert first == last
 
 
@@ -181,11 +168,8 @@ def _count_bytes(directory):
     return counts, batch.inputs["input_ids"].numel(), batch.selection.vocabulary.numel()
 
 
-def test_a_pass_sums_the_embeddings_two_activations_a_block_and_the_heads_rows_that_are_read(
-    tmp_path,
-):
-    directory = str(write_model(FAMILIES["opt"][0], tmp_path))
-    counts, num_tokens, num_entries = run_ranks(_count_bytes, 2, directory)[0]
+def test_a_pass_sums_embeddings_two_activations_a_block_and_the_heads_rows_that_are_read(opt):
+    counts, num_tokens, num_entries = run_ranks(_count_bytes, 2, opt)[0]
     num_rows = len(PROBES) * ((1 + NUM_BLOCKS * 2) * num_tokens + num_entries)
     assert counts == {"all_reduce": num_rows * FAMILIES["opt"][0].hidden_size * 4}
 
@@ -197,47 +181,33 @@ def _spoil(directory, name, element):
     (parameter,) = [p for p in engine.weights.shards if p.name == name]
     if engine.global_rank == 1:
         parameter.stored()[element] += 1
-    try:
+    with pytest.raises(DesyncError, match=f"on rank 1 {name}"):
         engine.check_weights()
-    except DesyncError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("name", ["layers.1.fc2.weight", "final_layer_norm.weight"])
-def test_a_changed_weight_is_found_split_or_not(name, tmp_path):
-    directory, name = str(write_model(FAMILIES["opt"][0], tmp_path)), f"model.decoder.{name}"
-    element = slice(None) if "fc2" in name else slice(0, 1)
-    for text in run_ranks(_spoil, 2, directory, name, element):
-        assert f"on rank 1 {name}" in text
-
-
-def _refusal(directory, size):
-    with pytest.raises(UserError) as caught:
-        start(directory, size, num_ranks=size)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("config", "size", "text"),
+    ("name", "element"), [("layers.1.fc2", slice(None)), ("final_layer_norm", slice(0, 1))]
+)
+def test_a_changed_weight_is_found_split_or_not(name, element, opt):
+    run_ranks(_spoil, 2, opt, f"model.decoder.{name}.weight", element)
+
+
+def _refused(directory, size, text):
+    with pytest.raises(UserError, match=f"{text}.*ZeRO-3"):
+        start(directory, size, num_ranks=size)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "text"),
     [
-        (FAMILIES["gpt2"][0], 2, "AutoTP does not support GPT2LMHeadModel"),
-        (
-            FAMILIES["llama"][0],
-            4,
-            "tensor_parallel=4 does not divide 4 heads and 2 of keys and values",
-        ),
-        (
-            BloomConfig(vocab_size=48, hidden_size=16, n_layer=2, n_head=4),
-            2,
-            "BloomForCausalLM does not run",
-        ),
+        ("gpt2", 2, "AutoTP does not support GPT2LMHeadModel"),
+        ("llama", 4, "tensor_parallel=4 does not divide 4 heads and 2 of keys and values"),
+        ("bloom", 2, "BloomForCausalLM does not run"),
     ],
 )
-def test_what_cannot_be_split_is_refused_and_zero_3_is_named(config, size, text, tmp_path):
-    directory = str(write_model(config, tmp_path))
-    for message in run_ranks(_refusal, size, directory, size):
-        assert text in message
-        assert "ZeRO-3" in message
+def test_what_cannot_be_split_is_refused_and_zero_3_is_named(family, size, text, tmp_path):
+    directory = str(write_model(small_config(family), tmp_path))
+    run_ranks(_refused, size, directory, size, text)
 
 
 class _Failing(nn.Module):
