@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import tiny_runs
@@ -12,11 +10,9 @@ from ranks import run_ranks
 from thorough import thorough
 from tiny_adapters import SPLIT, peft_config, start_engine, whole_batch
 from tiny_models import VOCABULARY
-from tiny_runs import DS_CONFIG, SEED, train, write_model, zo_config
+from tiny_runs import train, write_model
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
-from lezo_ds.config.deepspeed import load_ds_config
-from lezo_ds.engine import initialize
 from lezo_ds.errors import UserError
 from lezo_ds.sharding.quantization import GROUP, Quantization
 from lezo_ds.sharding.quantized_shards import QuantizedShard
@@ -24,7 +20,6 @@ from lezo_ds.sharding.quantized_shards import QuantizedShard
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 128  # two groups, one for each rank of two
 NUM_BLOCKS = 3
-MATRICES = 6  # of a block of OPT
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
@@ -56,9 +51,8 @@ def models(tmp_path_factory):
 def as_documented(part, bits, num_groups):
     """Return the values of a part of bf16, read by NumPy as the module's docstring describes."""
     stored = part.view(torch.int16).numpy().view(np.uint16)
-    codes, steps, minima = np.split(
-        stored, np.cumsum([num_groups * GROUP * bits // 16, num_groups])
-    )
+    ends = np.cumsum([num_groups * GROUP * bits // 16, num_groups])
+    codes, steps, minima = np.split(stored, ends)
     codes = codes.view(np.uint8).reshape(num_groups, -1)
     if bits == 4:
         codes = np.stack([codes >> 4, codes & 15], axis=-1).reshape(num_groups, GROUP)
@@ -323,30 +317,12 @@ def test_codes_are_trained_with_the_same_bits_on_any_number_of_ranks(
             assert all(torch.equal(found[1][each], values[each]) for each in values)
 
 
-def test_the_key_of_deepspeed_is_refused_with_ours(tmp_path):
-    file = tmp_path / "quantized.json"
-    groups = {"fc1": {"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": False}}
-    section = {"weight_quantization": {"post_init_quant": groups}}
-    file.write_text(json.dumps(json.loads(DS_CONFIG.read_text()) | section))
-    with pytest.raises(UserError, match=r"load the whole 16-bit model first.*model\.bits=4"):
-        load_ds_config(file, "bf16", 1, 1)
-
-
 def split_narrow(directory):
-    ds_config = load_ds_config(DS_CONFIG, "fp32", 2, 2) | SPLIT
-    try:
-        initialize(
-            str(directory), zo_config(), ds_config, "fp32", SEED, peft_config("lora"), bits=4
-        )
-    except UserError as error:
-        return str(error)
+    with pytest.raises(UserError, match=r"rows of 32 elements, .* needs a multiple of 64"):
+        start_engine(directory, peft_config("lora"), num_ranks=2, bits=4, ds_changes=SPLIT)
 
 
 @pytest.mark.distributed
 def test_ranks_that_would_split_a_group_are_refused(tmp_path):
-    values = {**OPT.to_dict(), "hidden_size": 64, "word_embed_proj_dim": 64}
-    directory = write_model(OPTConfig(**values), tmp_path)
-    for message in run_ranks(split_narrow, 2, directory):
-        assert "out_proj.weight rows of 32 elements, and model.bits=4 needs a multiple of 64" in (
-            message
-        )
+    narrow = OPT.to_dict() | {"hidden_size": 64, "word_embed_proj_dim": 64}
+    run_ranks(split_narrow, 2, write_model(OPTConfig(**narrow), tmp_path))
