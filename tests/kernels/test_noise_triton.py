@@ -35,16 +35,8 @@ compiles = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not c
 on_triton = () if IS_INTERPRETED else pytest.mark.gpu
 STORAGE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "u8": tl.uint8}
 LOW_TYPES = {"fp32_master": tl.int16, "codes": tl.bfloat16}
-TYPES = {
-    "table_ptr": "*i64",
-    "rows_ptr": "*i64",
-    "out_ptr": "*u8",
-    "updates_ptr": "*u64",
-    "key": "u64",
-    "scale": "fp32",
-    "num_updates": "i32",
-    "distance": "i64",
-}
+TYPES = {"table_ptr": "*i64", "rows_ptr": "*i64", "out_ptr": "*u8", "updates_ptr": "*u64"}
+TYPES |= {"key": "u64", "scale": "fp32", "num_updates": "i32", "distance": "i64"}
 
 
 @compiles

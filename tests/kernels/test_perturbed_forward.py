@@ -259,14 +259,6 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
 # What holds for any model.
 
 
-def test_token_ids_of_32_bits_are_read_as_those_of_64():
-    model, batch = tiny_model("opt"), token_batch()
-    narrow = replace(batch, inputs={"input_ids": batch.inputs["input_ids"].int()})
-    perturbed = wrapped(model, tunable(model))
-    expected = run(perturbed, model, batch, perturbation(BOTH))
-    assert all(map(torch.equal, run(perturbed, model, narrow, perturbation(BOTH)), expected))
-
-
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
     model, batch = tiny_model("opt"), token_batch(SELECTION)
     before = bits(model)
