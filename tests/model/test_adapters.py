@@ -116,7 +116,7 @@ def test_lora_starts_at_the_model_and_is_opened_by_peft(family, dtype, num_ranks
         )
         assert opened.peft_config["default"].base_model_name_or_path == str(directory)
         torch.testing.assert_close(opened.eval()(**batch).logits, logits)
-    assert float((logits - first_logits).abs().max()) > 0.1
+    assert float((logits - first_logits).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
@@ -260,10 +260,11 @@ def test_a_merged_adapter_of_a_tied_head_is_that_of_the_head_alone(config, targe
     assert torch.equal(merged.get_input_embeddings().weight, embedding)
     is_tied = merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
     assert is_tied is merged.config.tie_word_embeddings is (not adapts_head)
+    near = 1e-4 * float(logits.abs().max())
     for model in (adapted, merged.eval()):
         with torch.no_grad():
             found = model(**whole_batch().inputs).logits
-        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, logits, rtol=0, atol=near)
 
 
 LINEAR = "some of down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"
@@ -305,8 +306,9 @@ def _prefix(directory, family, dtype, num_ranks, root):
         """Return the keys and values of each block."""
         found = {"key": [], "value": []}
         for name, tensor in full_weights(engine).items():
-            if ".prefix." in name:
-                found[name.rpartition(".")[2]].append(tensor)
+            kind = name.rpartition(".")[2]
+            if ".prefix." in name and kind in found:  # and no low bits
+                found[kind].append(tensor)
         return list(zip(*found.values(), strict=True))
 
     first = values()
