@@ -22,16 +22,8 @@ from run_ends import num_steps, results_of
 
 ADDRESSES = {"lezo1": "10.77.0.1", "lezo2": "10.77.0.2"}
 
-UNSHARE = (
-    "unshare",
-    "--net",
-    "--uts",
-    "--mount",
-    "--pid",
-    "--fork",
-    "--mount-proc",
-    "--kill-child",
-)
+UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
+UNSHARE += ["--mount-proc", "--kill-child"]
 PATIENCE_SECONDS = 300
 SHORT = ("train.steps=8", "train.eval_every=4")
 LONG = ("train.steps=200", "train.eval_every=50", "train.snapshot_every=20")
@@ -67,14 +59,8 @@ class Host:
         """Return the command that runs `command` on this host, in the repository's root."""
         settings = [f"{name}={value}" for name, value in _environment(**variables).items()]
         enter = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--pid", "--"]
-        return [
-            *enter,
-            "env",
-            "--ignore-environment",
-            f"--chdir={REPOSITORY}",
-            *settings,
-            *map(str, command),
-        ]
+        clean = ["env", "--ignore-environment", f"--chdir={REPOSITORY}", *settings]
+        return [*enter, *clean, *map(str, command)]
 
     def run(self, command, timeout=TIMEOUT_SECONDS, **variables):
         done = subprocess.run(

@@ -57,9 +57,8 @@ def test_a_job_told_to_stop_goes_back_into_the_queue_and_resumes(
     run_dir = tmp_path / "run"
     job = submit(slurm, "one_node.sbatch", recipe, run_dir, LONG)
     wait_for_steps(run_dir, 20)
-    slurm.run_well(
-        "scancel", "--signal=USR1", "--batch", job
-    )  # as Slurm does before the time limit
+    # As Slurm does before the time limit.
+    slurm.run_well("scancel", "--signal=USR1", "--batch", job)
     wait_for_requeue(slurm, job)
     assert_stopped_by_agreement(run_dir)
     wait_for_end(slurm, job, run_dir)
@@ -80,16 +79,13 @@ def test_a_job_that_is_requeued_resumes(slurm, recipe, undisturbed, tmp_path):
 
 def test_an_array_does_the_runs_of_a_sweep(slurm, recipe, tmp_path):
     sweep = ("--config", recipe, "--out", tmp_path / "sweep", *SHORT, *SWEEP)
-    job = slurm.submit(
-        "--array=0-3%2", f"--output={tmp_path}/%a.out", SCRIPTS / "sweep.sbatch", *sweep
-    )
-    wait_until(
-        lambda: slurm.run_well("squeue", "--noheader", "--job", job) == "", "the end of the array"
-    )
+    options = ("--array=0-3%2", f"--output={tmp_path}/%a.out")
+    job = slurm.submit(*options, SCRIPTS / "sweep.sbatch", *sweep)
+    left = ("squeue", "--noheader", "--job", job)
+    wait_until(lambda: slurm.run_well(*left) == "", "the end of the array")
     printed = slurm.run_well("python", "launch/sweep.py", *sweep, "--list")
-    assert printed.count("  done  ") == 4, "".join(
-        path.read_text() for path in tmp_path.glob("?.out")
-    )
+    outputs = "".join(path.read_text() for path in tmp_path.glob("?.out"))
+    assert printed.count("  done  ") == 4, outputs
     with (tmp_path / "sweep" / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4
@@ -98,10 +94,8 @@ def test_an_array_does_the_runs_of_a_sweep(slurm, recipe, tmp_path):
 
 def test_an_array_of_replicas_loses_one_and_does_one_run(slurm, recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
-    options, length = (
-        ("--array=0-1", "--export=ALL,LEZO_SECRET=secret"),
-        (*LONG, "train.steps=1000"),
-    )
+    options = ("--array=0-1", "--export=ALL,LEZO_SECRET=secret")
+    length = (*LONG, "train.steps=1000")
     job = submit(slurm, "elastic.sbatch", recipe, run_dir, length, *options)
     second = run_dir / "replicas" / "1"
     wait_for_steps(second, 50)

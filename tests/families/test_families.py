@@ -12,8 +12,9 @@ from thorough import thorough
 
 from lezo_ds.errors import UserError
 
-SAMPLE = ("mistral", "qwen3_5_text", "lfm2_vl")
-"""A sliding window, linear attention, and a multimodal model with states."""
+SAMPLE = ("mistral", "qwen3_5_text", "lfm2_vl", "apertus")
+"""A sliding window, linear attention, a multimodal model with states, and one that stores
+buffers."""
 
 
 @pytest.mark.parametrize("family", [*SAMPLE, thorough("gpt_oss")])
@@ -32,9 +33,11 @@ def test_a_model_whose_texts_are_read_in_both_directions_is_refused(tmp_path):
         Family("paligemma", tmp_path).losses()
 
 
-def test_experts_route_the_tokens_of_each_probe_alone(tmp_path):
-    """Their inputs have the tokens once for each expert, and no dimension of all rows."""
-    Family("llama4_text", tmp_path).step()
+@pytest.mark.parametrize("family", ["llama4_text", "jetmoe"])
+def test_experts_route_the_tokens_of_each_probe_alone(family, tmp_path):
+    """Their inputs have the tokens once for each expert, and no dimension of all rows. JetMoe sorts
+    the tokens by their expert."""
+    Family(family, tmp_path).step()
 
 
 @pytest.mark.skipif(

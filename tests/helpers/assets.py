@@ -109,6 +109,13 @@ def write_records(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def change_json(path, **values):
+    """Change keys of a JSON file, and return all of its values."""
+    changed = json.loads(path.read_text()) | values
+    path.write_text(json.dumps(changed))
+    return changed
+
+
 def write_data(directory, num_train=60, num_validation=30):
     rng = random.Random(0)
     write_records(directory / "train.jsonl", labelled_reviews(rng, num_train))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import Elements, UpdateTarget, Weight
+from lezo_ds.noise import UpdateTarget
 from lezo_ds.noise.low_bits import split_master
 from lezo_ds.noise.philox import (
     CODE_STREAM,
@@ -24,9 +24,7 @@ from lezo_ds.noise.philox import (
     words_at,
     words_of_blocks,
 )
-from lezo_ds.zo.laws import Distribution, PerturbationLaw
-from lezo_ds.zo.passes import KeyedProbe
-from lezo_ds.zo.updates import Update, UpdatePrecision
+from lezo_ds.zo.laws import Distribution
 
 _MASK32 = 0xFFFFFFFF
 # Cephes logf: log(1 + x) = x - x**2/2 + x**3 P(x) on [sqrt(1/2) - 1, sqrt(2) - 1], highest power
@@ -230,9 +228,7 @@ def move_codes(target: UpdateTarget, factor: float, delta: Tensor, words: Tensor
     target.values.copy_(moved.clamp(0, 255))
 
 
-def _store(
-    target: UpdateTarget, factor: float, delta: Tensor, key: int, precision: UpdatePrecision
-) -> None:
+def _store(target, factor, delta, key, precision):
     """Store theta * factor - delta, fp32 [n], as an update does."""
     high, elements, low, grid = target
     if grid is not None:
@@ -254,18 +250,14 @@ def _store(
 class EagerNoise:
     """What `DenseDirections` do, one copy and one update at a time, on the CPU."""
 
-    def __init__(self, law: PerturbationLaw) -> None:
+    def __init__(self, law):
         self.entries = law.entries
 
-    def perturb(
-        self, weights: Sequence[Weight], probes: Sequence[KeyedProbe]
-    ) -> list[list[Tensor]]:
-        return [
-            [self._copy(weight, probe.key, probe.scale) for probe in probes] for weight in weights
-        ]
+    def perturb(self, weights, probes):
+        return [[self._copy(weight, probe) for probe in probes] for weight in weights]
 
-    def _copy(self, weight: Weight, key: int, scale: float) -> Tensor:
-        theta = weight.theta
+    def _copy(self, weight, probe):
+        theta, key = weight.theta, probe.key
         if weight.rows is None:
             z = self._draw(key, weight.elements)
         else:
@@ -274,22 +266,17 @@ class EagerNoise:
             indices = first_indices + torch.arange(width)
             z = draw_at(self.entries, key, weight.elements.parameter_id, indices)
             theta = theta[weight.rows]
-        if scale != 0:  # the sum would turn -0.0 + 0.0 into 0.0
-            theta = theta.to(torch.float32) + z.view(theta.shape) * scale
+        if probe.scale != 0:  # the sum would turn -0.0 + 0.0 into 0.0
+            theta = theta.to(torch.float32) + z.view(theta.shape) * probe.scale
         return theta.to(weight.out_dtype)
 
-    def update(
-        self, targets: Sequence[UpdateTarget], updates: Sequence[Update], precision: UpdatePrecision
-    ) -> None:
+    def update(self, targets, updates, precision):
         for target in targets:
             for update in updates:
-                self._update(target, update, precision)
+                delta = self._draw(update.key, target.elements) * update.coefficient
+                _store(target, update.factor, delta, update.key, precision)
 
-    def _update(self, target: UpdateTarget, update: Update, precision: UpdatePrecision) -> None:
-        z = self._draw(update.key, target.elements)
-        _store(target, update.factor, z * update.coefficient, update.key, precision)
-
-    def _draw(self, key: int, elements: Elements) -> Tensor:
+    def _draw(self, key, elements):
         """Return z of some elements: fp32 [number of elements]."""
         parameter_id, _, region = elements
         if region.num_rows == 1:  # no block is drawn twice

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -59,9 +59,11 @@ EQUAL = "equal"
 NOT_READ = "peft does not read the names of this adapter"
 
 
-def examples_of(option_length: int) -> list[EncodedExample]:
+def examples_of(
+    option_length: int, lengths: Iterable[int] = CONTEXT_LENGTHS, seed: int = 5
+) -> list[EncodedExample]:
     """Return examples with two candidates, whose contexts have different lengths."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
         drawn = torch.randint(TOKENS.start, TOKENS.stop, (count,), generator=generator)
@@ -69,7 +71,7 @@ def examples_of(option_length: int) -> list[EncodedExample]:
 
     candidates = [tokens(option_length) for _ in range(2)]
     examples = []
-    for number, length in enumerate(CONTEXT_LENGTHS):
+    for number, length in enumerate(lengths):
         context = tokens(length)
         sequences = tuple((*context, *candidate) for candidate in candidates)
         mask = (False,) * length + (True,) * option_length
@@ -87,6 +89,16 @@ def write_table(path: Path, labels: Sequence[str]) -> None:
             length = CONTEXT_LENGTHS[number % len(CONTEXT_LENGTHS)] + 1
             drawn = torch.randint(len(WORDS) - len(LABELS), (length,), generator=generator)
             writer.writerow([" ".join(WORDS[place] for place in drawn.tolist()), label])
+
+
+def with_start(examples: Iterable[EncodedExample], start: tuple[int, ...]) -> list[EncodedExample]:
+    """Return examples whose sequences all begin with the same tokens."""
+    found = []
+    for own in examples:
+        sequences = tuple((*start, *ids) for ids in own.sequences)
+        masks = tuple((False,) * len(start) + mask for mask in own.masks)
+        found.append(replace(own, sequences=sequences, masks=masks))
+    return found
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -166,15 +178,12 @@ class Family:
         The class that its config names must find all of them, too.
         """
         model, info = self.opened(directory)
-        problems = {key: sorted(value) for key, value in info.items() if value}
-        assert not problems, problems
         named = json.loads((directory / "config.json").read_text())["architectures"][0]
-        if named != type(model).__name__:
-            _, info = getattr(transformers, named).from_pretrained(
-                directory, output_loading_info=True
-            )
-            problems = {key: sorted(value) for key, value in info.items() if value}
-            assert not problems, f"{named}: {problems}"
+        own_class = getattr(transformers, named)
+        _, own_info = own_class.from_pretrained(directory, output_loading_info=True)
+        for name, said in ((type(model).__name__, info), (named, own_info)):
+            problems = {key: sorted(value) for key, value in said.items() if value}
+            assert not problems, f"{name}: {problems}"
         return model
 
     def _start(self, **changes: Any) -> Any:
@@ -203,14 +212,7 @@ class Family:
         if not can_pack(config, _longest(own)):
             raise UserError("not packed", fix="")
         start = prompts()[1][:6]
-        begun = [
-            replace(
-                each,
-                sequences=tuple((*start, *ids) for ids in each.sequences),
-                masks=tuple((False,) * len(start) + mask for mask in each.masks),
-            )
-            for each in own
-        ]
+        begun = with_start(own, start)
         for examples, num_start in ((own, 0), (begun, len(start))):
             if not can_pack(config, _longest(examples)):
                 continue

@@ -18,16 +18,8 @@ from transformers.models.auto.modeling_auto import (
 
 OF_IMAGES_OR_SOUND = (
     *("aria", "aya_vision", "cohere2_vision", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava"),
-    *(
-        "llava_next",
-        "llava_onevision",
-        "mistral3",
-        "ovis2",
-        "paligemma",
-        "qwen2_5_vl",
-        "qwen2_audio",
-    ),
-    *("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral"),
+    *("llava_next", "llava_onevision", "mistral3", "ovis2", "paligemma", "qwen2_5_vl"),
+    *("qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral"),
 )
 """Some of the families that only `AutoModelForMultimodalLM` opens."""
 KNOWN = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OF_IMAGES_OR_SOUND)

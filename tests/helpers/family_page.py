@@ -76,11 +76,7 @@ NOT_PACKED = "-"
 
 def table_row(family: str, outcomes: Mapping[str, str]) -> str:
     """Return the line of a family, from what each check gave (`family_checks.outcome`)."""
-    return row_of_marks(family, {column: _mark(outcomes[column]) for column in COLUMNS})
-
-
-def row_of_marks(family: str, marks: Mapping[str, str]) -> str:
-    """Return the line of a family, from the mark of each check."""
+    marks = {name: _mark(outcomes[name]) for name in COLUMNS}
     deviations = {name: mark for name, mark in marks.items() if mark != EQUAL_MARK}
     reasons = set(deviations.values()) - {NOT_PACKED}
     if len(deviations) == len(COLUMNS) and len(reasons) == 1:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tiny_runs
-from tiny_models import FAMILIES, VOCABULARY
-from tiny_runs import make_batch, write_model
+from tiny_models import VOCABULARY
+from tiny_runs import make_batch
 
 from lezo_ds.config import PeftConfig
 from lezo_ds.forward.batch import MicroBatch
 
 TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value"}
 PREFIX_LENGTH = 3
+SPLIT = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 0}}
+"""What makes two ranks split the weights in DeepSpeed's configuration."""
 
 
 def peft_config(kind, family="opt"):
@@ -34,7 +36,3 @@ def train(engine, num_steps, vocabulary=VOCABULARY):
 def whole_batch(vocabulary=VOCABULARY):
     (batch,) = make_batch(0, num_micro_batches=1, vocabulary=vocabulary)
     return MicroBatch(batch.inputs, batch.weight)
-
-
-def write_families(families, root):
-    return {family: write_model(FAMILIES[family][0], root / family) for family in families}

@@ -102,6 +102,16 @@ def tiny_model(family, dtype=torch.float32, seed=0):
     return model
 
 
+@torch.no_grad()
+def greedy(model, prompt, num_tokens, stop_ids=()):
+    """Return what a model writes after one prompt: each token from a full pass over all before."""
+    new = []
+    while len(new) < num_tokens and not {*stop_ids} & {*new}:
+        ids = torch.tensor([[*prompt, *new]])
+        new.append(int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
+    return new
+
+
 def tunable(model, only=None):
     """All parameters that require a gradient (and are in `only`), as the engine would name them."""
     layout = find_blocks(model)

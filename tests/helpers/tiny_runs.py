@@ -61,21 +61,18 @@ def make_batch(step, num_micro_batches=4, examples=2, vocabulary=VOCABULARY):
     ]
 
 
-def zo_config(**changes):
-    """Return the optimizer's settings for the tiny models: half of the blocks dropped, a step
-    that shows."""
-    defaults = {"learning_rate": 1e-3, "perturbation_scale": 1e-3, "sparsity": 0.5}
-    return ZoConfig(**(defaults | changes))
-
-
 def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), peft=None, **changes):
-    """Return an engine on a tiny model, as the trainer starts it."""
+    """Return an engine on a tiny model, as the trainer starts it.
+
+    Half of the blocks are dropped, and a step shows.
+    """
     torch.set_num_threads(1)
     ds_config = load_ds_config(DS_CONFIG, dtype, num_ranks, 2) | dict(ds_changes)
     own = {
         name: changes.pop(name, None) for name in ("partition_size", "num_steps", "bits", "run_dir")
     }
-    return initialize(str(directory), zo_config(**changes), ds_config, dtype, SEED, peft, **own)
+    settings = {"learning_rate": 1e-3, "perturbation_scale": 1e-3, "sparsity": 0.5} | changes
+    return initialize(str(directory), ZoConfig(**settings), ds_config, dtype, SEED, peft, **own)
 
 
 def attach_new_journal(engine, path):

@@ -1,20 +1,29 @@
 """Operations of the noise on targets and weights of many kinds, and their results' digests."""
 
+import functools
 import hashlib
 import itertools
 import json
+import os
 from pathlib import Path
 
+import pytest
 import torch
+from eager_noise import EagerLowRankKernels, EagerNoise
 
-from lezo_ds.forward.dense import with_opposites
+from lezo_ds.forward.dense import DenseDirections, with_opposites
+from lezo_ds.forward.low_rank import LowRankDirections
 from lezo_ds.noise import Elements, Region, UpdateTarget, Weight
+from lezo_ds.noise.cpu import CpuKernels
 from lezo_ds.noise.low_bits import split_master
-from lezo_ds.zo.laws import DenseLaw
+from lezo_ds.zo.laws import DenseLaw, LowRankLaw
 from lezo_ds.zo.passes import KeyedProbe
 from lezo_ds.zo.updates import Update
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "noise.json").read_text())
+CPU = torch.device("cpu")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON = pytest.param("triton", marks=() if IS_INTERPRETED else pytest.mark.gpu)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DISTRIBUTIONS = ("normal", "rademacher")
 PRECISIONS = ("stochastic", "fp32_master")
@@ -33,6 +42,31 @@ for operation, others in (("perturb", DTYPES), ("update", PRECISIONS)):
         CASES[" ".join(str(word).removeprefix("torch.") for word in case)] = case
 
 
+@pytest.fixture(params=["cpu", TRITON])
+def backend(request):
+    """A function that returns the directions of a law, and their device."""
+    if request.param == "cpu":
+        return functools.partial(directions_of, CpuKernels()), CPU
+    if not (IS_INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("no GPU")
+    from lezo_ds.noise.gpu import TritonKernels
+
+    device = CPU if IS_INTERPRETED else torch.device("cuda")
+    return functools.partial(directions_of, TritonKernels(device)), device
+
+
+def directions_of(kernels, law):
+    kind = LowRankDirections if isinstance(law, LowRankLaw) else DenseDirections
+    return kind(law, kernels_of=lambda _: kernels)
+
+
+def reference_of(law):
+    """What directions of a law do, in plain PyTorch."""
+    if isinstance(law, LowRankLaw):
+        return directions_of(EagerLowRankKernels(), law)
+    return EagerNoise(law)
+
+
 def hashed(count):
     """Integers of 32 bits without a pattern."""
     return torch.arange(1, count + 1) * 0x9E3779B1 % 2**32 * 0x85EBCA6B % 2**32
@@ -46,18 +80,9 @@ def values_of_every_size(count):
     bits = hashed(count)
     exponents = 97 + (bits >> 8) % 49  # 2**-30 to 2**18
     values = ((bits & 0x807FFFFF) | (exponents << 23)).to(torch.int32).view(torch.float32)
-    special = [
-        0.0,
-        -0.0,
-        float("inf"),
-        -float("inf"),
-        float("nan"),
-        65504.0,
-        65519.9,
-        65520.0,
-        3.3e38,
-        1e-40,
-    ]
+    infinity = float("inf")
+    special = [0.0, -0.0, infinity, -infinity, float("nan")]
+    special += [65504.0, 65519.9, 65520.0, 3.3e38, 1e-40]
     values[: len(special)] = torch.tensor(special)[:count]
     return values
 
@@ -144,10 +169,16 @@ def updated(noise, dtype, precision, device):
 
 def bits(tensor):
     """The bit patterns, with one for all NaN: the backends may differ in the payload of a NaN."""
-    if tensor.dtype == torch.int16:
+    if not tensor.is_floating_point():
         return tensor.cpu()
     patterns = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
     return patterns.where(~tensor.isnan(), -1).cpu()
+
+
+def assert_same_bits(actual, expected):
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    different = int((bits(actual) != bits(expected)).sum())
+    assert different == 0, f"{different} of {actual.numel()} elements differ"
 
 
 def digest(tensors):

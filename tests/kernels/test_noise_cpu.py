@@ -31,28 +31,21 @@ def first_use(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("first_use")
-@pytest.mark.parametrize(
-    ("reason", "fix"),
-    [
-        ("cannot be built without g++", "apt-get install g++, or conda install gxx"),
-        ("cannot compile this", "apt-get install g++, or conda install gxx"),
-        ("Not a directory", "set XDG_CACHE_HOME to "),
-    ],
-)
+@pytest.mark.parametrize("reason", ["built without g++", "cannot compile this", "Not a directory"])
 def test_where_the_kernels_cannot_be_built_one_line_says_what_to_install(
-    reason, fix, tmp_path, monkeypatch
+    reason, tmp_path, monkeypatch
 ):
+    fix = "apt-get install g\\+\\+, or conda install gxx"
     if reason == "Not a directory":
         (tmp_path / "cache").write_text("a file")
+        fix = "set XDG_CACHE_HOME to "
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
     if reason == "cannot compile this":
         (tmp_path / "g++").write_text("#!/bin/sh\necho cannot compile this >&2\nexit 1\n")
         (tmp_path / "g++").chmod(0o755)
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError, match=f"{re.escape(reason)}(.|\n)*; fix: .*{fix}"):
         kernels_of(CPU)
-    problem, _, advice = str(refusal.value).partition("; fix: ")
-    assert reason in problem and fix in advice
 
 
 @pytest.mark.thorough
@@ -86,21 +79,6 @@ def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instru
         assert digest(result(DenseDirections, case)) == GOLDEN["results"][name]
 
 
-ENUMERATIONS = {
-    "Distribution": cpu.DISTRIBUTIONS,
-    "Precision": cpu.PRECISIONS,
-    "Format": {str(dtype).removeprefix("torch."): code for dtype, code in cpu.FORMATS.items()},
-}
-
-
-@pytest.mark.parametrize("name", ENUMERATIONS)
-def test_python_and_c_have_the_same_numbers_for_names(name):
-    (body,) = re.findall(rf"enum {name} : int32_t {{(.*?)}};", cpu.SOURCE.read_text())
-    in_c = dict(re.findall(r"(\w+) = (\d+)", body))
-    in_python = {word.upper(): str(code) for word, code in ENUMERATIONS[name].items()}
-    assert in_python == in_c
-
-
 @pytest.fixture
 def restore_settings():
     before = torch.get_num_threads()
@@ -115,14 +93,8 @@ def test_the_number_of_threads_changes_no_bit(distribution):
     theta = torch.randn(200_003, generator=torch.Generator().manual_seed(0)).bfloat16()
     table, rows = theta[:200_000].view(200, 1000), torch.arange(199, -1, -1)
     digests = set()
-    law = DenseLaw(distribution)
-    for backend, num_threads in (
-        (DenseDirections, 1),
-        (DenseDirections, 2),
-        (DenseDirections, 3),
-        (EagerNoise, 1),
-    ):
-        noise = backend(law)
+    for num_threads in (1, 2, 3):
+        noise = DenseDirections(DenseLaw(distribution))
         torch.set_num_threads(num_threads)
         shard = theta.clone()
         noise.update([target(shard, 2, 5)], [Update(1, 0.1)], "stochastic")
@@ -155,9 +127,8 @@ def test_conversions_are_those_of_pytorch(dtype):
         # `DenseDirections.perturb` converts with PyTorch if the scale is 0.
         return CpuKernels().perturb("normal", [weight(values, 0, out_dtype)], 0, 0.0, 1)[0][0]
 
-    patterns = torch.randint(
-        -(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randint(-(2**31), 2**31, (1_000_000,), generator=generator)
     all_stored = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     ties = all_stored.float().view(torch.int32) + 0x1000
     values = torch.cat([patterns.to(torch.int32), ties]).view(torch.float32)

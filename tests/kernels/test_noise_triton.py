@@ -35,34 +35,28 @@ compiles = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not c
 on_triton = () if IS_INTERPRETED else pytest.mark.gpu
 STORAGE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "u8": tl.uint8}
 LOW_TYPES = {"fp32_master": tl.int16, "codes": tl.bfloat16}
-TYPES = {
-    "table_ptr": "*i64",
-    "rows_ptr": "*i64",
-    "out_ptr": "*u8",
-    "updates_ptr": "*u64",
-    "key": "u64",
-    "scale": "fp32",
-    "num_updates": "i32",
-    "distance": "i64",
-}
+TYPES = {"table_ptr": "*i64", "rows_ptr": "*i64", "out_ptr": "*u8", "updates_ptr": "*u64"}
+TYPES |= {"key": "u64", "scale": "fp32", "num_updates": "i32", "distance": "i64"}
 
 
 @compiles
 @pytest.mark.parametrize(
     ("selection", "num_tests"),
     [
-        ("triton and (transposed or vectors_of_some or draws_have or nan_of_any or codes)", 12),
+        ("transposed or vectors_of_some or draws_have or nan_of_any or (codes and bf16)", 12),
         thorough("triton", 30),
     ],
 )
 def test_the_triton_backend_passes_its_tests_in_the_interpreter(selection, num_tests):
     # In a process of its own: Triton reads the variable when the kernels are defined.
     # Without conftest.py, which imports what only tests of runs need.
-    names = ("test_noise.py", "test_low_rank_noise.py", "test_codes.py", "test_noise_triton.py")
-    files = [str(Path(__file__).with_name(name)) for name in names]
+    here = Path(__file__)
+    files = [str(here.with_name(name)) for name in ("test_noise.py", "test_parts.py", here.name)]
+    own = ["--noconftest", "-p", "noise_cases"]
+    places = [here.parents[2], here.parents[1] / "helpers", here.parent]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "--noconftest", *files, "-k", selection, "-q"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        [sys.executable, "-m", "pytest", *own, *files, "-k", f"triton and ({selection})", "-q"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, places))},
         capture_output=True,
         text=True,
         check=False,
@@ -114,20 +108,39 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
         assert torch.equal(out.cpu().view(torch.int32), box_muller(*part).view(torch.int32))
 
 
-def compiled_for_hopper(storage, distribution, operation):
-    """What a kernel becomes for compute capability 9.0 and tensors with multiples of 16 bytes.
+def compiled_for_hopper(kernel, types, constants, aligned=()):
+    """What a kernel becomes for compute capability 9.0, and for some arguments that are multiples
+    of 16 bytes. It needs no GPU."""
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    types = types | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "i64") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    target, options = GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}
+    return triton.compile(source, target=target, options=options).asm
 
-    It needs no GPU. The operation is "perturb", "rectangle", "rows" or the storage of an update.
-    """
+
+def assert_rounds_every_operation(ptx, num_normals, num_fused=0):
+    """No operations are fused, but in four normals two of each logarithm, two of each root, and one
+    of each cosine; and `num_fused` others."""
+    num_fused += num_normals // 4 * 2 * (2 + 2 + 1)
+    assert len(re.findall(r"\bfma\.rn\.f32\b", ptx)) == num_fused
+    approximate = set(re.findall(r"\S*\.(?:approx|ftz)\S*", ptx))
+    assert approximate == ({"rsqrt.approx.ftz.f32"} if num_normals else set())
+
+
+def dense(storage, distribution, operation):
+    """A kernel of dense directions: "perturb", "rectangle", "rows" or the storage of an update."""
     is_update = operation in ("fp32", "stochastic", "fp32_master", "codes")
     kernel = kernels.update_kernel if is_update else kernels.perturb_kernel
-    names, types = kernel.arg_names, dict(TYPES)
     constants = {
         "dtype": STORAGE[storage],
         "out_dtype": STORAGE[storage],
         "distribution": distribution,
-    }
-    constants |= {
         "per_block": PER_BLOCK[distribution],
         "num_blocks": gpu.BLOCKS_OF_TILE[distribution],
         "layout": "aligned rows" if operation == "rectangle" else "aligned",
@@ -138,22 +151,10 @@ def compiled_for_hopper(storage, distribution, operation):
         "two_signs": True,
     }
     if operation != "rows":
-        del types["rows_ptr"]
         constants["rows_ptr"] = None
-    sixteen = [name for name in types if name.endswith("_ptr") or name == "distance"]
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={
-            (names.index(name),): value for name, value in constants.items() if name in names
-        },
-        attrs={
-            (names.index(name),): [["tt.divisibility", 16]] for name in sixteen if name in names
-        },
-    )
-    return triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}
-    ).asm
+    pointers = [name for name in TYPES if name.endswith("_ptr") and name not in constants]
+    aligned = [name for name in (*pointers, "distance") if name in kernel.arg_names]
+    return compiled_for_hopper(kernel, TYPES, constants, aligned)
 
 
 # And the most instructions of an element. Perturbed 16-bit weights have a second store, for copies
@@ -180,16 +181,13 @@ def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
 ):
     if Version(triton.__version__) < Version("3.7"):
         pytest.skip("older compilers write longer code")
-    compiled = compiled_for_hopper(storage, distribution, operation)
-    # In four normals: two of each logarithm, two of each root, one of each cosine. No other is
-    # fused.
+    compiled = dense(storage, distribution, operation)
     num_elements = gpu.BLOCKS_OF_TILE[distribution] * PER_BLOCK[distribution] // 128
-    fused = num_elements // 4 * 2 * (2 + 2 + 1) if distribution == "normal" else 0
-    if storage == "fp16" and operation == "fp32_master":
-        fused += 2 * num_elements  # low bits are read and written
-    assert len(re.findall(r"\bfma\.rn\.f32\b", compiled["ptx"])) == fused
-    approximate = re.findall(r"\S*\.(?:approx|ftz)\S*", compiled["ptx"])
-    assert set(approximate) == ({"rsqrt.approx.ftz.f32"} if distribution == "normal" else set())
+    has_low_bits = storage == "fp16" and operation == "fp32_master"  # read and written
+    num_normals = num_elements if distribution == "normal" else 0
+    assert_rounds_every_operation(
+        compiled["ptx"], num_normals, 2 * num_elements if has_low_bits else 0
+    )
     if operation in ("perturb", "rectangle"):
         assert ".global.v2." in compiled["ptx"] or ".global.v4." in compiled["ptx"]
         assert ".global.b16" not in compiled["ptx"]
@@ -217,25 +215,10 @@ def test_kernels_of_low_rank_compile_and_round_every_operation_on_its_own(storag
     constants["low_dtype"] = LOW_TYPES.get(storage, STORAGE[values])
     entries = {"out_ptr": "*fp32", "keys_ptr": "*u64", "rank": "i32"}
     of_entries = {"distribution": "normal", "per_block": 4, "num_blocks": 256}
-    # As in a dense direction: in four normals of a thread, two of each logarithm and root, and one
-    # of each cosine.
-    fused = 1024 // 128 // 4 * 2 * (2 + 2 + 1)
-    for kernel, types, own, num_fused in (
-        (kernels.subtract_kernel, subtraction, constants, 0),
-        (kernels.entries_kernel, entries, of_entries, fused),
-    ):
-        names = kernel.arg_names
-        types = types | dict.fromkeys(own, "constexpr")
-        source = ASTSource(
-            fn=kernel,
-            signature={name: types.get(name, "i64") for name in names},
-            constexprs={(names.index(name),): value for name, value in own.items()},
-        )
-        options = {"enable_fp_fusion": False}
-        ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
-        assert len(re.findall(r"\bfma\.rn\.f32\b", ptx)) == num_fused
-        approximate = set(re.findall(r"\S*\.(?:approx|ftz)\S*", ptx))
-        assert approximate == ({"rsqrt.approx.ftz.f32"} if num_fused else set())
+    subtracted = compiled_for_hopper(kernels.subtract_kernel, subtraction, constants)
+    assert_rounds_every_operation(subtracted["ptx"], 0)
+    drawn = compiled_for_hopper(kernels.entries_kernel, entries, of_entries)
+    assert_rounds_every_operation(drawn["ptx"], 1024 // 128)
 
 
 @compiles

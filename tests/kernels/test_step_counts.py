@@ -18,27 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lezo_ds import distributed
 from lezo_ds.data.objectives import classification_loss
 
-COLLECTIVES = (
-    "all_gather_into_tensor",
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "reduce_scatter_tensor",
-)
+COLLECTIVES = {"all_gather_into_tensor", "all_gather", "all_reduce", "broadcast"}
+COLLECTIVES |= {"reduce_scatter_tensor"}
 DEEPSPEED = "deepspeed/comm/comm.py"
-WARM_UP_STEPS = (
-    2  # DeepSpeed records the order of the modules in the first, and prefetches after it
-)
-
-NO_KERNELS = (
-    "_unsafe_view",
-    "detach",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "lift_fresh",
-    "new_empty",
-)
+WARM_UP_STEPS = 2
+"""DeepSpeed records the order of the modules in the first, and prefetches after it."""
+NO_KERNELS = {"_unsafe_view", "detach", "empty", "empty_like", "empty_strided"}
+NO_KERNELS |= {"lift_fresh", "new_empty"}
 
 
 class Operators(TorchDispatchMode):

@@ -1,51 +1,23 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from family_checks import CONTEXT_LENGTHS, PAD, examples_of, with_start
+from family_models import small_config
 from tiny_models import FAMILIES, tiny_model
 from transformers import (
-    BloomConfig,
-    DeepseekV32Config,
     FalconConfig,
-    FalconH1Config,
     Gemma3Config,
-    JambaConfig,
     Llama4Config,
-    MambaConfig,
     OPTConfig,
     Qwen3_5Config,
     RobertaConfig,
-    ZayaConfig,
 )
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
-from lezo_ds.data.examples import EncodedExample
-from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.packing import can_pack, pack
 
-PAD = 1
-LENGTHS = (5, 21, 3, 9, 11, 2, 7, 14)
 PACKING = sorted(set(FAMILIES) - {"mistral", "gemma2"})  # the windows of these two are shorter
-
-
-def examples_of(lengths, num_candidates=2, vocabulary=48, option_length=1, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def tokens(count):
-        return tuple(torch.randint(3, vocabulary, (count,), generator=generator).tolist())
-
-    shared = [tokens(option_length) for _ in range(num_candidates)]
-    contexts = [tokens(length) for length in lengths]
-    return [
-        EncodedExample(
-            tuple((*c, *o) for o in shared),
-            ((False,) * len(c) + (True,) * option_length,) * num_candidates,
-            0,
-        )
-        for c in contexts
-    ]
 
 
 def logits_of(model, batch):
@@ -53,50 +25,31 @@ def logits_of(model, batch):
     return logits[batch.selection.rows, batch.selection.positions]
 
 
-def assert_equal_passes(model, *batches):
-    """Compare the logits and gradients of two layouts of a batch."""
-    logits, gradients = [], []
-    for batch in batches:
-        model.zero_grad()
-        found = logits_of(model, batch)
-        classification_loss(found, batch).sum().backward()
-        logits.append(found.detach())
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.allclose(*logits, rtol=1e-5, atol=1e-5)
-    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-5)
-
-
+@pytest.mark.parametrize("start", [(), tuple(range(3, 15))], ids=["alone", "with one start"])
 @pytest.mark.parametrize("family", PACKING)
-def test_logits_and_gradients_are_those_of_rows_of_their_own(family):
+@torch.no_grad()
+def test_logits_are_those_of_rows_of_their_own(family, start):
+    """What all sequences begin with is once in a row."""
     assert can_pack(FAMILIES[family][0], 32)
     model = tiny_model(family)
-    batch = candidate_batch(examples_of(LENGTHS, option_length=2), PAD)
-    packed = pack(batch)
-    assert 2 * len(packed.inputs["input_ids"]) < len(batch.inputs["input_ids"])
-    assert_equal_passes(model, batch, packed)
-
-
-@pytest.mark.parametrize("family", PACKING)
-def test_what_sequences_begin_with_is_once_in_a_row_and_changes_no_logits_or_gradients(family):
-    model = tiny_model(family)
-    start = tuple(range(3, 15))
-    examples = []
-    for own in examples_of(range(1, 9), option_length=2):
-        sequences = tuple((*start, *ids) for ids in own.sequences)
-        masks = tuple((False,) * len(start) + mask for mask in own.masks)
-        examples.append(replace(own, sequences=sequences, masks=masks))
-    batch = candidate_batch(examples, PAD)  # 16 rows of 24 tokens
+    lengths = range(1, 9) if start else CONTEXT_LENGTHS
+    examples = with_start(examples_of(2, lengths), start)
+    batch = candidate_batch(examples, PAD)
     packed = pack(batch, len(start))
-    # Contexts have 1 to 8 tokens of their own. Of each of two answers, one token is read.
-    assert packed.inputs["input_ids"].shape == (1, 12 + 36 + 8 * 2)
-    assert_equal_passes(model, batch, packed)
+    assert 2 * len(packed.inputs["input_ids"]) < len(batch.inputs["input_ids"]) == 16
+    if start:
+        # Contexts have 1 to 8 tokens of their own. Of each of two answers, one token is read.
+        assert packed.inputs["input_ids"].shape == (1, 12 + 36 + 8 * 2)
+    torch.testing.assert_close(
+        logits_of(model, packed), logits_of(model, batch), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("opt", torch.bfloat16), ("llama", torch.float32)])
 def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
     model = tiny_model(family, dtype)
-    examples = examples_of(LENGTHS)
-    others = examples_of(LENGTHS, seed=1)
+    examples = examples_of(1)
+    others = examples_of(1, seed=1)
     mixed = [
         own if index % 2 else other
         for index, (own, other) in enumerate(zip(examples, others, strict=True))
@@ -112,22 +65,16 @@ def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
 @pytest.mark.parametrize(
     "config",
     [
-        BloomConfig(),
+        *map(small_config, ("bloom", "jamba", "falcon_h1", "mamba", "mistral", "gemma2")),
         FalconConfig(alibi=True),
-        JambaConfig(),
-        FalconH1Config(),
-        MambaConfig(),
         RobertaConfig(is_decoder=True),
-        FAMILIES["mistral"][0],
-        FAMILIES["gemma2"][0],
         # Published configs, whose text model is a section of them.
         Qwen3_5Config(),
         Gemma3Config(text_config={"sliding_window": 8}),
         Llama4Config(text_config={"attention_chunk_size": 8}),
         Llama4Config(text_config={"floor_scale": 8}),
         # Layers that choose some of the tokens, or keep a state besides keys and values.
-        DeepseekV32Config(),
-        ZayaConfig(),
+        *map(small_config, ("deepseek_v32", "zaya")),
     ],
     ids=lambda config: config.model_type,
 )

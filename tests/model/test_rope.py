@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, random_model
+from tiny_models import VOCABULARY, greedy, random_model
 from transformers import LlamaConfig, Phi3Config, PhimoeConfig
 
 from lezo_ds.checkpoints.checkpoint import build_on_meta
@@ -69,13 +69,7 @@ def test_an_answer_that_passes_the_limit_is_that_of_whole_passes(family):
     prompts = texts_of((5, 15, 9, 30))
     settings = GenerationSettings(max_new_tokens=12, stop_ids=(2,), pad_id=1, stops=())
     plain = random_model(CONFIGS[family])
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        while len(ids) < len(prompt) + 12 and (len(ids) == len(prompt) or ids[-1] != 2):
-            with torch.no_grad():
-                ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
-        expected.append(ids[len(prompt) :])
+    expected = [greedy(plain, prompt, 12, stop_ids=(2,)) for prompt in prompts]
     rotate_each_row(model)
     batch = prompt_batch(prompts, settings)
     found = PerturbedForward(model, ())(

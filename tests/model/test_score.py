@@ -14,6 +14,7 @@ from assets import write_records
 from own_data import PLAIN, own_config, write_byte_model, write_conversations
 from own_kind import STARS
 from ranks import run_ranks
+from tiny_models import greedy
 from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
@@ -140,13 +141,10 @@ def token_logs(model, encoded):
     return logs, firsts
 
 
-@torch.no_grad()
-def written(model, reader, prompt):
-    """Return the plain greedy answer to one prompt: token by token, without a cache."""
-    new = []
-    while len(new) < MAX_NEW_TOKENS and not {END, NEWLINE} & set(new):
-        new.append(int(model(input_ids=torch.tensor([[*prompt, *new]])).logits[0, -1].argmax()))
-    return reader.tokenizer.decode(new)
+def first_line(model, reader, prompt):
+    """Return the first line of the plain greedy answer to one prompt."""
+    ids = greedy(model, prompt, MAX_NEW_TOKENS, stop_ids=(END, NEWLINE))
+    return reader.tokenizer.decode(ids).split("\n")[0]
 
 
 def one_at_a_time(assets, case):
@@ -158,7 +156,7 @@ def one_at_a_time(assets, case):
     objective = case.changes.get("train__objective", "task")
     loss = None
     if reader.task.kind == "generation":
-        whole = [written(model, reader, prompt).split("\n")[0] for prompt in split.prompts]
+        whole = [first_line(model, reader, prompt) for prompt in split.prompts]
         predicted = [
             answer.rstrip() if answer.startswith("  ") else answer.strip() for answer in whole
         ]
@@ -241,23 +239,22 @@ def test_answers_without_a_reward_are_counted_and_leave_the_mean_to_the_others(a
     engine = start_engine(assets / "writer", sparsity=0.0)
     result = evaluate(engine, reader, split, 4)
     model = AutoModelForCausalLM.from_pretrained(assets / "writer", dtype=torch.float32).eval()
-    rewards = [worth(written(model, reader, ids).split("\n")[0]) for ids in split.prompts]
+    rewards = [worth(first_line(model, reader, ids)) for ids in split.prompts]
     judged = [each for each in rewards if each is not None]
     assert 0 < len(judged) < len(rewards)
     assert (result.score, result.loss) == pytest.approx((fmean(judged), -fmean(judged)))
     assert f"{21 - len(judged)} of 21 answers have no reward" in caplog.text
     assert [sample["reward"] for sample in result.samples] == rewards[:4]
-    both = evaluate(
-        engine, *load(assets, Case("squad", changes=changes | {"train__objective": several})), 4
-    )
+    of_both = Case("squad", changes=changes | {"train__objective": several})
+    both = evaluate(engine, *load(assets, of_both), 4)
     assert both.rewards["of_odd_answers"] == pytest.approx(fmean(judged))
     assert both.samples[0]["rewards"]["of_odd_answers"] == rewards[0]
 
 
 def test_answers_that_are_almost_all_alike_are_named(assets, caplog):
     silent = {"generation__stop": ["x", "y", "z", "\n", " "], "data__num_test": 21}
-    case = Case("squad", changes=silent | {"train__objective": "f1"})
-    result = evaluate(start_engine(assets / "writer", sparsity=0.0), *load(assets, case), 64)
+    reader, split = load(assets, Case("squad", changes=silent | {"train__objective": "f1"}))
+    result = evaluate(start_engine(assets / "writer", sparsity=0.0), reader, split, 64)
     assert result.numbers["num_different"] == 1
     assert "the model gives only 1 different answers to 21 prompts" in caplog.text
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from assets import change_json
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -25,8 +24,7 @@ def load(directory, kind, normalizer=None):
     alone.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
     saved = PreTrainedTokenizerFast(tokenizer_object=alone, bos_token="<s>", eos_token="</s>")
     saved.save_pretrained(directory)
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind}))
+    change_json(directory / "tokenizer_config.json", tokenizer_class=kind)
     return AutoTokenizer.from_pretrained(directory)
 
 
