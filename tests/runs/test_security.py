@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,12 @@ from commands import assert_one_error, run_forked, run_forked_well
 from safetensors.torch import load_file
 
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
+from lezo_ds.config import config_from_dict
 from lezo_ds.errors import UserError
 from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.runs.export import read_file
-from lezo_ds.runs.opening import restore
+from lezo_ds.runs.fit_head import fit_head
+from lezo_ds.runs.opening import Opened, restore, score
 from lezo_ds.runs.records import CODE_KEYS, read_run
 from lezo_ds.runs.results import RunResults
 
@@ -209,8 +212,7 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target, 
     assert '"data.task": "evil:X"' in manifest.read_text()
     label = ["--model", inputs / "exported", inputs / "data" / "validation.jsonl"]
     label += ["--out", inputs / "l.jsonl"]
-    fit = [*last, *given, "--out", inputs / "fitted"]
-    for program, words in (("evaluate", score), ("predict", label), ("fit-head", fit)):
+    for program, words in (("evaluate", score), ("predict", label)):
         refused = run_forked(words, program=program, PYTHONPATH=path)
         assert_one_error(refused, 2, "imported only if the command names it")
     monkeypatch.syspath_prepend(inputs)
@@ -225,6 +227,17 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target, 
     # The module has no task.
     assert run_forked([*score, *named], program="evaluate", PYTHONPATH=path).code == 2
     assert target.exists()
+
+
+@pytest.mark.parametrize("key", ["data.task", "data.metric", "train.objective"])
+def test_scoring_refuses_each_module_that_only_the_run_names(key, source, tmp_path):
+    values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
+    opened = Opened({}, config_from_dict(values, "run", [f"{key}=evil:X"]), lambda: None, [])
+    for act in (partial(score, split="test"), partial(fit_head, target=tmp_path / "fitted")):
+        with pytest.raises(UserError, match="imported only if the command names it"):
+            act(opened)
+    for named in ([f"{key}=evil:X"], None):  # by a command, or a recipe
+        opened._replace(named=named).refuse_code(key)
 
 
 ESCAPE = "x\x1b]0;title\x07\x1b[A\r\u202ey"
