@@ -70,9 +70,7 @@ def weights_sha256(model):
     return subprocess.run(command, cwd=model, capture_output=True, text=True).stdout.split()[0]
 
 
-def test_a_journal_and_the_base_model_give_the_tuned_model_bit_for_bit(
-    finished, journal, recipe, tmp_path
-):
+def test_a_journal_and_the_base_give_the_tuned_model(finished, journal, recipe, tmp_path):
     base = shutil.copytree(recipe.parent / "model", tmp_path / "base")
     text, config = journal.read_text(), read_journal(journal)[0].config
     assert str(recipe.parent) not in text
@@ -115,9 +113,7 @@ def test_a_journal_that_was_cut_short_is_refused(from_file):
         assert_one_error(refused(b"".join(kept)), 3, message, "copy it again")
 
 
-def test_a_journal_of_another_model_or_of_changed_steps_does_not_pass_for_the_run(
-    journal, from_file, tmp_path
-):
+def test_a_forged_journal_does_not_pass_for_the_run(journal, from_file, tmp_path):
     _, refused = from_file
     header, records, _ = read_journal(journal)
     other = encode_journal(replace(header, parameter_table_hash="0" * 32), records)
@@ -219,9 +215,7 @@ tags: [x]
         ("# A title\n---\nsee the license\n---\n", {}),
     ],
 )
-def test_the_card_of_an_adapter_has_what_the_hub_reads_and_says_how_it_is_opened(
-    of_base, license_keys, finished, tmp_path
-):
+def test_a_card_has_what_the_hub_reads(of_base, license_keys, finished, tmp_path):
     config = read_run(finished).config
     sections = {
         "model": {"path": "owner/name@v1.2"},

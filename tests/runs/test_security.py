@@ -150,9 +150,7 @@ def test_a_damaged_config_of_a_model_is_refused_in_one_line(changes, inputs):
         build_checked(resolve_model(str(path.parent)), "fp32")
 
 
-def test_code_and_pickles_beside_a_known_model_its_tokenizer_and_the_data_are_not_run(
-    inputs, target
-):
+def test_code_and_pickles_beside_a_model_and_the_data_are_not_run(inputs, target):
     directory = inputs / "model"
     make_code(directory, "evil", target)
     for name in ("data", "sst2"):

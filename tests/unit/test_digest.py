@@ -50,9 +50,7 @@ def reference_digest(values, start, parameter_id):
 
 @settings(deadline=None)
 @given(PATTERNS, st.lists(st.integers(0, 60)), DTYPES, STARTS, PARAMETER_IDS)
-def test_the_digest_is_the_one_defined_and_slices_add_up_however_they_are_cut(
-    patterns, cuts, dtype, start, parameter_id
-):
+def test_digests_are_those_defined_and_slices_add_up(patterns, cuts, dtype, start, parameter_id):
     values = from_bits(patterns, dtype)
     expected = reference_digest(values, start, parameter_id)
     assert shard_digest(values, start, parameter_id) == expected
