@@ -267,7 +267,7 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused_and_the_fix_works():
         ("${DATA}x/$HOME", "/data/annx//people/ann", "/data/annx//people/ann"),
     ],
 )
-def test_a_path_is_relative_to_the_recipe_if_it_says_so_or_exists_there(
+def test_a_path_may_be_relative_to_the_recipe(
     path, in_recipe, on_command_line, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)

@@ -29,24 +29,14 @@ from lezo_ds.data.mezo import TASKS
 from lezo_ds.errors import UserError
 
 
-def normalize_answer(s):
-    """evaluate-v1.1.py of SQuAD."""
-
-    def remove_articles(text):
-        return re.sub(r"\b(a|an|the)\b", " ", text)
-
-    def white_space_fix(text):
-        return " ".join(text.split())
-
-    def remove_punc(text):
-        exclude = set(string.punctuation)
-        return "".join(ch for ch in text if ch not in exclude)
-
-    return white_space_fix(remove_articles(remove_punc(s.lower())))
+def normalize_answer(text):
+    """As evaluate-v1.1.py of SQuAD."""
+    plain = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
 def squad_f1(prediction, ground_truth):
-    """evaluate-v1.1.py of SQuAD."""
+    """As evaluate-v1.1.py of SQuAD."""
     predicted = normalize_answer(prediction).split()
     expected = normalize_answer(ground_truth).split()
     num_same = sum((Counter(predicted) & Counter(expected)).values())
