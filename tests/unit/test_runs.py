@@ -272,9 +272,7 @@ def evaluations(*losses, split="dev"):
         ([3.0, 3.0, 3.0], None, None),
     ],
 )
-def test_patience_counts_evaluations_in_a_row_that_are_not_better_than_the_best(
-    losses, patience, step
-):
+def test_patience_counts_evaluations_that_are_no_better(losses, patience, step):
     assert stopping_step(evaluations(*losses), patience) == step
     of_test = evaluations(9.0, 9.0, split="test")
     assert stopping_step([*evaluations(*losses), *of_test], patience) == step
