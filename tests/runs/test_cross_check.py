@@ -47,13 +47,10 @@ ONE_TOKEN = {
 RUNS = {
     "labels": ("sst2", {}),
     "labels of one token": ("sst2", ONE_TOKEN),
-    "labels of several tokens, three": ("cb", {}),
     "choices": ("copa", {"zo__sparsity": 0}),
     "texts": ("squad", {}),
     "groups of directions of rank 1": ("sst2", LOW_RANK),
-    "groups larger than a micro-batch": ("sst2", {**LOW_RANK, "zo__examples_per_direction": 8}),
     "an adapter on a base in 4 bits": ("sst2", {"peft__kind": "lora", "model__bits": 4}),
-    "a prefix": ("sst2", {"peft__kind": "prefix"}),
     "drawn answers": ("squad", ANSWERS),
     "drawn answers at rank 1": ("squad", {**ANSWERS, **LOW_RANK}),
 }
@@ -152,9 +149,7 @@ def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
     with pytest.raises(UserError, match="is more than rounding"):
         check(engine, data, config)
     break_passes(lambda hidden: own_forward(hidden[:, :, 1:]))
-    with pytest.raises(
-        UserError, match="LlamaForCausalLM does not run in a training pass: Runtime"
-    ):
+    with pytest.raises(UserError, match="does not run in a training pass: Runtime"):
         check(engine, data, config)
     engine.sharded.ds_config["tensor_parallel"] = {"autotp_size": 2}
     with pytest.raises(UserError, match="; fix: remove tensor_parallel"):
@@ -169,24 +164,12 @@ def test_a_row_that_meets_the_weights_of_another_probe_is_refused(assets):
 
     def exchange(_, __, hidden):
         """Exchange the first rows of the two copies of a pass."""
-        first, second = 0, len(hidden) // 2
-        exchanged = hidden.clone()
-        exchanged[first] = hidden[second]
-        exchanged[second] = hidden[first]
-        return exchanged
+        order = torch.arange(len(hidden))
+        order[0] = second = len(hidden) // 2
+        order[second] = 0
+        return hidden[order]
 
     check(engine, data, config)
     engine.module.model.layers[1].register_forward_hook(exchange)
     with pytest.raises(UserError, match=r"record \d+ has a mean log-probability of"):
         check(engine, data, config)
-
-
-def test_the_modules_are_wrapped_again_after_the_comparison(assets):
-    engine, data, config = inputs_of(assets, "labels")
-    before = {name: module.forward for name, module in engine.module.named_modules()}
-    check(engine, data, config)
-    for name, module in engine.module.named_modules():
-        assert module.forward == before[name], name
-    first, second = (engine.train_batch(data.step_batch(config, 0), data.loss) for _ in range(2))
-    assert first.projected_grads != second.projected_grads
-    assert torch.isfinite(torch.tensor(first.projected_grads)).all()

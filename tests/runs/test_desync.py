@@ -87,30 +87,24 @@ def _train_with_a_fault(directory, journal, fault, faulty_rank, num_ranks):
 @pytest.mark.parametrize(
     ("fault", "rank", "num_ranks"), [*((f, 1, 2) for f in FAULTS), (RESULT, 0, 4)]
 )
-def test_another_plan_batch_or_result_is_named_with_its_rank_if_it_is_one_of_many(
-    opt_directory, tmp_path, fault, rank, num_ranks
-):
+def test_what_differs_is_named(opt_directory, tmp_path, fault, rank, num_ranks):
     journal = tmp_path / "journal.jsonl"
     messages = run_ranks(
         _train_with_a_fault, num_ranks, opt_directory, journal, fault, rank, num_ranks
     )
-    assert len(set(messages)) == 1
-    found_at = FAULTY_STEP + (fault == RESULT)
-    assert f"step {found_at}" in messages[0]
+    (message,) = set(messages)
+    assert f"step {FAULTY_STEP + (fault == RESULT)}" in message
     if num_ranks == 2:  # nobody can say which of two is wrong
-        assert f": the ranks differ in {fault}: rank 0 has " in messages[0]
-        assert messages[0].count("; rank 1 has ") == 1
+        assert f": the ranks differ in {fault}: rank 0 has " in message
+        assert "has another" not in message
     else:
-        assert f"rank {rank} has another {fault}" in messages[0]
-    assert messages[0].count("has another") == (num_ranks > 2)
-    assert messages[0].count("differ in") == (num_ranks == 2)
-    assert f"last good step: {FAULTY_STEP - 1}" in messages[0]
+        assert f"rank {rank} has another {fault}" in message
+    assert f"last good step: {FAULTY_STEP - 1}" in message
     assert [record.step for record in read_journal(journal)[1]] == list(range(FAULTY_STEP))
 
 
 def _differ_in_the_last_step(directory):
     engine = watched_engine(directory, num_ranks=2)
-    train(engine, 1)
     _another_gradient(engine) if engine.global_rank == 1 else train(engine, 1)
     return error_of(engine.check_weights)
 
@@ -118,7 +112,6 @@ def _differ_in_the_last_step(directory):
 def test_the_last_steps_result_is_compared_before_its_weights_are_used(opt_directory):
     for message in run_ranks(_differ_in_the_last_step, 2, opt_directory):
         assert f"the ranks differ in {RESULT}: rank 0 has " in message
-        assert "last good step: 0" in message
 
 
 def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
@@ -137,18 +130,11 @@ def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
 @pytest.mark.parametrize(
     ("dtype", "num_ranks", "low", "dropped"), [("fp32", 1, False, True), ("bf16", 2, True, False)]
 )
-def test_a_flipped_bit_in_a_sampled_element_is_named_by_the_next_check(
-    opt_directory, tmp_path, dtype, num_ranks, low, dropped
-):
-    journal = tmp_path / "journal.jsonl"
-    results = run_ranks(
-        _flip_and_go_on, num_ranks, opt_directory, journal, dtype, num_ranks, low, dropped
-    )
-    assert len(set(results)) == 1
-    name, message = results[0]
+def test_a_flipped_bit_is_named(opt_directory, tmp_path, dtype, num_ranks, low, dropped):
+    settings = (opt_directory, tmp_path / "journal.jsonl", dtype, num_ranks, low, dropped)
+    ((name, message),) = set(run_ranks(_flip_and_go_on, num_ranks, *settings))
     assert f"on rank {num_ranks - 1} {name} is not what a replay of the journal gives" in message
     assert f"last good step: {FAULTY_STEP - 1}" in message
-    assert len(read_journal(journal)[1]) == FAULTY_STEP
 
 
 def _flip_in_a_replica(directory, dtype, low):

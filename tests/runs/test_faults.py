@@ -11,7 +11,6 @@ import pytest
 from commands import assert_one_error, run_forked_well
 from faults import Fault, check_interrupted, run_faulty
 from run_ends import end, num_steps, records_of
-from thorough import thorough
 
 from lezo_ds.checkpoints.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.zo.records import StepRecord
@@ -23,6 +22,7 @@ LENGTH = [
     "train.snapshot_every=3",
     "train.keep_snapshots=2",
 ]
+JOURNAL = "journal.jsonl"
 TEMPORARY = r"snapshots/\.step-\d+\.tmp/"
 SNAPSHOT = r"snapshots/step-\d+"
 
@@ -42,7 +42,7 @@ def halted(recipe, undisturbed, tmp_path_factory):
     """A run killed while it wrote the line of its eleventh step; it has snapshots of steps 6 and
     9."""
     run_dir = tmp_path_factory.mktemp("halted") / "run"
-    killed(recipe, run_dir, undisturbed, Fault("write", "journal.jsonl", 15, "within"))
+    killed(recipe, run_dir, undisturbed, Fault("write", JOURNAL, 15, "within"))
     assert num_steps(run_dir) == 10
     assert snapshot_steps(run_dir / "snapshots") == [6, 9]
     return run_dir
@@ -64,12 +64,10 @@ def finish(recipe, run_dir):
 
 
 KILLS = {
-    "before the journal's header has its name": Fault("replace", "journal.jsonl"),
-    "before an evaluation's line": Fault("write", "journal.jsonl", 2),
-    "after an evaluation's line": Fault("write", "journal.jsonl", 1, "after"),
-    "within the line of a step": Fault("write", "journal.jsonl", 4, "within"),
-    "between a step's line and its sync": Fault("fsync", "journal.jsonl", 3),
-    "after a step's line is synced": Fault("fsync", "journal.jsonl", 2, "after"),
+    "before the journal's header has its name": Fault("replace", JOURNAL),
+    "before an evaluation's line": Fault("write", JOURNAL, 2),
+    "within the line of a step": Fault("write", JOURNAL, 4, "within"),
+    "between a step's line and its sync": Fault("fsync", JOURNAL, 3),
     "within a snapshot's weights": Fault("save", TEMPORARY + ".*", 1, "within"),
     "within the sync of a snapshot's file": Fault(
         "fsync", TEMPORARY + "tokenizer.json", 1, "within"
@@ -84,9 +82,7 @@ KILLS = {
 
 
 @pytest.mark.thorough
-def test_a_run_killed_inside_every_kind_of_file_operation_ends_as_if_never_killed(
-    recipe, undisturbed, tmp_path
-):
+def test_a_run_killed_in_any_file_operation_ends_as_if_never_killed(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
     for fault in KILLS.values():
         killed(recipe, run_dir, undisturbed, fault)
@@ -153,9 +149,7 @@ def flip(path, position=None):
     path.write_bytes(data)
 
 
-def test_a_run_resumes_past_a_torn_journal_and_damaged_snapshots(
-    recipe, undisturbed, halted, tmp_path
-):
+def test_a_run_resumes_past_damaged_files(recipe, undisturbed, halted, tmp_path):
     run_dir = shutil.copytree(halted, tmp_path / "run")
     path = run_dir / "journal.jsonl"
     data = path.read_bytes()
@@ -174,17 +168,15 @@ def test_a_run_resumes_past_a_torn_journal_and_damaged_snapshots(
 
 REFUSALS = {
     "the facts": (Fault("fsync", ".config.yaml.tmp", effect="ENOSPC"), 1, "config.yaml"),
-    "the journal's line": (Fault("write", "journal.jsonl", 4, effect="ENOSPC"), 3, "journal.jsonl"),
+    "the journal's line": (Fault("write", JOURNAL, 4, "within", "ENOSPC"), 3, JOURNAL),
     "a snapshot's weights": (Fault("save", effect="ENOSPC"), 1, "step-00000003"),
-    "a snapshot's name": (Fault("replace", SNAPSHOT, effect="EACCES"), 1, "step-0000000"),
-    "the journal's sync": (Fault("fsync", "journal.jsonl", 1, effect="EIO"), 3, "journal.jsonl"),
     "the journal's sync, for good": (
-        Fault("fsync", "journal.jsonl", 2, effect="EIO", lasts=True),
+        Fault("fsync", JOURNAL, 2, effect="EIO", lasts=True),
         3,
-        "journal.jsonl cannot be written: Input/output error; last good step: ",
+        "Input/output error; last good step: ",
     ),
     "all from a moment on": (
-        Fault("write", "journal.jsonl", 3, effect="EROFS", lasts=True),
+        Fault("write", JOURNAL, 3, effect="EROFS", lasts=True),
         3,
         "Read-only",
     ),
@@ -201,14 +193,12 @@ def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(recipe, und
     assert finish(recipe, run_dir) == undisturbed[1]
 
 
-@pytest.mark.parametrize("name", ["the journal's line", thorough("a snapshot's weights")])
-def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path):
-    fault, code, fragment = REFUSALS[name]
+def test_a_disk_that_refuses_ends_all_ranks(recipe, undisturbed, tmp_path):
+    fault, code, fragment = REFUSALS["the journal's line"]
     finished = run_faulty(arguments(recipe, tmp_path / "run"), fault, num_ranks=2, grace=60)
     assert finished.code == code
-    assert any(
-        line.startswith("error: ") and fragment in line for line in finished.err.splitlines()
-    )
+    errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
+    assert any(fragment in line for line in errors)
     assert check_interrupted(tmp_path / "run", undisturbed[1]) == 0
 
 

@@ -14,28 +14,20 @@ from lezo_ds.checkpoints.snapshots import snapshot_path
 pytestmark = pytest.mark.distributed
 
 
+LENGTH = [f"train.{key}" for key in ("steps=8", "eval_every=8", "keep_snapshots=9")]
+
+
 def arguments(recipe, run_dir, *more):
-    length = [
-        "train.steps=8",
-        "train.eval_every=8",
-        "train.keep_snapshots=9",
-        "train.snapshot_every=4",
-    ]
-    return ["--config", recipe, f"run_dir={run_dir}", *length, *more]
+    return ["--config", recipe, f"run_dir={run_dir}", *LENGTH, "train.snapshot_every=4", *more]
 
 
 @pytest.fixture(scope="module")
-def first(recipe, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("first") / "run"
-    run_forked_well(arguments(recipe, run_dir))
-    return run_dir
-
-
-@pytest.fixture(scope="module")
-def second(recipe, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("second") / "run"
-    run_forked_well(arguments(recipe, run_dir, "seed=1"))
-    return run_dir
+def runs(recipe, tmp_path_factory):
+    """Two runs of other seeds."""
+    directories = [tmp_path_factory.mktemp("runs") / f"seed-{seed}" for seed in (0, 1)]
+    for seed, run_dir in enumerate(directories):
+        run_forked_well(arguments(recipe, run_dir, f"seed={seed}"))
+    return directories
 
 
 def outcome(run_dir):
@@ -43,9 +35,8 @@ def outcome(run_dir):
 
 
 @pytest.mark.thorough
-def test_a_run_started_anew_in_a_used_directory_sets_aside_what_is_there(
-    recipe, first, second, tmp_path
-):
+def test_a_run_started_anew_in_a_used_directory_sets_aside_what_is_there(recipe, runs, tmp_path):
+    first, second = runs
     run_dir = shutil.copytree(first, tmp_path / "run")
     (run_dir / "journal.jsonl").unlink()
     run_forked_well(arguments(recipe, run_dir, "seed=1"))
@@ -56,7 +47,8 @@ def test_a_run_started_anew_in_a_used_directory_sets_aside_what_is_there(
 
 
 @pytest.mark.thorough
-def test_a_snapshot_that_was_copied_in_is_set_aside(recipe, first, second, tmp_path):
+def test_a_snapshot_that_was_copied_in_is_set_aside(recipe, runs, tmp_path):
+    first, second = runs
     run_dir = tmp_path / "run"
     run_forked_well(arguments(recipe, run_dir, "seed=1", "train.steps=5", "train.snapshot_every=0"))
     place = snapshot_path(run_dir / "snapshots", 4)

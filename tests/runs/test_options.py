@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 from assets import REPOSITORY
 from commands import assert_one_error, run_forked, run_forked_well
-from own_kind import Rating
 from run_ends import results_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_tasks import NUM_POSITIONS, write_tasks, write_writer
 
 from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
+from lezo_ds.data.rewards import reward
+from lezo_ds.runs.screen import WORSE
 from lezo_ds.zo.estimators import Spsa
 
 pytestmark = pytest.mark.distributed
 
+PATH = ":".join(f"{REPOSITORY}/{folder}" for folder in ("", "tests/helpers", "tests/runs"))
 MEASURED = {"seconds", "peak_memory_bytes"}
 FAILURE = "LEZO_TEST_METRIC"
 """A variable of the environment: what a metric returns, or no number, to make it raise."""
@@ -37,10 +40,8 @@ def unmeasured(results):
 
 def share_of_right(predicted, examples):
     """Return a score as a user's metric does: NumPy's float, or a failure if an answer is wrong."""
-    share = sum(
-        answer == example.label for answer, example in zip(predicted, examples, strict=True)
-    )
-    share /= len(examples)
+    pairs = zip(predicted, examples, strict=True)
+    share = sum(answer == example.label for answer, example in pairs) / len(examples)
     if share < 1 and FAILURE in os.environ:
         return float(os.environ[FAILURE])
     return np.float32(share)
@@ -54,49 +55,21 @@ class Leaves(Spsa):
         sys.exit(0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leaving(Rating):
-    """A task with such a call."""
-
-    def build_example(self, record):
-        sys.exit(0)
-
-
-LEAVING = Leaving(fields={"sentence": str})
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("zo.estimator=test_options:Leaves", "Leaves failed: SystemExit: 0 ("),
-        ("data.task=test_options:LEAVING", "code that the recipe names called sys.exit(0); fix: "),
-    ],
-)
-def test_a_module_that_ends_the_program_does_not_pass_for_a_finished_run(
-    key, message, recipe, tmp_path
-):
-    path = f"{REPOSITORY}:{REPOSITORY}/tests/runs:{REPOSITORY}/tests/helpers"
-    failed = train(recipe, tmp_path / "run", key, runner=run_forked, PYTHONPATH=path)
-    assert_one_error(failed, 2, message)
-    assert not (tmp_path / "run" / "results.json").exists()
-
-
-@pytest.mark.parametrize("failure", ["nan", "raises"])
-def test_a_metric_that_fails_ends_a_run_in_one_line_which_goes_on_when_it_is_corrected(
-    failure, recipe, tmp_path
-):
+def test_a_run_goes_on_when_failing_code_of_ones_own_is_corrected(recipe, tmp_path):
     run_dir = tmp_path / "run"
-    path = f"{REPOSITORY}:{REPOSITORY}/tests/runs:{REPOSITORY}/tests/helpers"
-    own = {"num_ranks": 2, "PYTHONPATH": path}
+    own = {"num_ranks": 2, "PYTHONPATH": PATH}
     key = "data.metric=test_options:share_of_right"
-    failed = train(recipe, run_dir, key, runner=run_forked, **own, **{FAILURE: failure})
-    assert_one_error(failed, 2, "data.metric=test_options:share_of_right")
-    assert not (run_dir / "results.json").exists()
+    failed = train(recipe, run_dir, key, runner=run_forked, **own, **{FAILURE: "nan"})
+    assert_one_error(failed, 2, key)
+    left = train(
+        recipe, tmp_path / "left", "zo.estimator=test_options:Leaves", runner=run_forked, **own
+    )
+    assert_one_error(left, 2, "Leaves failed: SystemExit: 0 (")
+    assert not list(tmp_path.glob("*/results.json"))
     train(recipe, run_dir, key, **own)
     results = results_of(run_dir)
     rows = (run_dir / "predictions" / "step-00000000.jsonl").read_text().splitlines()
     is_right = [row["predicted"] in row["right"] for row in map(json.loads, rows)]
-    assert results["finished"]
     assert results["zero_shot"] == pytest.approx(sum(is_right) / len(is_right))
 
 
@@ -124,22 +97,6 @@ def test_a_run_without_better_validations_stops_and_stays_stopped(recipe, tmp_pa
     assert_one_error(fewer, 2, "has 6 steps already; train.steps=4")
 
 
-def test_a_journal_gives_back_the_weights_that_were_removed(recipe, tmp_path):
-    run_dir, keys = (
-        tmp_path / "run",
-        ["peft.kind=prefix", "train.keep_snapshots=0", "train.steps=4"],
-    )
-    train(recipe, run_dir, *keys)
-    results = results_of(run_dir)
-    # The values from which a prefix starts, which no replay computes.
-    assert snapshot_steps(run_dir / "snapshots") == [0]
-    run_forked_well(["--run", run_dir, "--out", tmp_path / "model"], program="export")
-    assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
-    train(recipe, run_dir, *keys, "train.steps=6", "train.keep_snapshots=1")
-    assert results_of(run_dir)["steps"] == 6
-    assert snapshot_steps(run_dir / "snapshots") == [0, 6]
-
-
 def test_monitors_get_every_step_and_evaluation(recipe, tmp_path):
     run_dir = tmp_path / "run"
     train(recipe, run_dir, "train.report_to=[csv]")
@@ -162,3 +119,90 @@ def test_monitors_show_a_resumed_run_as_one(recipe, tmp_path):
     shown.Reload()
     assert [point.step for point in shown.Scalars("loss")] == list(range(1, 9))
     assert all(point.value > 0 for point in shown.Scalars("tokens_per_second"))
+
+
+# Runs that only get worse, or that no reward tells anything.
+
+KINDS = {
+    "lezo": ["zo.learning_rate=1"],
+    "reward": ["zo.learning_rate=30", "train.objective=test_options:variety"],
+}
+
+
+@reward
+def variety(answers, records):
+    return [float(len(set(answer))) for answer in answers]
+
+
+def answers_of_writer(folder):
+    """Write a model that answers questions; return the keys that make it a recipe's."""
+    data = write_tasks(folder / "data") / "squad"
+    model = write_writer(folder / "writer")
+    sizes = [f"data.{split}=9" for split in ("num_train", "num_dev", "num_test")]
+    sizes += [f"data.max_length={NUM_POSITIONS}", "generation.max_new_tokens=12"]
+    return [f"model.path={model}", "data.task=squad", f"data.path={data}", *sizes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_gets_worse_says_so_and_gives_the_base_model(kind, recipe, tmp_path):
+    run_dir, model, keys = tmp_path / "run", recipe.parent / "model", KINDS[kind]
+    if kind == "reward":
+        model, keys = tmp_path / "writer", [*keys, *answers_of_writer(tmp_path)]
+    arguments = [f"run_dir={run_dir}", f"model.path={model}", "train.keep_snapshots=1", *keys]
+    assert WORSE in run_forked_well(["--config", recipe, *arguments], PYTHONPATH=PATH).out
+    results = results_of(run_dir)
+    assert (results["best_step"], results["worse_than_base"], results["steps"]) == (0, True, 8)
+    assert results["best_dev_loss"] < results["trained_dev_loss"]
+    assert results["test"] == results["zero_shot"]
+    assert snapshot_steps(run_dir / "snapshots") == [8]
+    lines = list(map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()))
+    assert [line["step"] for line in lines if "dev_loss" in line] == [0, 4, 8]
+
+    source = ["--run", run_dir]
+    if kind == "lezo":
+        scored = json.loads(run_forked_well([*source, "--json"], program="evaluate").out)
+        assert (scored["step"], scored["score"]) == (0, results["zero_shot"])
+        run_forked_well([*source, "--journal", tmp_path / "run.lezo"], program="export")
+        source = ["--journal", tmp_path / "run.lezo", f"model.path={model}"]
+    exported = run_forked_well([*source, "--out", tmp_path / "out"], program="export")
+    assert WORSE in exported.err and WORSE in (tmp_path / "out" / "README.md").read_text()
+    digests = read_manifest(tmp_path / "out")["digest"], results["weights_digest"]
+    assert digests == (results["model_fingerprint"],) * 2
+
+
+@reward
+def nothing(answers, records):
+    return [0.0 for _ in answers]
+
+
+def num_words(completions, **fields):
+    return [len(completion.split()) for completion in completions]
+
+
+def test_rewards_that_are_all_equal_are_named_and_samples_show_the_answers(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    keys = [
+        f"run_dir={run_dir}",
+        *answers_of_writer(tmp_path),
+        "train.objective={test_options:nothing: 1, test_options:num_words: 0}",
+        "data.metric=reward",
+    ]
+    finished = run_forked_well(["--config", recipe, *keys], PYTHONPATH=PATH, num_ranks=2)
+    assert "All losses or rewards were equal in 8 of 8 steps" in finished.out
+    assert "-0" not in finished.out.replace("-0000", "").split("Run directory")[0]
+    assert results_of(run_dir)["flat_steps"] == 8
+    samples = list(map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines()))
+    of_base = [sample for sample in samples if (sample["step"], sample["split"]) == (0, "test")]
+    predictions = (run_dir / "predictions" / "step-00000000.jsonl").read_text().splitlines()
+    shown = [json.loads(line) for line in predictions][: len(of_base)]
+    assert len(of_base) == 4
+    assert [s["answer"] for s in of_base] == [row["predicted"] for row in shown]
+    for sample in samples:
+        assert str(sample["reward"]) == "0.0"  # and not -0.0
+        assert sample["rewards"] == {"nothing": 0.0, "num_words": len(sample["answer"].split())}
+        assert type(sample["ended"]) is bool
+    lines = list(map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()))
+    means = [line["test_rewards/num_words"] for line in lines if "test_rewards/num_words" in line]
+    words = [len(json.loads(line)["predicted"].split()) for line in predictions]
+    assert means[0] == pytest.approx(sum(words) / len(words))
+    assert all(0 <= line.get("test_share_ended", 0) <= 1 for line in lines)

@@ -83,9 +83,6 @@ def test_a_flipped_bit_in_an_export_is_noticed(root, tmp_path):
     words = ["--model", damaged, root / "new.jsonl", "--out", tmp_path / "refused.jsonl"]
     refused = predict(*words, runner=run_forked)
     assert_one_error(refused, 2, f"{damaged} is damaged: model-00001.safetensors has changed")
-    (damaged / "README.md").write_text("mine")
-    (damaged / "lezo_manifest.json").unlink()
-    predict(*words, "data.prompt={text}", "data.labels=[a, b]")
 
 
 def test_a_score_of_changed_records_is_said_to_be_of_others(root):
@@ -136,17 +133,16 @@ def test_the_export_of_an_adapter_labels_and_scores_as_its_run(kind, root, tmp_p
     merge = [*run, "--out", tmp_path / "merged", "--merge"]
     if kind == "lora":
         assert_merged(merge, base, tmp_path / "adapter", tmp_path / "merged")
-        predict("--model", tmp_path / "merged", root / "new.jsonl", "--out", tmp_path / "m.jsonl")
-        assert len(records_in(tmp_path / "m.jsonl")) == len(records_in(tmp_path / "run.jsonl"))
     else:
         refused = run_forked(merge, program="export")
         assert_one_error(refused, 2, "has peft.kind=prefix; fix: remove --merge")
     moved = f"model.path={base.rename(tmp_path / 'moved')}"
-    of_run = run_forked_well([*run, "--json", moved], program="evaluate")
-    of_export = run_forked_well([*export, *config, "--json", moved], program="evaluate")
-    names = ("num_examples", "score", "loss")
-    found, expected = json.loads(of_export.out), json.loads(of_run.out)
-    assert [found[name] for name in names] == [expected[name] for name in names]
+    scores = [
+        json.loads(run_forked_well([*words, "--json", moved], program="evaluate").out)
+        for words in (run, [*export, *config])
+    ]
+    for name in ("num_examples", "score", "loss"):
+        assert scores[0][name] == scores[1][name]
     asked = [*export, root / "new.jsonl", "--out", tmp_path / "refused.jsonl"]
     assert_one_error(predict(*asked, runner=run_forked), 2, f"model.path {base} is neither")
     file = next((tmp_path / "adapter").glob("*.safetensors")).name
@@ -157,75 +153,49 @@ def test_the_export_of_an_adapter_labels_and_scores_as_its_run(kind, root, tmp_p
     write_model(AutoConfig.from_pretrained(other), other, seed=1)
     refused = predict(*asked, f"model.path={other}", runner=run_forked)
     assert_one_error(refused, 2, f"adapter is not an adapter of {other} that")
-    (tmp_path / "adapter" / "lezo_manifest.json").unlink()
-    refused = predict(*asked, moved, "data.prompt={text}", "data.labels=[a, b]", runner=run_forked)
-    assert_one_error(refused, 2, "that lezo_ds exported; fix: add model.path=")
-
-
-AWKWARD = {
-    "the recipe of the run": (),
-    "labels with spaces, literal braces, nested and typed fields": (
-        "data.chat_template=false",
-        "data.system_prompt=null",
-        "data.prompt={{ticket}} {text} {meta.urgent} {meta.size} {a.b}: ",
-        'data.labels=[" billing", "bug", "shipping "]',
-    ),
-    "a prompt that ends in a newline, and a map out of order": (
-        "data.chat_template=false",
-        "data.system_prompt=null",
-        r'data.prompt="\n{text} {meta.size}\n"',
-        'data.labels={z: "  an invoice", a: a fault}',
-    ),
-    "a chat without a system prompt": (
-        "data.system_prompt=null",
-        "data.prompt={text} {meta.urgent}",
-        'data.labels=["bug", " billing "]',
-    ),
-}
-RECORDS = [
-    {"text": ' "Late", again', "meta": {"urgent": True, "size": 2.5}, "a.b": "x"},
-    {"text": "{odd}", "meta": {"urgent": False, "size": 1}, "a.b": ""},
-    {"text": "Über {{text}} ", "meta": {"urgent": True, "size": -1}, "a.b": "{c}"},
-]
 
 
 def test_a_killed_run_continues_and_another_input_uses_none_of_its_chunks(root, tmp_path):
     asked = ["--model", root / "model", "--out", tmp_path / "l.jsonl"]
-    own = root / "new.jsonl"
-    chunk = kill_after_a_chunk(root, tmp_path, own)
-    mark_as_kept(chunk, 5)
-    other = tmp_path / "other.jsonl"
+    own, out, other = root / "new.jsonl", tmp_path / "l.jsonl", tmp_path / "other.jsonl"
     other.write_text("".join(reversed(own.read_text().splitlines(keepends=True))))
-    out = tmp_path / "l.jsonl"
     for command in ([*asked, other], [*asked, own, "data.system_prompt=Be kind."]):
+        kill_after_a_chunk(root, tmp_path, own)
         predict(*command)
         assert str(KEPT) not in out.read_text()
         out.unlink()
-        chunk = kill_after_a_chunk(root, tmp_path, own)
-        mark_as_kept(chunk, 5)
+    chunk = kill_after_a_chunk(root, tmp_path, own)
     predict(*asked, own)
-    assert records_in(out) == with_kept(records_in(root / "labels.jsonl"), 5)
+    assert records_in(out) == with_kept(records_in(root / "labels.jsonl"))
     assert not chunk.parent.exists()
     assert_one_error(predict(*asked, own, runner=run_forked), 2, "l.jsonl exists")
 
 
+def test_a_record_that_is_corrected_costs_no_chunk_but_its_own(root, tmp_path):
+    lines = (root / "new.jsonl").read_text().splitlines(keepends=True)
+    source = tmp_path / "tickets.jsonl"
+    source.write_text("".join(lines))
+    kill_after_a_chunk(root, tmp_path, source)
+    lines[70] = lines[3]
+    source.write_text("".join([*lines, lines[8]]))
+    predict("--model", root / "model", source, "--out", tmp_path / "l.jsonl")
+    expected = records_in(root / "labels.jsonl")
+    expected[70] = expected[3]
+    expected.append(expected[8])
+    assert records_in(tmp_path / "l.jsonl") == with_kept(expected)
+
+
 KEPT = 7.25
+"""A probability written into a finished chunk tells that the chunk was not made again."""
 
 
-def mark_as_kept(chunk, index):
-    """Change the probability in a finished chunk, which tells that the chunk was not made again."""
-    rows = json.loads(chunk.read_text())
-    rows[index]["probability"] = KEPT
-    chunk.write_text(json.dumps(rows))
-
-
-def with_kept(records, index):
-    records[index] = {**records[index], "probability": KEPT}
+def with_kept(records):
+    records[5] = {**records[5], "probability": KEPT}
     return records
 
 
 def kill_after_a_chunk(root, folder, source):
-    """Predict to l.jsonl, kill the process once it has a chunk, and return that chunk."""
+    """Predict to l.jsonl, kill the process once it has a chunk, and mark and return that chunk."""
 
     def chunks():
         return list((folder / "l.jsonl.part").glob("chunk-0-*.json"))
@@ -237,40 +207,20 @@ def kill_after_a_chunk(root, folder, source):
     asked = ["--model", root / "model", source, "--out", folder / "l.jsonl"]
     assert predict(*asked, runner=run_forked, meanwhile=kill).code == -9
     (chunk,) = chunks()
+    chunk.write_text(json.dumps(with_kept(json.loads(chunk.read_text()))))
     return chunk
 
 
-def test_a_record_that_is_corrected_costs_no_chunk_but_its_own(root, tmp_path):
-    lines = (root / "new.jsonl").read_text().splitlines(keepends=True)
-    source = tmp_path / "tickets.jsonl"
-    source.write_text("".join(lines))
-    mark_as_kept(kill_after_a_chunk(root, tmp_path, source), 5)
-    lines[70] = lines[3]
-    source.write_text("".join([*lines, lines[8]]))
-    predict("--model", root / "model", source, "--out", tmp_path / "l.jsonl")
-    made, expected = records_in(tmp_path / "l.jsonl"), records_in(root / "labels.jsonl")
-    expected[70] = expected[3]
-    expected.append(expected[8])
-    assert made == with_kept(expected, 5)
-
-
 def test_a_base_model_answers_a_question_and_a_conversation_alike(root, tmp_path):
-    lines = [
-        {"text": text, "turns": [{"role": "user", "content": text}]}
-        for text in ("Box 1?", "And 2?")
-    ]
-    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    asked = [
-        "--model",
-        root / "base",
-        tmp_path / "asked.jsonl",
-        "generation.max_new_tokens=5",
-        "--out",
-    ]
-    predict(*asked, tmp_path / "prompt.jsonl", "data.prompt={text}", "data.chat_template=true")
-    predict("generation.stop=[]", *asked, tmp_path / "chat.jsonl", "data.messages=turns")
-    answers = records_in(tmp_path / "chat.jsonl")
-    assert answers == records_in(tmp_path / "prompt.jsonl")
+    texts = ("Box 1?", "And 2?")
+    rows = [{"text": text, "turns": [{"role": "user", "content": text}]} for text in texts]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["--model", root / "base", tmp_path / "asked.jsonl", "generation.max_new_tokens=5"]
+    prompt, chat = (["--out", tmp_path / name] for name in ("prompt.jsonl", "chat.jsonl"))
+    predict(*asked, *prompt, "data.prompt={text}", "data.chat_template=true")
+    predict(*asked, *chat, "data.messages=turns", "generation.stop=[]")
+    answers = records_in(chat[1])
+    assert answers == records_in(prompt[1])
     assert [[*record] for record in answers] == [["text", "turns", "predicted"]] * 2
 
 
@@ -287,11 +237,6 @@ def test_each_label_has_its_probability_and_an_unsure_one_stays_empty(root, tmp_
     again = tmp_path / "again.csv"
     predict("--model", root / "model", new, "--out", again, "--threshold=0.1")
     assert all(record["predicted"] for record in records_in(again))
-    taken = tmp_path / "taken.csv"
-    taken.write_text("text,probability_of_rain\na,1\n")
-    command = ["--model", root / "model", taken, "--out", tmp_path / "out.csv"]
-    refused = predict(*command, "--probabilities", runner=run_forked)
-    assert_one_error(refused, 2, "have a field probability_of_rain already")
 
 
 def test_each_row_of_a_table_has_its_own_in_its_encoding(root, tmp_path):
@@ -305,31 +250,23 @@ def test_each_row_of_a_table_has_its_own_in_its_encoding(root, tmp_path):
     assert list(records[0]) == ["id", "text", "predicted", "probability"]
 
 
-def test_answers_have_no_probabilities(root, tmp_path):
-    file = tmp_path / "n.jsonl"
-    file.write_text('{"text": "a"}\n')
-    command = ["--model", root / "base", file, "data.prompt={text}:", "--out", tmp_path / "o.jsonl"]
-    for option in ("--probabilities", "--threshold=0.5"):
-        refused = predict(*command, option, runner=run_forked)
-        assert_one_error(refused, 2, "--probabilities and --threshold are about labels")
-    refused = predict(*command, "--threshold=1.5", runner=run_forked)
-    assert_one_error(refused, 2, "1.5 is not a number from 0 to 1")
-
-
-BAD = {
-    "record 2: there is no column text": '{"text": "a"}\n{"txt": "b"}\n',
-    "record 1: it has half of a character": '{"text": "\\ud83d"}\n',
-    "has no records": "",
-    "the records have a field predicted already": '{"text": "a", "predicted": 1}\n',
+REFUSED = {
+    "record 2: there is no column text": ('{"text": "a"}\n{"txt": "b"}\n', ()),
+    "record 1: it has half of a character": ('{"text": "\\ud83d"}\n', ()),
+    "has no records": ("", ()),
+    "the records have a field predicted already": ('{"text": "a", "predicted": 1}\n', ()),
+    "--probabilities and --threshold are about labels": ('{"text": "a"}\n', ("--probabilities",)),
+    "1.5 is not a number from 0 to 1": ('{"text": "a"}\n', ("--threshold=1.5",)),
 }
 
 
-@pytest.mark.parametrize("expected", BAD)
+@pytest.mark.parametrize("expected", REFUSED)
 def test_bad_input_is_one_line_that_names_the_row(expected, root, tmp_path):
-    file, keys = tmp_path / "n.jsonl", ("data.prompt={text}:", "--out", tmp_path / "out.jsonl")
-    file.write_text(BAD[expected])
-    refused = predict("--model", root / "base", file, *keys, runner=run_forked)
-    assert_one_error(refused, 2, expected.replace("FILE", str(file)))
+    content, options = REFUSED[expected]
+    (tmp_path / "n.jsonl").write_text(content)
+    words = ["--model", root / "base", tmp_path / "n.jsonl", "data.prompt={text}:", *options]
+    refused = predict(*words, "--out", tmp_path / "out.jsonl", runner=run_forked)
+    assert_one_error(refused, 2, expected)
 
 
 def test_an_export_is_scored_on_one_file_and_written_as_a_run(root, tmp_path):

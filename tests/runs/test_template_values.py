@@ -7,7 +7,8 @@ import json
 import pytest
 import yaml
 from commands import run_forked_well
-from own_data import SWITCHED, conversation, own_values, write_chat_model
+from own_data import COLORS, SWITCHED, conversation, own_values, write_chat_model
+from run_ends import results_of
 from transformers import AutoTokenizer, pipeline
 
 from lezo_ds.data.records import read_records
@@ -33,7 +34,13 @@ def test_a_model_that_was_trained_without_thoughts_does_not_think_after_its_expo
     values["generation"] = {"max_new_tokens": 8}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     run = tmp_path / "run"
-    run_forked_well(["--config", tmp_path / "recipe.yaml", f"run_dir={run}", "train.steps=4"])
+    train = ["--config", tmp_path / "recipe.yaml", f"run_dir={run}", "train.steps=4"]
+    run_forked_well(train, num_ranks=2)
+    assert results_of(run)["metric"] == "token_accuracy"
+    (rows, *_) = sorted((run / "predictions").iterdir())
+    # An answer is a row, with the token that ends its turn and the newline. A byte is a token.
+    sizes = {f"{len(answer) + 2} tokens" for answer in ("Yes.", *COLORS)}
+    assert {row["predicted"].split(" of ")[1] for row in map(json.loads, rows.open())} <= sizes
     run_forked_well(["--run", run, "--out", tmp_path / "out"], program="export")
 
     turns = conversation(0)[:1]

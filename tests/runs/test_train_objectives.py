@@ -25,16 +25,17 @@ def characters_beyond_the_title(answers, records):
     return [sum(map(ord, a)) - len(r["title"]) for a, r in zip(answers, records, strict=True)]
 
 
+ANSWERED = {"generation__max_new_tokens": 12}
 DRAWN = {
+    **ANSWERED,
     "train__objective": "test_train_objectives:characters_beyond_the_title",
     "generation__temperature": 1.0,
     "generation__num_samples": 2,
-    "generation__max_new_tokens": 12,
     "generation__stop": ["xy", "zz"],
 }
 OBJECTIVES = {
     "teacher forcing": ("copa", {}),
-    "f1": ("squad", {"train__objective": "f1", "generation__max_new_tokens": 12}),
+    "f1": ("squad", {"train__objective": "f1", **ANSWERED}),
     "reward of drawn answers": ("squad", DRAWN),
 }
 
@@ -83,37 +84,6 @@ def test_forwards_ranks_and_passes_change_no_bit_of_a_step_and_micro_batches_no_
         assert error <= 1e-6 * max(1, abs(whole.loss)) / SCALE
 
 
-ONE_A_ROW = {"noise_rank": 1, "examples_per_direction": 1}
-PAIRS = {"noise_rank": 2, "examples_per_direction": 2, "estimator": "grzo"}
-
-
-def train_groups(assets, num_ranks, *sizes):
-    """The records of each objective, of directions by example and by pairs of examples."""
-    return [
-        {
-            (o, zo["noise_rank"]): train(assets, num_ranks, 2, o, size, **zo)[0]
-            for o in OBJECTIVES
-            for zo in (ONE_A_ROW, PAIRS)
-        }
-        for size in sizes
-    ]
-
-
-@pytest.mark.distributed
-def test_examples_have_their_own_directions_whatever_shares_their_batch(assets):
-    ((one, two, four),) = run_ranks(train_groups, 1, assets, 1, 1, 2, 4)
-    for (by_two,) in run_ranks(train_groups, 2, assets, 2, 2):
-        assert by_two == two
-    for case, records in one.items():
-        assert len(records[0].projected_grads) == (4 if case[1] == 1 else 2)
-        # Of a micro-batch of one example, all rows have one direction.
-        for others in (two, four):
-            assert others[case][0].loss == pytest.approx(records[0].loss, rel=1e-6)
-            gradients = others[case][0].projected_grads
-            scale = max(map(abs, records[0].projected_grads))
-            assert gradients == pytest.approx(records[0].projected_grads, abs=1e-3 * scale), case
-
-
 def train_with_batches_of_ones_own(assets):
     """The records of a step of a loop of one's own, and those of the same batch without groups."""
     texts = torch.arange(5, 21).view(4, 4)
@@ -129,13 +99,10 @@ def train_with_batches_of_ones_own(assets):
     of_groups = engine.train_batch(batches, loss)
     engine.load_checkpoint("none", [of_groups], step=0)  # without its update
     slopes = []
-    for place in range(4):
-        example = to_device(
-            MicroBatch({"input_ids": texts[place : place + 1]}, weight=1), engine.device
-        )
-        probes = tuple(
-            KeyedProbe((direction_key(of_groups.key, place),), sign * SCALE) for sign in (1, -1)
-        )
+    for place, text in enumerate(texts):
+        example = to_device(MicroBatch({"input_ids": text[None]}, weight=1), engine.device)
+        key = direction_key(of_groups.key, place)
+        probes = tuple(KeyedProbe((key,), sign * SCALE) for sign in (1, -1))
         plus, minus = engine.run(example, Perturbation(probes, frozenset(of_groups.dropped_layers)))
         slopes.append(float(loss(plus, example) - loss(minus, example)) / (2 * SCALE))
     return of_groups.projected_grads, slopes

@@ -6,8 +6,6 @@ import hashlib
 import json
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +13,10 @@ from lezo_ds.data.batches import (
     all_candidates,
     batch_indices,
     candidate_batch,
-    teacher_forcing_batch,
     token_batch,
 )
 from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.packing import deal, pack
-from lezo_ds.forward.batch import LogitSelection, MicroBatch
 
 PAD = 1
 
@@ -71,44 +67,13 @@ def test_one_token_candidates_share_one_row_that_ends_before_them():
     assert (batch.selection.vocabulary.tolist(), batch.weight) == ([8, 9], 2)
 
 
-def test_longer_candidates_get_a_row_each_and_logits_for_each_of_their_tokens():
-    batch = candidate_batch(
-        [encoded((5,), (8, 9, 10), (11,)), encoded((6, 7), (12, 13), label=0)], PAD
-    )
-    ids = [[0, 5, 8, 9, 1, 1, 1, 1], [0, 5, 1, 1, 1, 1, 1, 1], [0, 6, 7, 12, 1, 1, 1, 1]]
-    labels = {
-        "label": [0, 0],
-        "candidate_slots": [[0, 1], [2, -1]],
-        "target_ids": [8, 9, 10, 11, 12, 13],
-        "token_slots": [[0, 1, 2], [3, -1, -1], [4, 5, -1]],
-    }
-    assert layout(batch) == (ids, [0, 0, 0, 1, 2, 2], [1, 2, 3, 1, 2, 3], labels)
-    assert (batch.selection.vocabulary, batch.weight) == (None, 2)
-
-
-@pytest.mark.parametrize(
-    "examples",
-    [
-        [encoded((5,), (8,), (9,)), encoded((5,), (9,), (8,))],
-        [encoded((5,), (8,), (9, 10))],
-        [EncodedExample(((0, 5, 8), (0, 6, 9)), ((False, False, True),) * 2, 0, truncated=True)],
-    ],
-    ids=["another order", "two tokens", "another context"],
-)
-def test_candidates_that_are_not_alike_are_not_merged(examples):
-    batch = candidate_batch(examples, PAD)
-    assert batch.selection.vocabulary is None
-    assert len(batch.inputs["input_ids"]) == sum(len(example.sequences) for example in examples)
-
-
-def test_teacher_forcing_runs_the_gold_candidate_alone_and_weighs_its_tokens():
-    batch = teacher_forcing_batch(
-        [encoded((5,), (8, 9), (11,)), encoded((6,), (12,), (13,), label=1)], PAD
-    )
-    ids = [[0, 5, 8, 1, 1, 1, 1, 1], [0, 6, 1, 1, 1, 1, 1, 1]]
-    labels = {"target_ids": [8, 9, 13], "token_slots": [[0, 1], [2, -1]]}
-    assert layout(batch) == (ids, [0, 0, 1], [1, 2, 1], labels)
-    assert batch.weight == 3
+def test_candidates_that_are_not_alike_are_not_merged():
+    other_context = EncodedExample(((0, 5, 8), (0, 6, 9)), ((False, False, True),) * 2, 0)
+    other_order = [encoded((5,), (8,), (9,)), encoded((5,), (9,), (8,))]
+    for examples in ([other_context], other_order, [encoded((5,), (8,), (9, 10))]):
+        batch = candidate_batch(examples, PAD)
+        assert batch.selection.vocabulary is None
+        assert len(batch.inputs["input_ids"]) == sum(len(e.sequences) for e in examples)
 
 
 def test_sequences_to_score_share_a_row_where_they_differ_in_the_last_token_only():
@@ -154,9 +119,7 @@ def tokens_seen(batch):
     candidates=st.integers(1, 3),
     num_start=st.integers(0, 9),
 )
-def test_a_packed_batch_wants_the_same_logits_of_the_same_tokens_in_fewer_tokens(
-    lengths, candidates, num_start
-):
+def test_a_packed_batch_wants_the_same_logits_of_fewer_tokens(lengths, candidates, num_start):
     options = [(5 + number, 6) for number in range(candidates)]
     starts = [range(7, 7 + num_start + length) for length in lengths]
     batch = candidate_batch([encoded(start, *options) for start in starts], PAD)
@@ -180,10 +143,3 @@ def test_an_example_that_a_batch_has_twice_is_two_examples_in_a_shared_row():
     assert packed.num_examples == 2
     # Each has its own context of 13 tokens, and one token of each candidate.
     assert packed.token_examples[0].tolist()[:30] == [0] * 15 + [1] * 15
-
-
-def test_tokens_behind_the_last_wanted_logit_are_left_out():
-    selection = LogitSelection(torch.tensor([0, 1, 1]), torch.tensor([2, 0, 3]))
-    packed = pack(MicroBatch({"input_ids": torch.arange(3, 19).view(2, 8)}, 2, selection=selection))
-    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
-    assert layout(packed) == ([[11, 12, 13, 14, 3, 4, 5, 0]], [0, 0, 0], [6, 0, 3], {})

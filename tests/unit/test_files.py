@@ -1,11 +1,16 @@
+"""What a process leaves and says at its ends: files that are whole, errors of one line."""
+
+from __future__ import annotations
+
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 
-from lezo_ds import files
-from lezo_ds.errors import LezoError
-from lezo_ds.files import failures_named, make_directory, sync, write_atomically
+from lezo_ds.errors import LezoError, printable
+from lezo_ds.files import failures_named, write_atomically
 
 
 def names_in(directory):
@@ -42,27 +47,43 @@ def test_the_content_is_synced_before_the_rename_and_the_directory_after(tmp_pat
     assert synced == [(".file.tmp", [".file.tmp"]), (tmp_path.name, ["file"])]
 
 
-def test_a_failed_rename_keeps_the_old_file_and_removes_the_temporary_one(tmp_path):
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "inside").write_text("kept")
-    with pytest.raises(OSError, match="directory"):
-        write_atomically(tmp_path / "taken", "content")
-    assert names_in(tmp_path) == ["taken"]
-    assert (tmp_path / "taken" / "inside").read_text() == "kept"
-
-
-def test_a_directory_is_made_with_its_parents_and_each_is_synced_into_the_one_above(
-    tmp_path, monkeypatch
-):
-    synced = []
-    monkeypatch.setattr(files, "sync", lambda path: (synced.append(path), sync(path)))
-    make_directory(tmp_path / "a" / "b" / "c")
-    make_directory(tmp_path / "a" / "b" / "c")
-    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-
-
 def test_a_failed_write_is_an_error_that_names_the_file_and_the_fix(tmp_path):
     path = tmp_path / "missing" / "file"
     message = r"missing/file cannot be written: .*No such file.*; fix: free space"
     with pytest.raises(LezoError, match=message), failures_named(path):
         write_atomically(path, "content")
+
+
+# Errors.
+
+PROGRAM = """
+import threading
+from lezo_ds.errors import LostRankError, end_with
+both = threading.Barrier(2)
+def report(name):
+    both.wait()
+    end_with(LostRankError(f"found by {name}"))
+threading.Thread(target=report, args=["the heartbeat"]).start()
+report("a message")
+"""
+
+
+def test_an_error_is_one_line_of_printable_characters():
+    program = (
+        r"from lezo_ds.errors import *; end_with(UserError('a\n\x1b]0;\x07\x9b\u202e\u00e9' * 999))"
+    )
+    finished = run([sys.executable, "-c", program], PYTHONIOENCODING="utf-8")
+    assert finished.err.startswith("error: a ?]0;???\u00e9a ?]0;") and len(finished.err) < 2100
+
+
+def test_what_commands_a_terminal_is_not_printed_but_bars_are():
+    text = "\ta\u00a0b \U0001f468\u200d\U0001f469\n"
+    assert printable(text) == text
+    assert printable("\x1b[A\x1b[2J\r\u2066\udc80\x9b") == "?[A?[2J????"
+    assert printable("\r50%\x1b[A\x1b[2J", has_bars=True) == "\r50%\x1b[A?[2J"
+
+
+def test_two_threads_that_find_the_same_lost_rank_print_one_line():
+    finished = run([sys.executable, "-c", PROGRAM], RANK="1")
+    assert finished.code == 6
+    assert finished.err.count("error: found by ") == 1

@@ -1,32 +1,21 @@
-import errno
 import json
-import multiprocessing
 import os
 import random
-import resource
 import threading
 import zlib
 from dataclasses import replace
 
 import pytest
 
-from lezo_ds.checkpoints.snapshots import read_facts
 from lezo_ds.errors import JournalError, UserError
-from lezo_ds.journal import EvaluationRecord, Header, Journal, header_checksum, read_journal
-from lezo_ds.replicas.transport import whole_lines
-from lezo_ds.runs.results import RunResults
+from lezo_ds.journal import EvaluationRecord, Header, Journal, read_journal
 from lezo_ds.zo.records import StepRecord
 
-FORK = multiprocessing.get_context("fork")
 HEADER = Header(
     noise_version=1,
     model_fingerprint="a1b2",
     parameter_table_hash="c3d4",
-    config={
-        "model": "facebook/opt-125m",
-        "train": {"steps": 200, "batch": 16},
-        "tags": ["x", None],
-    },
+    config={"model": "facebook/opt-125m", "train": {"steps": 200}, "tags": ["x", None]},
     libraries={"torch": "2.13.0"},
 )
 
@@ -81,13 +70,11 @@ def path(tmp_path):
 
 def test_the_lines_of_format_1_never_change(path):
     step = StepRecord(0, 2**64 - 1, (0, 11), 1e-6, 1e-3, projected_grads=(-0.5, 1e-300), loss=0.1)
-    skipped = StepRecord(
-        1, 7, (), 1e-6, 1e-3, (1.0, 0.5), projected_grads=(), loss=None, applied=False
-    )
+    skipped = replace(step, step=1, key=7, dropped_layers=(), layer_weights=(1.0, 0.5))
+    skipped = replace(skipped, projected_grads=(), loss=None, applied=False)
     header = replace(HEADER, config={"b": (1, 2), "a": None}, arithmetic={"processor": "a GPU"})
-    data = write_journal(
-        path, [step, EvaluationRecord(1, "dev", None, {"f1": 0.5}), skipped], header
-    )
+    records = [step, EvaluationRecord(1, "dev", None, {"f1": 0.5}), skipped]
+    data = write_journal(path, records, header)
     assert data.decode().split("\n") == [
         '{"kind":"header","format":1,"noise_version":1,"model_fingerprint":"a1b2",'
         '"parameter_table_hash":"c3d4","config":{"a":null,"b":[1,2]},"libraries":{"torch":"2.13.0"},'
@@ -99,20 +86,6 @@ def test_the_lines_of_format_1_never_change(path):
         '"applied":false,"weights":[1.0,0.5],"crc":"d8847867"}',
         "",
     ]
-
-
-def test_a_step_has_the_checksum_of_its_line_whatever_evaluations_follow(path):
-    lines = write_journal(path, some_records(9)).decode().splitlines()
-    of_lines = tuple(json.loads(line)["crc"] for line in lines if '"evaluation"' not in line)
-    assert len(of_lines) == 10 < len(lines)
-    assert read_journal(path).step_checksums == of_lines
-    assert header_checksum(HEADER) == of_lines[0]
-    with Journal.open(path) as journal:
-        assert journal.step_checksums == of_lines
-        assert header_checksum(journal.header) == of_lines[0]
-        assert journal.last_checksum == json.loads(lines[-1])["crc"]
-        journal.cut(5)
-        assert journal.step_checksums == of_lines[:6]
 
 
 def test_a_reopened_journal_continues_as_an_uninterrupted_one(path):
@@ -138,9 +111,8 @@ def test_a_journal_cut_at_every_byte_keeps_its_complete_records_and_can_be_compl
     for cut in range(len(data) + 1):
         path.write_bytes(data[:cut])
         if cut < header_end:
-            with pytest.raises(
-                JournalError, match=r"line 1 .*not a complete header.*last valid step: none"
-            ):
+            message = "line 1 .*not a complete header.*last valid step: none"
+            with pytest.raises(JournalError, match=message):
                 read_journal(path)
             continue
         num_complete = data.count(b"\n", header_end, cut)
@@ -149,9 +121,7 @@ def test_a_journal_cut_at_every_byte_keeps_its_complete_records_and_can_be_compl
         caplog.clear()
         with Journal.open(path) as journal:
             is_torn = data[cut - 1 : cut] != b"\n"
-            assert [f"line {num_complete + 2}: the last" in m for m in caplog.messages] == [
-                True
-            ] * is_torn
+            assert (f"line {num_complete + 2}: the last" in caplog.text) == is_torn
             for record in records[num_complete:]:
                 journal.append(record)
         assert path.read_bytes() == data
@@ -172,15 +142,14 @@ def test_a_flipped_bit_of_any_byte_is_refused_at_its_line_or_costs_the_last_reco
 
 
 def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path):
-    header, first, second, third = write_journal(path, some_records(3)).splitlines(keepends=True)
-    other = write_journal(
-        path.with_name("other"), [step_record(0, key=1), step_record(1)]
-    ).splitlines(True)
+    lines = write_journal(path, some_records(3)).splitlines(keepends=True)
+    header, first, second, third = lines
+    others = [step_record(0, key=1), step_record(1)]
+    other = write_journal(path.with_name("other"), others).splitlines(keepends=True)
     previous = int(header[-11:-3], 16)
     step = json.loads(first)
     too_deep = b'{"kind":' + b"[" * 9000
     crc = b',"crc":"%08x"}\n' % zlib.crc32(too_deep + b"}")
-    members = {"kind": "header", "format": 1, **vars(HEADER)}
     for lines, damaged in [
         ([header, second, third], 2),
         ([header, first, first, second], 3),
@@ -188,11 +157,8 @@ def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path)
         ([first, second], 1),
         ([header, first.replace(b"\n", b"\r\n")], 2),
         ([header, with_crc({"kind": "new"}, previous)], 2),
-        ([header, with_crc({"kind": "step", "step": 0}, previous)], 2),
         ([header, with_crc({**step, "lr": "low"}, previous)], 2),
-        ([header, with_crc({**step, "dropped": "12"}, previous)], 2),
         ([header, with_crc({**step, "step": 0.0}, previous)], 2),
-        ([with_crc({**members, "libraries": {"torch": 2}})], 1),
         ([too_deep + crc], 1),
     ]:
         path.write_bytes(b"".join(lines))
@@ -200,61 +166,17 @@ def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path)
             read_journal(path)
 
 
-@pytest.mark.parametrize(
-    "members", [{"kind": "header", "format_version": 1}, {"kind": "header", "format": 2}]
-)
-def test_another_format_is_refused_with_both_versions(path, members):
-    path.write_bytes(with_crc(members))
-    with pytest.raises(
-        UserError, match=f"has format {members.get('format', 0)}, .* reads format 1"
-    ):
-        read_journal(path)
-
-
-def append_beyond_a_size(path):
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, hard))
-    with pytest.raises(JournalError, match=r"journal.* cannot be written: .*File too large; fix: "):
-        Journal.create(path, replace(HEADER, config={"text": "x" * 100_000}))
-    assert list(path.parent.iterdir()) == []
-    with Journal.create(path, HEADER) as journal:
-        with pytest.raises(JournalError) as caught:
-            for step in range(10_000):
-                journal.append(step_record(step))
-        assert f"{path} cannot be written: File too large; last good step: {step - 1}" in str(
-            caught.value
-        )
-        with pytest.raises(JournalError, match="File too large"):
-            journal.append(step_record(step))
-        assert path.read_bytes().endswith(b"\n")
-        assert read_journal(path).records == [step_record(earlier) for earlier in range(step)]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        journal.append(step_record(step))
-
-
-def test_a_write_that_is_cut_short_leaves_a_valid_journal_or_none(path):
-    """A limit on the file size cuts the write that crosses it, as a full disk does."""
-    writer = FORK.Process(target=append_beyond_a_size, args=[path])
-    writer.start()
-    writer.join(60)
-    assert writer.exitcode == 0
-    records = read_journal(path).records
-    assert records == [step_record(step) for step in range(len(records))] != []
-
-
 class SlowDisk:
-    """A disk whose syncs in threads take until `go_on` is set, and then fail if `fails` is."""
+    """A disk whose syncs in threads take until `go_on` is set."""
 
     def __init__(self, monkeypatch):
-        self.go_on, self.fails, self.synced = threading.Event(), False, []
+        self.go_on, self.synced = threading.Event(), []
         self._sync = os.fsync
         monkeypatch.setattr(os, "fsync", self._slow_sync)
 
     def _slow_sync(self, descriptor):
         if threading.current_thread() is not threading.main_thread():
             assert self.go_on.wait(60)
-            if self.fails:
-                raise OSError(errno.EIO, "Input/output error")
         self._sync(descriptor)
         self.synced.append(os.fstat(descriptor).st_size)
 
@@ -268,9 +190,7 @@ FOLLOWING = {
 
 
 @pytest.mark.parametrize("following", FOLLOWING)
-def test_a_record_that_is_not_waited_for_is_written_at_once_and_synced_before_what_follows(
-    path, monkeypatch, following
-):
+def test_a_record_is_synced_before_what_follows(path, monkeypatch, following):
     write_journal(path, [])
     journal, disk = Journal.open(path), SlowDisk(monkeypatch)
     journal.append(step_record(0), wait=False)
@@ -283,27 +203,6 @@ def test_a_record_that_is_not_waited_for_is_written_at_once_and_synced_before_wh
     thread.join(60)
     journal.close()
     assert len(read_journal(path).records) == {"append": 2, "cut": 0}.get(following, 1)
-
-
-@pytest.mark.parametrize("following", ["append", "sync", "close"])
-def test_a_record_that_cannot_be_synced_is_removed_and_can_be_appended_again(
-    path, monkeypatch, following
-):
-    data = write_journal(path, [step_record(0)])
-    journal, disk = Journal.open(path), SlowDisk(monkeypatch)
-    disk.fails = True
-    disk.go_on.set()
-    journal.append(step_record(1), wait=False)
-    with pytest.raises(
-        JournalError, match="cannot be written: Input/output error; last good step: 0; fix"
-    ):
-        FOLLOWING[following](journal)
-    assert (path.read_bytes(), journal.records) == (data, (step_record(0),))
-    if following != "close":
-        disk.fails = False
-        journal.append(step_record(1), wait=False)
-        journal.close()
-        assert read_journal(path).records == [step_record(0), step_record(1)]
 
 
 def test_a_file_that_another_process_changed_or_replaced_is_left_alone(path):
@@ -336,25 +235,3 @@ def test_a_cut_keeps_the_first_steps_and_what_was_measured_after_them(path, num_
     assert contents(path) == (HEADER, records)
     damaged = path.with_name("journal.jsonl.damaged")
     assert start + (damaged.read_bytes() if damaged.exists() else b"") == data == path.read_bytes()
-
-
-def test_a_pipe_in_place_of_a_file_of_a_run_is_refused_at_once(path):
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="cannot be read: it is no regular file"):
-        read_journal(path)
-    assert RunResults.read(path) is None
-    assert whole_lines(path) == b""
-    manifest = path.with_name("lezo_manifest.json")
-    os.mkfifo(manifest)
-    assert read_facts(manifest.parent) is None
-
-
-def test_lines_of_a_replica_that_are_nested_too_deep_are_damage(path):
-    write_journal(path, [])
-    before = path.read_bytes()
-    body = b'{"kind":"step","x":' + b"[" * 100_000 + b"}"
-    with Journal.open(path) as journal:
-        crc = zlib.crc32(body, int(journal.last_checksum, 16))
-        with pytest.raises(JournalError, match="a replica sends damaged lines"):
-            journal.extend(body[:-1] + b',"crc":"%08x"}\n' % crc)
-    assert path.read_bytes() == before

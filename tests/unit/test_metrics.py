@@ -22,7 +22,6 @@ from lezo_ds.data.metrics import (
     load_score,
     macro_f1,
     majority_score,
-    mean_f1,
     token_accuracy,
     try_metric,
 )
@@ -30,47 +29,34 @@ from lezo_ds.data.mezo import TASKS
 from lezo_ds.errors import UserError
 
 
-def normalize_answer(s):
-    """evaluate-v1.1.py of SQuAD."""
-
-    def remove_articles(text):
-        return re.sub(r"\b(a|an|the)\b", " ", text)
-
-    def white_space_fix(text):
-        return " ".join(text.split())
-
-    def remove_punc(text):
-        exclude = set(string.punctuation)
-        return "".join(ch for ch in text if ch not in exclude)
-
-    return white_space_fix(remove_articles(remove_punc(s.lower())))
+def normalize_answer(text):
+    """As evaluate-v1.1.py of SQuAD."""
+    plain = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
 def squad_f1(prediction, ground_truth):
-    """evaluate-v1.1.py of SQuAD."""
-    prediction_tokens = normalize_answer(prediction).split()
-    ground_truth_tokens = normalize_answer(ground_truth).split()
-    common = Counter(prediction_tokens) & Counter(ground_truth_tokens)
-    num_same = sum(common.values())
+    """As evaluate-v1.1.py of SQuAD."""
+    predicted = normalize_answer(prediction).split()
+    expected = normalize_answer(ground_truth).split()
+    num_same = sum((Counter(predicted) & Counter(expected)).values())
     if num_same == 0:
         return 0
-    precision = 1.0 * num_same / len(prediction_tokens)
-    recall = 1.0 * num_same / len(ground_truth_tokens)
-    return (2 * precision * recall) / (precision + recall)
+    precision = num_same / len(predicted)
+    recall = num_same / len(expected)
+    return 2 * precision * recall / (precision + recall)
 
 
-TEXTS = ["the Denver Broncos.", "Denver", "U.S.", "US", "to be or not to be", "to to be", ""]
-TEXTS += [
-    "1990-1995",
-    "1990\u20131995",
-    "19901995",
-    "-5",
-    "5",
-    ".5",
-    "a\tdog\n barks",
-    "theatre an",
+WESTERN = ["the Denver Broncos.", "Denver", "U.S.", "US", "to be or not to be", "to to be", ""]
+NUMBERS = ["1990-1995", "1990\u20131995", "19901995", "-5", "5", ".5", "(a)", "theatre an"]
+OTHERS = [
+    "\u5317\u4eac\u5e02\u3002",
+    "\u5317\u4eac",
+    "\u201ctower\u201d",
+    "L'\u00c9cole",
+    "a\tdog\n",
 ]
-TEXTS += ["\u5317\u4eac\u5e02\u3002", "\u5317\u4eac", "\u201ctower\u201d", "L'\u00c9cole", "(a)"]
+TEXTS = WESTERN + NUMBERS + OTHERS
 
 
 @pytest.mark.parametrize("answer", TEXTS)
@@ -80,13 +66,6 @@ def test_f1_and_exact_match_are_those_of_squads_script(answer):
         example = Example("", (" x",), 0, references=(reference, "other"))
         is_equal = normalize_answer(answer) in (normalize_answer(reference), "other")
         assert METRICS["exact_match"]([answer], [example]) == is_equal
-
-
-def test_the_nearest_reference_counts():
-    assert best_f1("1990-1995", ["1990\u20131995"]) == 0.0
-    assert best_f1("-5", ["5"]) == 1.0
-    examples = [Example("", (" x",), 0, references=("The Tower", "Eiffel"))] * 2
-    assert mean_f1(["tower.", "Tower bridge"], examples) == pytest.approx((1 + 2 / 3) / 2)
 
 
 LABELS = [0, 0, 0, 1, 2, 2]
@@ -100,12 +79,11 @@ def test_the_scores_of_labels_are_those_of_scikit_learn():
     )
     scores = label_scores(LABELS, PREDICTED)
     assert list(scores) == [0, 2, 1, 3]  # the most frequent label first
-    expected = precision_recall_fscore_support(
-        LABELS, PREDICTED, labels=list(scores), zero_division=0
-    )
     found = [(each.precision, each.recall, each.f1, each.examples) for each in scores.values()]
+    expected = precision_recall_fscore_support(
+        LABELS, PREDICTED, labels=[0, 2, 1, 3], zero_division=0
+    )
     assert np.allclose(np.array(found).T, np.array(expected))
-    assert [each.predicted for each in scores.values()] == [2, 1, 2, 1]
 
 
 def test_a_candidate_is_right_by_its_text():
@@ -142,14 +120,6 @@ def not_a_number(predicted, examples):
     return float("nan")
 
 
-def counts(predicted, examples):
-    return {"right": 1}
-
-
-def too_large(predicted, examples):
-    return 10**400
-
-
 def leaves(predicted, examples):
     sys.exit(0)
 
@@ -158,31 +128,22 @@ def correlation(predicted, examples):
     return statistics.correlation(predicted, [example.label for example in examples])
 
 
-def mean_words(predicted, examples):
-    """The mean length of the words of each answer, which an empty answer does not have."""
-    return sum(len(answer) / len(answer.split()) for answer in predicted) / len(predicted)
-
-
-def own(name, task="cb"):
-    return replace(TASKS[task], metric=f"test_metrics:{name}")
+def own(name):
+    return replace(TASKS["cb"], metric=f"test_metrics:{name}")
 
 
 @pytest.mark.parametrize(
-    ("metric", "task", "message"),
+    ("metric", "message"),
     [
-        ("fails", "cb", r"failed: AttributeError: .*\(.*test_metrics.py line \d+\)"),
-        ("not_a_number", "cb", "returned nan, not a finite number"),
-        ("counts", "cb", "returned {'right': 1}, not a finite number"),
-        ("mean_words", "squad", "failed: ZeroDivisionError"),
-        ("too_large", "cb", "returned 10{79}..., not a finite number"),
-        ("leaves", "cb", r"failed: SystemExit: 0 \(.*test_metrics.py line \d+\)"),
+        ("fails", r"failed: AttributeError: .*\(.*test_metrics.py line \d+\)"),
+        ("not_a_number", "returned nan, not a finite number"),
+        ("leaves", r"failed: SystemExit: 0 \(.*test_metrics.py line \d+\)"),
     ],
 )
-def test_a_metric_that_fails_on_right_answers_is_refused(metric, task, message):
+def test_a_metric_that_fails_on_right_answers_is_refused(metric, message):
     examples = [Example("", (" a", " b"), 0, references=("x",))] * 2
-    with pytest.raises(UserError, match=f"data.metric=test_metrics:{metric} {message}") as error:
-        try_metric(own(metric, task), examples)
-    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=f"data.metric=test_metrics:{metric} {message}"):
+        try_metric(own(metric), examples)
 
 
 def test_the_score_of_a_metric_is_a_float_of_the_examples_themselves():

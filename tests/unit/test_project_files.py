@@ -1,4 +1,4 @@
-"""The files that other programs read: Dockerfile and batch scripts."""
+"""The files that other programs read: the Dockerfile, pages that name code, batch scripts."""
 
 from __future__ import annotations
 
@@ -16,28 +16,19 @@ from lezo_ds.zo.estimators import ESTIMATORS
 from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
 
-DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
-SETUP = (REPOSITORY / "setup.py").read_text()
-
-
-def copied():
-    """Return what the Dockerfile copies from the repository."""
-    return [
-        name
-        for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE)
-        for name in line.split()[:-1]
-    ]
-
 
 def test_the_image_has_the_files_that_the_package_is_built_from():
-    read = set(re.findall(r'Path\("([\w./]+)"\)', SETUP)) | {
-        "setup.py",
-        "pyproject.toml",
-        "LICENSE",
-    }
+    image, setup = (REPOSITORY.joinpath(n).read_text() for n in ("Dockerfile", "setup.py"))
+    lines = re.findall(r"^COPY (.+)$", image, re.MULTILINE)
+    copied = [name for line in lines for name in line.split()[:-1]]
+    read = {*re.findall(r'Path\("([\w./]+)"\)', setup), "setup.py", "pyproject.toml", "LICENSE"}
     needed = {name.partition("/")[0] for name in read} | {"launch", "ds_configs", "constraints.txt"}
-    assert set(copied()) == needed
-    assert [name for name in copied() if not (REPOSITORY / name).exists()] == []
+    assert set(copied) == needed
+    assert [name for name in copied if not (REPOSITORY / name).exists()] == []
+    assert "\nFROM python:3.11-slim" in image  # as .ci/run and constraints.txt
+    ((options, extras),) = re.findall(r'pip install (.+) "\.\[([\w,]+)\]"', image)
+    assert "--constraint constraints.txt" in options
+    assert [extra for extra in extras.split(",") if f'"{extra}": [' not in setup] == []
 
 
 def test_the_facts_about_deepspeed_are_those_of_the_version_that_is_pinned_and_name_real_tests():
@@ -61,44 +52,15 @@ def test_pages_name_all_recipes_and_all_keys_that_take_code():
     assert [each._key for each in registries if f"`{each._key}`" not in layout] == []
 
 
-def test_the_image_has_the_python_and_the_versions_that_are_tested():
-    (base,) = re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE)
-    assert base.startswith("python:3.11-slim")  # as .ci/run and constraints.txt
-    (command,) = re.findall(r'pip install (.+) "\.\[([\w,]+)\]"', DOCKERFILE)
-    assert "--constraint constraints.txt" in command[0]
-    for extra in command[1].split(","):
-        assert f'"{extra}": [' in SETUP
-    assert not re.search(r"^(USER|ENTRYPOINT|VOLUME)", DOCKERFILE, re.MULTILINE)
-
-
-SCRIPTS = sorted(
-    path for path in (REPOSITORY / "launch").rglob("*") if path.suffix in (".sh", ".sbatch")
-)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_bash_can_read_a_script_and_what_it_sources_exists(script):
-    subprocess.run(["bash", "-n", script], check=True)
-    text = script.read_text()
-    sourced = re.findall(r'^source "\$launch/(.*)"$', text, re.MULTILINE)
-    assert len(sourced) == text.count("\nsource ")
-    assert [name for name in sourced if not (REPOSITORY / "launch" / name).is_file()] == []
-
-
+SRUN = "srun --kill-on-bad-exit=1 "
+MOUNTS = "HERE:HERE,LAUNCH:LAUNCH"
+PYTHON = "python launch/train.py --config c"
 IMAGES = {
-    (): "srun --kill-on-bad-exit=1 python launch/train.py --config c",
-    (
-        "--container-image",
-        "here.sqsh",
-    ): "srun --kill-on-bad-exit=1 --container-image=HERE/here.sqsh "
-    "--container-mounts=HERE:HERE,LAUNCH:LAUNCH --container-workdir=HERE "
-    "python launch/train.py --config c",
-    (
-        "--container-mounts=/data:/data",
-        "--container-image=a b.sif",
-    ): "srun --kill-on-bad-exit=1 apptainer exec "
-    "--nv --bind HERE:HERE,LAUNCH:LAUNCH,/data:/data --pwd HERE a b.sif "
-    "python launch/train.py --config c",
+    (): SRUN + PYTHON,
+    ("--container-image", "here.sqsh"): f"{SRUN}--container-image=HERE/here.sqsh "
+    f"--container-mounts={MOUNTS} --container-workdir=HERE {PYTHON}",
+    ("--container-mounts=/data:/data", "--container-image=a b.sif"): f"{SRUN}apptainer exec "
+    f"--nv --bind {MOUNTS},/data:/data --pwd HERE a b.sif {PYTHON}",
 }
 """Options of a batch script, and the command of its ranks in the folder HERE."""
 
@@ -107,9 +69,7 @@ IMAGES = {
 @pytest.mark.parametrize(
     "name", ["one_node.sbatch", "several_nodes.sbatch", "sweep.sbatch", "elastic.sbatch"]
 )
-def test_a_batch_script_starts_its_ranks_in_the_container_that_is_asked_for(
-    name, options, tmp_path
-):
+def test_a_batch_script_starts_its_ranks_in_the_container(name, options, tmp_path):
     """srun and python, which would not run here, print their arguments."""
     (tmp_path / "launch").symlink_to(REPOSITORY / "launch")
     for program in ("srun", "python"):
@@ -117,12 +77,8 @@ def test_a_batch_script_starts_its_ranks_in_the_container_that_is_asked_for(
         (tmp_path / program).chmod(0o755)
     (tmp_path / "here.sqsh").touch()
     (tmp_path / "squeue").symlink_to("/bin/true")
-    variables = {
-        "PATH": f"{tmp_path}:{os.defpath}",
-        "VIRTUAL_ENV": "here",
-        "SLURM_CPUS_PER_TASK": "1",
-    }
-    variables |= {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1"}
+    variables = {"PATH": f"{tmp_path}:{os.defpath}", "VIRTUAL_ENV": "here", "SLURM_JOB_ID": "1"}
+    variables |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "1"}
     (tmp_path / "lighthouse-1").write_text("http://h:1")
     command = ["bash", REPOSITORY / "launch" / "slurm" / name, *options, "--config", "c"]
     done = subprocess.run(
@@ -130,16 +86,10 @@ def test_a_batch_script_starts_its_ranks_in_the_container_that_is_asked_for(
     )
     words = done.stdout.splitlines()
     if name == "sweep.sbatch":
-        assert words[:-1] == [
-            "python",
-            "launch/sweep.py",
-            "--config",
-            "c",
-            "--index",
-            "3",
-            "--launcher",
-        ]
-        words = [*shlex.split(words[-1]), "launch/train.py", "--config", "c"]
+        *sweep, ranks = words
+        expected = "python launch/sweep.py --config c --index 3 --launcher"
+        assert " ".join(sweep) == expected
+        words = [*shlex.split(ranks), "launch/train.py", "--config", "c"]
     if name == "elastic.sbatch":
         assert words.pop() == "elastic.lighthouse=http://h:1"
     launch = str((tmp_path / "launch").resolve())

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
 
 import datasets
 import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pyarrow import parquet
 
 from lezo_ds.data import records as module
@@ -54,7 +49,7 @@ def test_what_is_written_is_read_again(ending, tmp_path):
     path = tmp_path / f"data.{ending}"
     write_records(path, RECORDS)
     assert read(path) == RECORDS
-    if ending in ("csv", "tsv"):
+    if ending == "csv":
         write_records(path, [{"text": "über ☃", "x": "1;2"}], ";", "cp1252")
         assert read(path, ";", "cp1252") == [{"text": "über \\u2603", "x": "1;2"}]
         assert "cannot be read" in refusal_of(path, ";")
@@ -82,18 +77,6 @@ def test_an_ordinary_table_has_the_rows_that_pandas_reads(content, expected, tmp
     assert (spans in caplog.text) == ("two\nlines" in content)
 
 
-_TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=8)
-
-
-@given(rows=st.lists(st.tuples(_TEXTS, _TEXTS), min_size=1, max_size=5))
-def test_any_text_of_a_quoted_table_is_read_as_it_is(rows, tmp_path_factory):
-    path = tmp_path_factory.mktemp("table") / "t.csv"
-    written = io.StringIO()
-    csv.writer(written, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows([("a", "b"), *rows])
-    path.write_text(written.getvalue(), encoding="utf-8", newline="")
-    assert [tuple(record.values()) for record in read(path)] == rows
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -101,9 +84,7 @@ def test_any_text_of_a_quoted_table_is_read_as_it_is(rows, tmp_path_factory):
         ('text,label\n"x\ny",bug\ny\n', "the row that ends in line 4 has 1 values for 2 columns"),
         ("text,label\nx,bug,z\n", "the first row has more values than there are columns"),
         ("\na,text,text,,\nx,y,z,,\n", "the first line has the column 'text' 2 times"),
-        ("text,label\nx,bug\ny,bug,z\n", "Expected 2 fields in line 3, saw 3"),
         ('text,label\n"x,bug\n', "EOF inside string"),
-        ("", "No columns to parse"),
         (b"text,label\n\xff\xfe,bug\n", "can't decode byte 0xff"),
     ],
 )
@@ -116,12 +97,6 @@ def test_a_table_that_pandas_would_repair_or_cannot_read_is_refused(content, mes
     assert "data.separator and data.encoding" in refusal
 
 
-def test_a_short_row_of_a_compressed_table_is_refused_too(tmp_path):
-    path = tmp_path / "t.csv.gz"
-    path.write_bytes(gzip.compress(b"text,label\na,b\nc\n"))
-    assert "the row that ends in line 3 has 1 values for 2 columns" in refusal_of(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -130,12 +105,10 @@ def test_a_short_row_of_a_compressed_table_is_refused_too(tmp_path):
         ("t.jsonl", '{"a": 1}\n{"a"\n', "line 2: Expecting"),
         ("t.jsonl", "[1]\n", "line 1 does not hold an object"),
         ("t.json", '{"data": [{"a": 1}]}', "does not hold a list of objects"),
-        ("t.json", "[1]", "does not hold a list of objects"),
         ("t.json", "[" * 100_000, "cannot be read"),
         ("t.jsonl", "\u00e9".encode("latin-1"), "can't decode"),
         ("t.parquet", "x", "cannot be read"),
         ("t.xlsx", "x", "has no suffix of .csv, .tsv, .jsonl, .json, .parquet"),
-        ("t.jsonl.gz", "x", "has no suffix of"),
     ],
 )
 def test_a_file_that_holds_something_else_is_refused(name, content, message, tmp_path):
