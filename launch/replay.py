@@ -2,7 +2,8 @@
 
 It fetches the model and the sentences as `make demo` does. Then it rebuilds a model from each
 journal in docs/journals, or from those that are named, and scores it on the sentences that the run
-was tested on. `export` refuses weights that have not the digest in the journal.
+was tested on. `export` refuses weights whose digest is not that in the journal. A journal with the
+name of a recipe is of that recipe; the others are of `demo`, on the sentences of their name.
 
     runs/replayed/NAME/    the model of NAME.lezo
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from demo import ASSETS, MODEL, make_assets
 
 JOURNALS = Path("docs/journals")
+RECIPES = Path("launch/recipes")
 REPLAYED = Path("runs/replayed")
 
 
@@ -28,8 +30,12 @@ def replay(journal: Path) -> str:
     if not target.exists():
         words = ["--journal", journal, "--step", "best", f"model.path={ASSETS / MODEL}"]
         run("export", *words, "--out", target)
-    data = f"data.path={ASSETS / journal.stem}"
-    scores = json.loads(run("evaluate", "--model", target, "--config", "demo", "--json", data))
+    recipe = RECIPES / f"{journal.stem}.yaml"
+    keys = []
+    if not recipe.exists():
+        recipe = RECIPES / "demo.yaml"
+        keys = [f"data.path={ASSETS / journal.stem}"]
+    scores = json.loads(run("evaluate", "--model", target, "--config", recipe, "--json", *keys))
     seconds = time.monotonic() - began
     return (
         f"{journal.name}: {scores['metric']} {scores['score']:.3f} on {scores['num_examples']} "

@@ -650,7 +650,9 @@ def _run_program() -> None:
     if arguments.path is not None:
         path = find_file(arguments.path)
         if not path.exists():
-            raise UserError(f"{arguments.path} is no shipped file", fix="see lezo-ds --path launch")
+            raise UserError(
+                f"{arguments.path} is not a file of the package", fix="see lezo-ds --path launch"
+            )
         print(path.resolve())
     elif name is None:
         parser.print_help()

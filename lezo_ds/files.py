@@ -57,7 +57,7 @@ def make_directory(path: Path) -> None:
 def assert_regular(path: Path) -> None:
     """Raise an OSError if a path is there and no file, such as a pipe, which would never end."""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def read_regular(path: Path) -> bytes:

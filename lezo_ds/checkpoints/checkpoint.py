@@ -125,7 +125,7 @@ def _no_weights(model: str, directory: Path) -> UserError:
 
 
 def _assert_own_file(file: Path, directory: Path) -> None:
-    """Refuse what is no file of a model's directory: a link to a file elsewhere, or a pipe.
+    """Raise UserError for a link to a file outside the model's directory, or a pipe.
 
     A model may come from anyone. Its texts are copied to each snapshot and export, so a link to a
     private file would be published, and reading a pipe would never end. In the hub's cache,
@@ -145,15 +145,15 @@ def _assert_own_file(file: Path, directory: Path) -> None:
 
 
 def _no_model(model: str, path: Path) -> UserError:
-    """Return what a path that is no model is, and what to name instead of it."""
+    """Return what a path is that does not hold a model, and what to name instead."""
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         return UserError(
-            f"model.path {model} has weights as GGUF, which are for inference",
+            f"model.path {model} has GGUF weights, which are for inference only",
             fix="set model.path to the model that it was made from, with safetensors",
         )
     if (path / "adapter_config.json").is_file():
         return UserError(
-            f"model.path {model} has an adapter, which is not its base model",
+            f"model.path {model} holds an adapter, not a base model",
             fix="merge it once with peft: AutoPeftModelForCausalLM.from_pretrained, "
             "merge_and_unload, save_pretrained; or set model.path to the base model; or, if it is "
             "merged already, remove adapter_config.json",
@@ -230,7 +230,7 @@ def load_model_config(directory: Path) -> Any:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # of many types, for a config.json that is damaged
         raise UserError(
-            f"{directory / 'config.json'} is not that of a model that transformers knows: "
+            f"{directory / 'config.json'} is not the configuration of a model in transformers: "
             f"{first_line(error)}",
             fix="update transformers, or use another model (remote code is never run)",
         ) from error
@@ -243,8 +243,8 @@ def load_model_config(directory: Path) -> Any:
         num_layers = getattr(section, "num_hidden_layers", 0)
         if isinstance(num_layers, int) and num_layers > _MOST_LAYERS:
             raise UserError(
-                f"{directory / 'config.json'} asks for {num_layers:.4g} layers, and "
-                f"{_MOST_LAYERS} is the most",
+                f"{directory / 'config.json'} asks for {num_layers:.4g} layers; "
+                f"the limit is {_MOST_LAYERS}",
                 fix="download the model again, or use another one",
             )
         for name, value in vars(section).items():
@@ -311,7 +311,8 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
         if isinstance(error, ImportError):  # of FlashAttention, which a config may ask for
             fix = "install that package, or remove attn_implementation from config.json"
         raise UserError(
-            f"{type(config).__name__} is not that of a causal language model: {first_line(error)}",
+            f"{type(config).__name__} is not the configuration of a causal language model: "
+            f"{first_line(error)}",
             fix=fix,
         ) from error
     is_decoder = getattr(model.config, "is_decoder", False)
@@ -324,7 +325,7 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     if has_encoder or (model.config.model_type in _ENCODERS and not is_decoder):
         raise UserError(
             f"{type(model).__name__} has an encoder, or reads texts in both directions: its tokens "
-            "see those that follow them",
+            "attend to later ones",
             fix=_USE_A_DECODER,
         )
     model.tie_weights()

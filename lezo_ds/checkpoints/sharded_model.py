@@ -128,7 +128,7 @@ def load_sharded_model(
     """
     if dtype == "fp16" and not distributed.supports_fp16():
         raise UserError(
-            f"{model} has model.dtype=fp16, in which this machine does not compute",
+            f"{model} has model.dtype=fp16, and this CPU has no fp16 arithmetic",
             fix="use a GPU, or a new run with model.dtype=bf16, or fp32, which keeps all bits",
         )
     if distributed.local_rank() == 0:

@@ -76,7 +76,7 @@ def refuse_second_begin(tokenizer: Any, prompt: str, begin_ids: Sequence[int]) -
     if begin_ids and ids and ids[0] in (*begin_ids, tokenizer.bos_token_id):
         begin = tokenizer.decode(ids[:1])
         raise UserError(
-            f"data.prompt begins with {begin}, and every text begins with "
-            f"{tokenizer.decode(list(begin_ids))} already",
+            f"data.prompt begins with {begin}, and the tokenizer already puts "
+            f"{tokenizer.decode(list(begin_ids))} before each text",
             fix=f"remove {begin} from data.prompt",
         )

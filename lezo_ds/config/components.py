@@ -98,7 +98,7 @@ def _check_options(key: str, values: Mapping[str, Any], component: type, kind: t
             continue
         known = ", ".join(f"{option}={shown!r}" for option, shown in defaults.items())
         raise UserError(
-            f"{key}.{name}={value!r} is no option of {component.__name__}",
+            f"{key}.{name}={value!r} is not an option of {component.__name__}",
             fix=f"its options and their defaults: {known or 'none'}",
         )
 

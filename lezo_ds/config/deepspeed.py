@@ -285,7 +285,7 @@ def _read_json(name: str) -> dict[str, Any]:
             raise ValueError("it is empty")
         values = hjson.loads(text, object_pairs_hook=_written_keys)  # as DeepSpeed reads it
         if not isinstance(values, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except OSError as error:
         raise UserError(
             f"cannot read the DeepSpeed configuration {path}: {error}",

@@ -210,7 +210,7 @@ def describe(section: str | None = None) -> str:
     if section not in SECTIONS:
         known = ", ".join(SECTIONS)
         raise UserError(
-            f"{section} is no section of a recipe",
+            f"{section} is not a section of a recipe",
             fix=did_you_mean(section, SECTIONS, f"name one of {known}"),
         )
     return "\n".join(_describe_key(key) for key in KEYS if key.startswith(f"{section}."))

@@ -167,15 +167,15 @@ def encode_turns(
     for number in example.learned:
         if number == 0:
             raise UserError(
-                "the first turn is the assistant's, and nothing asks for it",
+                "the first turn is the assistant's, with no turn before it",
                 fix="put a turn of the user before it, or give it weight 0",
             )
         asked = write(tokenizer, turns[:number], example.record, opened=True)
         whole = write(tokenizer, turns[: number + 1], example.record)
         if not whole.startswith(asked):
             raise UserError(
-                f"the chat template of {tokenizer.backend.name_or_path} writes other words before "
-                f"turn {number + 1} than those that ask for it",
+                f"the chat template of {tokenizer.backend.name_or_path} does not begin turn "
+                f"{number + 1} with the prompt that it writes for an answer",
                 fix="mark the assistant's turns in the template with {% generation %}, or set "
                 "data.chat_template_kwargs",
             )
@@ -211,7 +211,7 @@ def _checked(config: RunConfig, ids: TokenIds, mask: tuple[bool, ...]) -> Encode
     mask = (False, *mask[1:])
     if not any(mask):
         raise UserError(
-            "the chat template marks no token of the assistant", fix="correct the template"
+            "the chat template does not mark any token of the assistant", fix="correct the template"
         )
     return EncodedExample((ids,), (mask,), 0)
 
@@ -234,7 +234,7 @@ def encode_question(tokenizer: PromptTokenizer, config: RunConfig, example: Exam
 def _refuse_long(num_tokens: int, most: int) -> None:
     if num_tokens > most:
         raise UserError(
-            f"the conversation has {num_tokens} tokens, and {most} fit",
+            f"the conversation has {num_tokens} tokens; at most {most} fit",
             fix="raise data.max_length, or lower generation.max_new_tokens if the model answers",
         )
 
@@ -254,8 +254,8 @@ def encode_choices(
     before, after = _around_answer(tokenizer, turns)
     if not before.startswith(write(tokenizer, turns, opened=True)):
         raise UserError(
-            f"the chat template of {name} writes other words before an answer than those that ask "
-            "for it",
+            f"the chat template of {name} does not begin a conversation with the "
+            "prompt that it writes for an answer",
             fix="set data.chat_template_kwargs, or remove data.chat_template",
         )
     candidates = []

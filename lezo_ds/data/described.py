@@ -160,8 +160,8 @@ def _classes(texts: Mapping[str, str]) -> dict[str, str]:
             classes[text] = label
     if len(classes) < 2 or not all(text.strip() for text in classes):
         raise UserError(
-            f"data.labels={cut(str(dict(texts)), 200)} does not hold two or more labels with a "
-            "text of their own",
+            f"data.labels={cut(str(dict(texts)), 200)} has fewer than two labels with texts "
+            "that differ",
             fix="add records of another class, or give each label a text",
         )
     visible = {
@@ -212,7 +212,7 @@ class _Labels(Classification):
         if label not in self.class_of:
             known = list(self.class_of)
             raise UserError(
-                f"column `{self.label_field}` is {shown(label)}, which is none of data.labels: "
+                f"column `{self.label_field}` is {shown(label)}, which is not one of data.labels: "
                 f"{cut(', '.join(known), 200)}",
                 fix=did_you_mean(label, known, "correct the record, or add it to data.labels"),
             )

@@ -278,7 +278,7 @@ def encode_candidates(
             tokens that begin every sequence.
 
     Raises:
-        UserError: a candidate adds no token to the prompt, or leaves none before it.
+        UserError: a candidate adds no tokens to the prompt, or leaves none before it.
     """
     inputs = [(example.prompt + candidate).strip(" ") for candidate in example.candidates]
     prompt_ids, *full = tokenizer.encode([example.prompt.strip(" "), *inputs])
@@ -291,10 +291,10 @@ def encode_candidates(
     masks = []
     for candidate, ids, length in zip(example.candidates, sequences, lengths, strict=True):
         if length < 1:
-            raise UserError(f"the answer {candidate!r} adds no token", fix="correct the record")
+            raise UserError(f"the answer {candidate!r} adds no tokens", fix="correct the record")
         if length >= len(ids):
             raise UserError(
-                f"the answer {candidate[:40]!r} leaves no token before it",
+                f"the answer {candidate[:40]!r} leaves no room for a prompt",
                 fix=f"raise data.max_length={max_length}, or give it a longer prompt",
             )
         num_before = len(ids) - length

@@ -163,7 +163,7 @@ def load_objective(objective: str | Mapping[str, float], task: Task) -> Objectiv
     """
     weights = {objective: 1.0} if isinstance(objective, str) else objective
     if not weights:
-        raise UserError("train.objective names no reward", fix="name one, or remove the key")
+        raise UserError("train.objective does not name a reward", fix="name one, or remove the key")
     functions: dict[str, Any] = {name: OBJECTIVES.find(name) for name in weights}
     others = [name for name in functions if not judges_answers(functions[name])]
     if not others:
@@ -173,7 +173,7 @@ def load_objective(objective: str | Mapping[str, float], task: Task) -> Objectiv
     name = others[0]
     if not isinstance(objective, str):
         raise UserError(
-            f"train.objective has weights, and {name} is no reward",
+            f"train.objective has weights, and {name} is not a reward",
             fix="list functions with the decorator `reward`, or of TRL's, or name one objective",
         )
     function = functions[name]

@@ -408,7 +408,7 @@ class EvaluationResult:
 
     @property
     def macro_f1(self) -> float | None:
-        """The mean F1 of the labels; None if the task is no classification."""
+        """The mean F1 of the labels; None unless the task is a classification."""
         if self.by_label is None:
             return None
         return fmean(score.f1 for score in self.by_label.values())

@@ -44,7 +44,7 @@ _MOST_DRAWN = {"test": 1000, "dev": 500}
 _NUM_SHOWN = 3
 """Different reasons that a message lists, if several records cannot be used."""
 _FEW = 0.2
-"""If at most this share of the records cannot be used, the mistake is theirs, and not that of the
+"""If at most this share of the records cannot be used, the mistake is in the records, not in the
 recipe."""
 _FEWEST_TO_TELL = 30
 """Choices with the index 0 are expected among so many records."""

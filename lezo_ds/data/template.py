@@ -97,7 +97,7 @@ def field_template(key: str, text: str) -> Template:
     template = parse_template(key, text)
     if not template.fields:
         raise UserError(
-            f"{key}={text!r} names no column of the records",
+            f"{key}={text!r} does not name a column of the records",
             fix="put the name of a column in single braces, such as {text}",
         )
     return template

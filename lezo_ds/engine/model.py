@@ -148,7 +148,7 @@ class ModelEngine:
         return losses
 
     def run_at_theta(self, micro_batch: MicroBatch) -> Tensor:
-        """Return what a training pass makes of a micro-batch at theta. A collective."""
+        """Return the outputs of a training pass for a micro-batch at theta. A collective."""
         return self.forward(micro_batch)
 
     @torch.no_grad()

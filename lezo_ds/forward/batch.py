@@ -121,7 +121,7 @@ class MicroBatch:
             if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
                 raise UserError(
                     f"the {name} of a micro-batch are of type {type(tensors).__name__}, or have a "
-                    "value that is no tensor",
+                    "value that is not a tensor",
                     fix="pass a dict of tensors by name",
                 )
         if not 0 <= self.weight < math.inf:
@@ -214,7 +214,7 @@ class StepBatch:
         is_sequence = isinstance(batch, Sequence) and len(batch) > 0
         if not is_sequence or not all(isinstance(each, MicroBatch) for each in batch):
             raise UserError(
-                "the batch of a step is no list of MicroBatch objects",
+                "the batch of a step is not a list of MicroBatch objects",
                 fix="pass [lezo_ds.forward.batch.MicroBatch(inputs, weight), ...]",
             )
         weights = [micro_batch.weight for micro_batch in batch]

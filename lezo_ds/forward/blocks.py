@@ -147,7 +147,7 @@ def _matrices_of_products(blocks: nn.Module, path: str) -> set[nn.Parameter]:
                 continue
             if not is_product:
                 raise UserError(
-                    f"zo.noise_rank perturbs plain products only, and {path}.{name}.{own_name} "
+                    f"zo.noise_rank perturbs linear layers only, and {path}.{name}.{own_name} "
                     f"belongs to a {type(module).__name__}",
                     fix="set zo.noise_rank=0",
                 )

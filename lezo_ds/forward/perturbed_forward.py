@@ -155,7 +155,7 @@ class PerturbedForward:
         has_groups = len(perturbation.probes[0].keys) > 1
         if has_groups and not takes_padding(self._model):
             raise UserError(
-                f"{type(self._model).__name__} writes no answers to padded prompts, and "
+                f"{type(self._model).__name__} cannot generate from padded prompts, and "
                 "zo.examples_per_direction needs all prompts of a batch in one pass",
                 fix="set zo.examples_per_direction=null",
             )

@@ -49,7 +49,7 @@ class ReplicaGroup:
         logger.info("this is replica %d of %d", position + 1, num)
         first = members[0]
         if not reaches(first.store):  # TCPStore would try for long
-            raise OSError(f"nobody listens at {first.store}")
+            raise OSError(f"no server listens at {first.store}")
         # All members are here at the same time, so they meet soon.
         limit = timedelta(seconds=_CONNECT_SECONDS + _CONNECT_SECONDS_A_MEMBER * num)
         self._group = distributed.join_group(

@@ -63,7 +63,7 @@ _READER = TypeAdapter(Member)
 
 
 def read_members(statements: Sequence[Any]) -> list[Member]:
-    """Return the members of a quorum from what they have sent, without those that are no replicas.
+    """Return the members of a quorum from what they have sent, without those that are not replicas.
 
     Of replicas, the first one decides who is one. Otherwise, two versions that do not understand
     each other would each leave the other out, and train on their own.
@@ -84,7 +84,7 @@ def read_members(statements: Sequence[Any]) -> list[Member]:
                     f"the first replica is of another version: it says {cut(str(statement), 200)}",
                     fix="install the same version everywhere, and give each run a lighthouse",
                 ) from error
-            logger.warning("a member of the quorum is no replica: %s", cut(str(statement), 200))
+            logger.warning("a member of the quorum is not a replica: %s", cut(str(statement), 200))
     return members
 
 

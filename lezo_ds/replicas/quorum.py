@@ -349,7 +349,7 @@ class Replicas(Workers):
         # Only the last one, so that the others can go on.
         if gives_up and num_members > 1 and self._position == num_members - 1:
             raise LostRankError(
-                f"this replica and {num_members - 1} others do not reach each other; "
+                f"this replica and {num_members - 1} others cannot reach each other; "
                 "fix: check the network between them, then run the same command again"
             )
         raise StepLostError("a replica has left")

@@ -29,7 +29,7 @@ from lezo_ds.errors import LezoError
 NO_ANSWER = (OSError, http.client.HTTPException, ValueError, OverflowError)
 """What asking an address may raise. The last two are of an address that none can have."""
 MAX_BYTES = 1 << 30
-"""Most bytes that are read of an answer. Whoever sends more is no peer."""
+"""Most bytes that are read of an answer. A sender of more is not a peer."""
 _SILENCE_SECONDS = 3.0  # after which nobody is at the other end
 _PROOF = "X-Proof"
 _NONCE = "X-Nonce"

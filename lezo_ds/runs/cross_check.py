@@ -146,7 +146,7 @@ def cross_check(
     if worst.difference <= allowed:
         if distributed.rank() == 0:
             logger.info(
-                "check passed: %d sequences score the same by the model alone "
+                "check passed: %d sequences have the same loss in the plain model "
                 "(largest difference %.1e, %.1f s)",
                 len(readings),
                 worst.difference,

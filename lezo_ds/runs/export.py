@@ -121,7 +121,7 @@ def export_run(
     if expected not in (None, digest):
         raise LezoError(
             f"the weights of step {number} have the digest {digest}, "
-            f"but those of the run had {expected}; "
+            f"and the run's had {expected}; "
             "fix: use the same package version and settings as the run"
         )
     if distributed.rank() == 0:
@@ -319,7 +319,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
         fits = fits and _fits(line.item, num_groups, num_directions(config))
     if not fits:
         raise UserError(
-            f"{file} is not of a run of {config.model.path}",
+            f"{file} is not the journal of a run of {config.model.path}",
             fix="set model.path to its base model",
         )
     return RecordedRun(read_own_journal(file), RunDirectory(file), config, digests, overrides)

@@ -145,7 +145,7 @@ def fit_head(opened: Opened, target: Path) -> tuple[str, Mapping[str, SplitScore
     adapter = engine.sharded.adapter
     if isinstance(adapter, PrefixAdapter):
         raise UserError(
-            "fit-head writes a whole model, and a prefix is no part of its weights",
+            "fit-head writes a whole model, and a prefix is not part of its weights",
             fix="fit the head of the base model by --model",
         )
     if adapter is None and engine.base.bits is not None:
@@ -234,7 +234,7 @@ def _with_answers(
         reader, encoded = _encode(changed)
         tokens = _label_tokens(encoded)
         if tokens is not None:
-            logger.info("labels of several tokens are answered by: %s", data.labels)
+            logger.info("the model answers labels of several tokens by: %s", data.labels)
             return changed, reader, encoded, tokens
     raise UserError(
         "fit-head needs labels that the model answers by one token each",
@@ -261,7 +261,7 @@ def _show_wrong(read: _Split, added: Tensor) -> None:
     for (gold, choice), number in wrong.most_common(_MOST_SHOWN):
         right = names[gold]
         taken = names[choice]
-        logger.info("%d test examples: %s is taken for %s", number, right, taken)
+        logger.info("%d test examples labeled %s are predicted as %s", number, right, taken)
 
 
 def _head_of(engine: ModelEngine, tokens: Sequence[int]) -> tuple[str, Tensor]:

@@ -265,7 +265,7 @@ def _assert_same_model(
 
 
 def _assert_undamaged(directory: Path) -> None:
-    """Refuse an export whose weights are not those that were written."""
+    """Raise UserError if the weights of an export have changed since it was written."""
     facts = read_facts(directory)
     if facts is None:  # a model of others
         return
@@ -357,7 +357,7 @@ def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]
     chosen = examples.split(split)
     if opened.fingerprints.get(split, chosen.fingerprint()) != chosen.fingerprint():
         logger.warning(
-            "the %s examples have changed since the run: this score does not compare with its own",
+            "the %s examples have changed since the run: this score is not comparable with its own",
             split,
         )
     engine = opened.load_engine()

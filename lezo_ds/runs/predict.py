@@ -149,7 +149,7 @@ def _refuse_taken(records: Sequence[dict[str, Any]]) -> None:
     """Refuse a field that the output would overwrite."""
     for name in {name for record in records for name in record}:
         if name == PREDICTED or name.startswith(PROBABILITY):
-            raise UserError(f"the records have a field {name} already", fix="rename it")
+            raise UserError(f"the records already have a field {name}", fix="rename it")
 
 
 def _digest(settings: Sequence[Any], records: Sequence[dict[str, Any]]) -> str:

@@ -249,8 +249,8 @@ def assert_same_base(recorded: Header, base: BaseModel) -> None:
     facts = (base.fingerprint, base.table_hash)
     if facts != (recorded.model_fingerprint, recorded.parameter_table_hash):
         raise UserError(
-            f"{base.name} is not the base model of the run: its fingerprint, or the "
-            "hash of its parameters' names, is another",
+            f"{base.name} is not the base model of the run: its fingerprint or the "
+            "hash of its parameters' names differs",
             fix="add model.path=... with the directory of the base model",
         )
 

@@ -528,7 +528,7 @@ class Run:
         return self.engine.module
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return what the engine makes of a micro-batch of an evaluation. A collective.
+        """Return the engine's outputs for a micro-batch of an evaluation. A collective.
 
         Raises:
             Stopped: all ranks agreed to stop.

@@ -88,7 +88,7 @@ def _exits_refused() -> Iterator[None]:
 def check_run(
     config: RunConfig, data: TaskData | None, resources: ExitStack | None = None
 ) -> RunDirectory:
-    """Refuse what a run cannot do, before weights are loaded. For rank 0.
+    """Raise UserError for settings that a run cannot use, before weights are loaded. For rank 0.
 
     What another run has left in the directory is moved aside, if this one is new.
 

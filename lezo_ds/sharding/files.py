@@ -411,7 +411,7 @@ def _first_file(directory: Path) -> Path:
         file = directory / str(named)
         if file.name != named or not file.is_file():
             raise UserError(
-                f"transformers_weights={named!r} in {directory / 'config.json'} is no file there",
+                f"transformers_weights={named!r} in {directory / 'config.json'} is not a file",
                 fix="download the model again, or correct the name",
             )
         return file

@@ -198,7 +198,7 @@ def _split_of(name: str, parameter: nn.Parameter, group: Any) -> Split:
         pieces = [piece for of_rank in affine_map.pieces_by_rank.values() for piece in of_rank]
         if len(pieces) == len(affine_map.pieces_by_rank):
             return Split(affine_map.logical_shape, pieces, group)
-    raise UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=USE_ZERO3)
+    raise UserError(f"AutoTP splits {name} into parts that are not rectangles", fix=USE_ZERO3)
 
 
 def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:

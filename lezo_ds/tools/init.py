@@ -150,7 +150,7 @@ def read_columns(source: str, layout: Mapping[str, str]) -> Columns:
         if name.startswith("Unnamed: ") and any(values):  # as pandas calls such a column
             raise UserError(
                 f"column {number} of {source} has values and no name",
-                fix="let the first line name each column, and nothing come before it",
+                fix="let the first line name each column, and remove what comes before it",
             )
         if name in values:
             raise UserError(
@@ -236,7 +236,7 @@ def _task(
     if 2 * len(labels) > counts.total():
         raise UserError(
             f"column {arguments.label} has {len(labels)} labels in {counts.total()} records",
-            fix=f"add records, or give --answer {arguments.label} if the model shall write them",
+            fix=f"add records, or give --answer {arguments.label} if the model is to write them",
         )
     task["labels"] = sorted(labels)
     if arguments.label_map:
@@ -252,7 +252,7 @@ def _refuse_unlearnable(columns: Columns, arguments: Namespace) -> None:
     named = {arguments.text, arguments.label, arguments.answer}
     for name in {"image", "images"} & columns.keys():
         raise UserError(
-            f"column {name}: images are not read, and the word for them would be trained on",
+            f"column {name}: images are not read, and their placeholder would be trained on",
             fix="remove the column and what stands for its images in the texts",
         )
     if "rejected" in columns and arguments.answer is None and arguments.reward is None:
@@ -273,7 +273,7 @@ def _refuse_unlearnable(columns: Columns, arguments: Namespace) -> None:
         is_list = isinstance(first, str) and first.lstrip().startswith("[")
         if is_list and _are_turns(_parsed(first)):
             fix = "store the lists themselves in a .jsonl or .parquet file"
-            raise UserError(f"column {name} has lists of turns that are written as texts", fix=fix)
+            raise UserError(f"column {name} has lists of turns stored as text", fix=fix)
 
 
 def _first(values: Sequence[Any]) -> Any:

@@ -123,7 +123,7 @@ class Estimator(ABC):
         if num_groups * self.num_directions < self.min_directions_of_step:
             raise UserError(
                 f"zo.estimator={type(self).__name__.lower()} compares directions with each other, "
-                "and this step has one",
+                "and this step has only one",
                 fix="set zo.noise_rank=1 zo.examples_per_direction=1, or zo.directions=8",
             )
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 from assets import REPOSITORY, write_reader
 from commands import environment, run_well
-from test_project_files import copied
+from test_project_files import copied_files
 
 from lezo_ds import __version__
 
@@ -23,7 +23,7 @@ def wheel(tmp_path_factory):
     directory = tmp_path_factory.mktemp("wheel")
     source, target = directory / "source", directory / "installed"
     source.mkdir()
-    for name in copied():
+    for name in copied_files():
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
         copy(REPOSITORY / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

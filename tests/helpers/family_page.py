@@ -49,7 +49,7 @@ _REASONS = {
     "R7": ("lacks", "Its checkpoint has different names or shapes."),
     "R8": ("has an encoder", "It has an encoder."),
     "R9": ("peft does not read", "peft reads neither lezo_ds's adapter nor one of its own."),
-    "R10": ("adds no token", "transformers does not read the tokenizer of this check."),
+    "R10": ("adds no tokens", "transformers does not read the tokenizer of this check."),
     "R11": ("more than rounding", "A pass of several sequences differs, so a run refuses it."),
     "R12": ("does not run in a training pass", "It does not run on several sequences."),
 }

@@ -62,9 +62,9 @@ def load(directory, dtype="fp32"):
 def test_what_is_no_file_of_weights_is_refused_and_not_waited_for(make, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     make(tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=r"does not hold an adapter: .*it is no regular file"):
+    with pytest.raises(UserError, match=r"does not hold an adapter: .*it is not a regular file"):
         read_adapter(tmp_path)
-    with pytest.raises(UserError, match=r"cannot be read: .*it is no regular file"):
+    with pytest.raises(UserError, match=r"cannot be read: .*it is not a regular file"):
         WeightFiles(tmp_path, single="adapter_model.safetensors")
 
 
@@ -161,7 +161,7 @@ def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
     for changes, message in (
         ({"lora_rank": 8}, "has lora_rank=3, not 8; fix: set peft.lora_rank=3"),
         ({"lora_targets": "q_proj"}, "has lora_targets=.*, not q_proj"),
-        ({"path": str(directory)}, "has no adapter of peft"),
+        ({"path": str(directory)}, "does not hold a peft adapter"),
     ):
         with pytest.raises(UserError, match=message):
             make_adapter(peft.model_copy(update=changes))
@@ -212,7 +212,7 @@ def test_the_targets_of_a_pattern_are_the_modules_that_peft_adapted(tmp_path):
     ],
 )
 def test_what_peft_would_not_read_as_plain_lora_is_refused(changes, named, tmp_path):
-    with pytest.raises(UserError, match=rf"{named}.* is no plain LoRA; fix: merge it"):
+    with pytest.raises(UserError, match=rf"{named}.* is not a plain LoRA adapter; fix: merge it"):
         _saved_by_peft(tmp_path, **changes)
 
 
@@ -278,7 +278,7 @@ LINEAR = "some of down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"
         ("llama", "embed_tokens", LINEAR),
         ("mamba", "out_proj", r"peft\.lora_targets=out_proj is not possible"),
         ("deepseek_v3", "down_proj", "would adapt the experts"),
-        ("llama4_text", "router", "names no linear modules"),
+        ("llama4_text", "router", "has no linear module .router"),
     ],
 )
 def test_targets_that_cannot_be_adapted_are_refused_in_one_line(family, targets, problem):

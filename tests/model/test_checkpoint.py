@@ -154,7 +154,7 @@ def test_the_files_that_transformers_would_read_are_read(model, sharded, tmp_pat
     assert "transformers_weights" not in saved_config(opened, directory)
     for name in ("lost.safetensors", "../newer/model.safetensors", 3):
         change_json(directory / "config.json", transformers_weights=name)
-        with pytest.raises(UserError, match=r"transformers_weights=.* is no file there"):
+        with pytest.raises(UserError, match=r"transformers_weights=.* is not a file there"):
             resolve_model(str(directory))
 
 
@@ -478,7 +478,7 @@ def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeyp
         ("both", "has an adapter.*; or, if it is merged already, remove adapter_config.json"),
         ("gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
         ("gguf/model.gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
-        ("lora", "has an adapter, which is not its base model; fix: merge it once"),
+        ("lora", "holds an adapter, not a base model; fix: merge it once"),
         ("models", "models has no config.json"),
         ("models/smolm2", r"fix: did you mean smollm2\?"),
         ("models/other", "fix: check the name"),

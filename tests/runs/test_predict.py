@@ -182,7 +182,11 @@ def test_a_record_that_is_corrected_costs_no_chunk_but_its_own(root, tmp_path):
     expected = records_in(root / "labels.jsonl")
     expected[70] = expected[3]
     expected.append(expected[8])
-    assert records_in(tmp_path / "l.jsonl") == with_kept(expected)
+    found = records_in(tmp_path / "l.jsonl")
+    expected = with_kept(expected)
+    for row in (*found, *expected):  # other texts in a batch change the last bits
+        row["probability"] = round(row["probability"], 4)
+    assert found == expected
 
 
 KEPT = 7.25

@@ -135,8 +135,12 @@ def test_a_space_that_asks_for_an_answer_may_begin_its_first_token(tmp_path):
 @pytest.mark.parametrize(
     ("template", "turns", "message"),
     [
-        (UNLIKE, TURNS, "writes other words before turn 3 than those that ask for it"),
-        (PLAIN, TURNS[2:], "first turn is the assistant's, and nothing asks"),
+        (
+            UNLIKE,
+            TURNS,
+            "does not begin turn 3 with the prompt",
+        ),
+        (PLAIN, TURNS[2:], "first turn is the assistant's, with no turn"),
         (WITHOUT_SYSTEM, TURNS, "refuses the conversation: .*no system"),
         (NEEDS_SYSTEM, TURNS[1:], "set or remove data.system_prompt"),
         (PLAIN.replace("turn['content']", "''"), TURNS, "does not write turn 1, of system"),
@@ -221,7 +225,7 @@ def test_labels_are_answers_in_the_template(template, system, tmp_path):
     ("template", "text", "message"),
     [
         (CHANGING, "Où?", "does not write turn 2, of assistant"),
-        (UNLIKE, "Où?", "writes other words before an answer"),
+        (UNLIKE, "Où?", "does not begin a conversation with the prompt"),
         (PLAIN, "x" * 99, "the conversation has .* tokens, and 60 fit"),
     ],
 )

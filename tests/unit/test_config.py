@@ -119,7 +119,7 @@ CONTRADICTIONS = [
     ("train.epochs=2", "both say how long the run is"),
     ("zo.warmup_steps=100", "is not below train.steps=100"),
     ("zo.estimator=grzo", "compares directions with each other"),
-    ("zo.estimator_options.x=1", "zo.estimator_options.x=1 is no option of Spsa"),
+    ("zo.estimator_options.x=1", "zo.estimator_options.x=1 is not an option of Spsa"),
     ("zo.estimator=fzoo zo.directions=2", "set zo.directions=8"),
     ("zo.examples_per_direction=1", "needs directions of low rank"),
     ("zo.noise_rank=1 zo.examples_per_direction=3", "into whole groups"),

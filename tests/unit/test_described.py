@@ -66,7 +66,7 @@ def test_no_value_is_no_label_whatever_the_other_fields_hold(value):
 
 
 def test_labels_have_two_texts():
-    with pytest.raises(UserError, match="does not hold two or more labels"):
+    with pytest.raises(UserError, match="fewer than two labels"):
         task_of(CLASSES | {"labels": {"a": "yes", "b": "yes"}})
 
 
@@ -84,7 +84,7 @@ def test_labels_that_look_alike_are_refused_unless_a_map_makes_them_one(texts):
 
 def test_a_label_that_the_recipe_lacks_is_refused_with_the_one_that_is_meant():
     message = refusal_of({"text": "x", "topic": "biling"}, **CLASSES)
-    assert "column `topic` is 'biling', which is none of data.labels: bug, billing" in message
+    assert "column `topic` is 'biling', which is not one of data.labels: bug, billing" in message
     assert "did you mean billing" in message
     assert "not a text or a number" in refusal_of({"text": "x", "topic": ["bug"]}, **CLASSES)
 
@@ -187,7 +187,7 @@ def test_a_template_reads_nested_fields_and_nothing_but_the_record():
         (COMPLETION | {"prompt": "{text"}, "is not a template"),
         (COMPLETION | {"prompt": "{text} {answers}"}, "shows the answer: it has answers, too"),
         (CLASSES | {"prompt": "{text} {topic}"}, "shows the answer: it has topic, too"),
-        (CLASSES | {"labels": ["bug"]}, "does not hold two or more labels"),
+        (CLASSES | {"labels": ["bug"]}, "fewer than two labels"),
         (
             CLASSES | {"completion": "{a}"},
             "are of three kinds of tasks",

@@ -91,8 +91,8 @@ def test_what_is_too_long_is_cut_on_the_left_after_the_bos(opt):
 @pytest.mark.parametrize(
     ("candidate", "max_length", "message"),
     [
-        ("  ", 2048, "the answer '  ' adds no token"),
-        (" great\n", 2, r"leaves no token before it; fix: raise data.max_length=2"),
+        ("  ", 2048, "the answer '  ' adds no tokens"),
+        (" great\n", 2, r"leaves no room for a prompt; fix: raise data.max_length=2"),
     ],
 )
 def test_a_candidate_without_tokens_or_context_is_refused(opt, candidate, max_length, message):

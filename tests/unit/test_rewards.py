@@ -144,7 +144,7 @@ def test_functions_of_one_name_in_two_modules_are_told_apart():
 def test_what_is_no_reward_has_no_weight():
     assert not judges_answers(max)  # which has no signature
     for other in ("task", named("halves")):
-        with pytest.raises(UserError, match=f"has weights, and {other} is no reward"):
+        with pytest.raises(UserError, match=f"has weights, and {other} is not a reward"):
             load_objective({named("brevity"): 1.0, other: 1.0}, SQUAD)
     with pytest.raises(UserError, match=r"train\.objective names no reward"):
         load_objective({}, SQUAD)

@@ -66,7 +66,7 @@ def start_of(config: PeftConfig) -> str | None:
     """Return the hash of the adapter that a run starts from: 32 hex digits, or None.
 
     Raises:
-        UserError: the directory has no adapter of peft, or one of another shape.
+        UserError: the directory does not hold a peft adapter, or one of another shape.
     """
     if config.path is None:
         return None
@@ -74,7 +74,7 @@ def start_of(config: PeftConfig) -> str | None:
     found = read_adapter(directory).get("peft")
     if found is None:
         raise UserError(
-            f"peft.path {directory} has no adapter of peft", fix="name a directory with one"
+            f"peft.path {directory} does not hold a peft adapter", fix="name a directory with one"
         )
     names = set(found["lora_targets"].split(","))
     if config.lora_targets == ALL_LINEAR or set(config.lora_targets.split(",")) == names:

@@ -33,7 +33,7 @@ MERGE_ONCE = (
     "merge it once with peft: AutoPeftModelForCausalLM.from_pretrained, merge_and_unload, "
     "save_pretrained; then set model.path to that"
 )
-"""How to use an adapter of peft that is no plain LoRA."""
+"""How to use an adapter of peft that is not a plain LoRA adapter."""
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 _UNSET = ("null", "false", '""', "[]", "{}")
 """What adapter_config.json holds for a setting that is not used. 0 is the first layer."""
@@ -96,7 +96,7 @@ class LoraAdapter:
         if self._lora.target_parameters:
             raise UserError(
                 f"peft.lora_targets={','.join(self._targets)} would adapt the experts of "
-                f"{type(model).__name__}, which are no linear modules",
+                f"{type(model).__name__}, which are not linear modules",
                 fix="use linear modules of attention only",
             )
         for parameter in model.parameters():
@@ -195,7 +195,7 @@ class LoraAdapter:
         problems += [name for name in shapes if not name.endswith(_FACTORS)]
         if problems:
             raise UserError(
-                f"an adapter with {problems[0]} is no plain LoRA",
+                f"an adapter with {problems[0]} is not a plain LoRA adapter",
                 fix=MERGE_ONCE,
             )
         targets = config["target_modules"]
@@ -227,7 +227,7 @@ def matching_modules(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.M
         }
         if not of_target or not all(map(is_linear, of_target.values())):
             raise UserError(
-                f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}",
+                f"peft.lora_targets: {type(model).__name__} has no linear module {target!r}",
                 fix=f"use some of {', '.join(_linear_names(model))}, with commas between them",
             )
         matched |= of_target
