@@ -35,7 +35,7 @@ _FAMILIES_AT_A_TIME = 8
 
 _REASONS = {
     "R1": (
-        "zo.noise_rank perturbs plain products only",
+        "zo.noise_rank perturbs linear layers only",
         "Low rank supports only plain matrix products.",
     ),
     "R2": (
