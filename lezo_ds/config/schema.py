@@ -424,7 +424,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        refuse_if(self.objective == {}, "train.objective={} names no reward", "name one")
+        refuse_if(self.objective == {}, "train.objective={} does not name a reward", "name one")
         return self
 
     @property

@@ -154,7 +154,7 @@ def test_the_files_that_transformers_would_read_are_read(model, sharded, tmp_pat
     assert "transformers_weights" not in saved_config(opened, directory)
     for name in ("lost.safetensors", "../newer/model.safetensors", 3):
         change_json(directory / "config.json", transformers_weights=name)
-        with pytest.raises(UserError, match=r"transformers_weights=.* is not a file there"):
+        with pytest.raises(UserError, match=r"transformers_weights=.* is not a file"):
             resolve_model(str(directory))
 
 
@@ -475,7 +475,7 @@ def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeyp
         (tmp_path / name).write_text("{}")
     for name, message in (
         ("variant", r"it has model\.fp16\.safetensors; fix: .* give a file .* one of these names"),
-        ("both", "has an adapter.*; or, if it is merged already, remove adapter_config.json"),
+        ("both", "holds an adapter.*; or, if it is merged already, remove adapter_config.json"),
         ("gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
         ("gguf/model.gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
         ("lora", "holds an adapter, not a base model; fix: merge it once"),

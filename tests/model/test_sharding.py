@@ -346,7 +346,7 @@ def test_an_update_is_the_formula_and_a_skipped_step_changes_nothing(opt_directo
 def test_fp16_is_refused_where_the_processor_does_not_compute_in_it(monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     monkeypatch.setattr(distributed, "init_distributed", lambda: None)  # the refusal comes first
-    with pytest.raises(UserError, match="in which this machine does not compute; fix: use a GPU"):
+    with pytest.raises(UserError, match="has no fp16 arithmetic; fix: use a GPU"):
         lezo_ds.initialize("model", ZoConfig(**TRAINS), None, dtype="fp16")
 
 

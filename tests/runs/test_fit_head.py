@@ -186,7 +186,7 @@ def test_labels_of_several_tokens_are_answered_by_one(labels, tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump_yaml(own_values(model, **data)))
     given = ["--model", model, "--config", tmp_path / "recipe.yaml", "--out", tmp_path / "fitted"]
     fitted = run_forked_well([*given, f"run_dir={tmp_path}"], program="fit-head")
-    assert "labels of several tokens are answered by" in fitted.err
+    assert "the model answers labels of several tokens by" in fitted.err
     new = ["--model", tmp_path / "fitted", tickets, "--out", tmp_path / "labels.jsonl"]
     run_forked_well(new, program="predict")
     predicted = [json.loads(line)["predicted"] for line in (tmp_path / "labels.jsonl").open()]
@@ -230,7 +230,7 @@ def test_a_run_with_a_prefix_is_refused(recipe, tmp_path):
     run_forked_well(["--config", recipe, f"run_dir={tmp_path / 'run'}", "peft.kind=prefix"])
     given = ["--run", tmp_path / "run", "--out", tmp_path / "fitted"]
     finished = run_forked(given, program="fit-head")
-    assert_one_error(finished, 2, "a prefix is no part", "by --model")
+    assert_one_error(finished, 2, "a prefix is not part", "by --model")
 
 
 def test_rounded_weights_and_weights_that_are_not_finite_are_refused(tmp_path):

@@ -258,7 +258,7 @@ REFUSED = {
     "record 2: there is no column text": ('{"text": "a"}\n{"txt": "b"}\n', ()),
     "record 1: it has half of a character": ('{"text": "\\ud83d"}\n', ()),
     "has no records": ("", ()),
-    "the records have a field predicted already": ('{"text": "a", "predicted": 1}\n', ()),
+    "the records already have a field predicted": ('{"text": "a", "predicted": 1}\n', ()),
     "--probabilities and --threshold are about labels": ('{"text": "a"}\n', ("--probabilities",)),
     "1.5 is not a number from 0 to 1": ('{"text": "a"}\n', ("--threshold=1.5",)),
 }

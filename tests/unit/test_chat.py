@@ -145,8 +145,8 @@ def test_a_space_that_asks_for_an_answer_may_begin_its_first_token(tmp_path):
         (NEEDS_SYSTEM, TURNS[1:], "set or remove data.system_prompt"),
         (PLAIN.replace("turn['content']", "''"), TURNS, "does not write turn 1, of system"),
         (None, TURNS, "has no chat template; fix: use a model that was trained for"),
-        (PLAIN, [*TURNS[:2], {**TURNS[2], "content": "a" * 300}], "has 3.. tokens, and 2.. fit"),
-        (MARKED.replace("'assistant'", "'bot'", 1), TURNS, "marks no token of the assistant"),
+        (PLAIN, [*TURNS[:2], {**TURNS[2], "content": "a" * 300}], "has 3.. tokens; at most 2.. fit"),
+        (MARKED.replace("'assistant'", "'bot'", 1), TURNS, "does not mark any token of the assistant"),
     ],
 )
 def test_what_the_template_cannot_write_is_refused(template, turns, message, tmp_path):
@@ -226,7 +226,7 @@ def test_labels_are_answers_in_the_template(template, system, tmp_path):
     [
         (CHANGING, "Où?", "does not write turn 2, of assistant"),
         (UNLIKE, "Où?", "does not begin a conversation with the prompt"),
-        (PLAIN, "x" * 99, "the conversation has .* tokens, and 60 fit"),
+        (PLAIN, "x" * 99, "the conversation has .* tokens; at most 60 fit"),
     ],
 )
 def test_a_label_that_the_template_cannot_ask_for_is_refused(template, text, message, tmp_path):

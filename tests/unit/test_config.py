@@ -134,7 +134,7 @@ CONTRADICTIONS = [
     ("data.chat_template_kwargs.x=1", "needs data.chat_template=true"),
     ("generation.num_samples=2", "need a temperature"),
     ("generation.stop=a,", "has an empty string"),
-    ("train.objective={}", "names no reward"),
+    ("train.objective={}", "does not name a reward"),
 ]
 
 

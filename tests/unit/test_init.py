@@ -111,7 +111,7 @@ def test_a_column_is_taken_if_it_alone_can_be_it(columns, words, expected, write
             [],
             "column label says which answers are good",
         ),
-        ({"prompt": [json.dumps(TURNS[0])] * 40}, [], r"written as texts; fix: .* \.jsonl"),
+        ({"prompt": [json.dumps(TURNS[0])] * 40}, [], r"stored as text; fix: .* \.jsonl"),
         ({"text": TEXTS, "images": [["a.png"]] * 40}, [], "images are not read"),
         ({"a": TEXTS, "b": TEXTS, "c": CLASSES}, [], "several columns have texts: a, b; fix: give"),
         ({"a": TEXTS, "b": CLASSES, "c": CLASSES}, [], "few different values: b, c; fix: give --l"),
@@ -178,8 +178,8 @@ def test_a_model_that_refuses_directions_of_low_rank_gets_others(write_recipe, t
     write_model(config, tmp_path / "model")
     config, _ = write_recipe({"text": TEXTS, "topic": CLASSES})
     assert config.zo.estimator == "fzoo"
-    assert any("zo.noise_rank perturbs plain products" in text for text in caplog.messages)
-    with pytest.raises(UserError, match="perturbs plain products only"):
+    assert any("zo.noise_rank perturbs linear layers" in text for text in caplog.messages)
+    with pytest.raises(UserError, match="perturbs linear layers only"):
         write_recipe({"text": TEXTS, "topic": CLASSES}, "--method", "evolution-strategies")
 
 

@@ -146,7 +146,7 @@ def test_what_is_no_reward_has_no_weight():
     for other in ("task", named("halves")):
         with pytest.raises(UserError, match=f"has weights, and {other} is not a reward"):
             load_objective({named("brevity"): 1.0, other: 1.0}, SQUAD)
-    with pytest.raises(UserError, match=r"train\.objective names no reward"):
+    with pytest.raises(UserError, match=r"train.objective does not name a reward"):
         load_objective({}, SQUAD)
 
 

@@ -117,8 +117,8 @@ def test_a_batch_is_known_by_the_indices_of_its_rows_or_else_by_its_tensors():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda ids: StepBatch.of([]), "no list of MicroBatch objects; fix: pass"),
-        (lambda ids: MicroBatch({"input_ids": ids.tolist()}, 1), "the inputs of .* no tensor"),
+        (lambda ids: StepBatch.of([]), "not a list of MicroBatch objects; fix: pass"),
+        (lambda ids: MicroBatch({"input_ids": ids.tolist()}, 1), "the inputs of .* not a tensor"),
         (lambda ids: MicroBatch({"input_ids": ids}, 1, ids), "the labels of .* type Tensor"),
         (lambda ids: MicroBatch({"input_ids": ids}, math.nan), "the weight of .* is nan"),
     ],

@@ -249,7 +249,7 @@ def test_a_split_with_a_file_of_its_own_is_read_alone(assets, tmp_path):
     ("words", "message"),
     [
         (["data.num_demonstrations=1"], "is for lezo-ds evaluate, and for a task"),
-        (["data.prompt=<s>{q}"], "data.prompt begins with <s>, and every text begins with <s>"),
+        (["data.prompt=<s>{q}"], "data.prompt begins with <s>, and the tokenizer already puts <s>"),
         (["data.max_length=9000"], "tokens, and the model has 256 positions; fix: set data.max_l"),
         (["data.metric=reward"], "data.metric=reward needs a reward, not train.objective=task"),
         (["train.objective=f1"], "train.objective=f1 needs a task that generates answers"),
