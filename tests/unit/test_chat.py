@@ -145,8 +145,8 @@ def test_a_space_that_asks_for_an_answer_may_begin_its_first_token(tmp_path):
         (NEEDS_SYSTEM, TURNS[1:], "set or remove data.system_prompt"),
         (PLAIN.replace("turn['content']", "''"), TURNS, "does not write turn 1, of system"),
         (None, TURNS, "has no chat template; fix: use a model that was trained for"),
-        (PLAIN, [*TURNS[:2], {**TURNS[2], "content": "a" * 300}], "has 3.. tokens; at most 2.. fit"),
-        (MARKED.replace("'assistant'", "'bot'", 1), TURNS, "does not mark any token of the assistant"),
+        (PLAIN, [*TURNS[:2], {**TURNS[2], "content": "a" * 300}], "has 3.. tokens; at most 2"),
+        (MARKED.replace("'assistant'", "'bot'", 1), TURNS, "does not mark any token"),
     ],
 )
 def test_what_the_template_cannot_write_is_refused(template, turns, message, tmp_path):
