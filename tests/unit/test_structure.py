@@ -15,7 +15,7 @@ from packaging.version import Version
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-CODE_TOKENS = 147_000
+CODE_TOKENS = 145_000
 """Most code tokens of Python in lezo_ds. Comments, docstrings and layout are free, and so are
 lines."""
 
