@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import encode_choices, encode_turns
@@ -31,11 +31,36 @@ from lezo_ds.data.examples import EncodedExample, Example, Predicted, Prediction
 from lezo_ds.data.template import Record, field_value, shown
 from lezo_ds.errors import UserError
 
-if TYPE_CHECKING:  # it imports this module
-    from lezo_ds.data.score import Scorer
-
 TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
 """What a user's reward or metric judges before weights are loaded."""
+
+
+class Scorer(Protocol):
+    """A model's outputs for the examples of a split; `lezo_ds.data.score.Scorer` computes them."""
+
+    def choices(self) -> list[int]:
+        """Return the best candidate of each example."""
+
+    def choice_probabilities(self) -> list[list[float]]:
+        """Return the probability of each candidate among those of its example."""
+
+    def choice_loss(self) -> float:
+        """Return the mean cross-entropy over candidates."""
+
+    def gold_loss(self) -> float:
+        """Return the mean loss of the right candidates' tokens."""
+
+    def answers(self) -> list[str]:
+        """Return what the model writes after each prompt."""
+
+    def objective_loss(self) -> float:
+        """Return the mean of the training objective."""
+
+    def token_loss(self) -> float:
+        """Return the mean loss of the learned tokens of conversations."""
+
+    def token_counts(self) -> list[TokenCounts]:
+        """Return how many of them are the model's first choice."""
 
 
 @dataclass(frozen=True)
