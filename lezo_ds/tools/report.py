@@ -169,7 +169,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     row["adapter"] = None
     if run.journal.exists():
         header = next(scan_journal(run.journal)).item
-        row["adapter"] = header.config.get("adapter")
+        row["model_fingerprint"] = header.model_fingerprint
+        row["adapter"] = header.config.get("adapter") or "none"
     row["samples"] = _read_lines(run.samples)
     row["curve"] = curve
     answers = []
@@ -232,10 +233,12 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
     runs = runs.assign(name=runs["method"])
     methods = runs.groupby([*SECTION, "method"], sort=False)
     for _, group in methods:
-        settings = group[keys].astype(str)
+        is_known = group[keys].notna()
+        settings = group[keys].astype(str).where(is_known)
         for key in settings.columns[settings.nunique() > 1]:
             leaf = key.rpartition(".")[2]
-            runs.loc[group.index, "name"] += f", {leaf}=" + settings[key]
+            shown = f", {leaf}=" + settings[key]
+            runs.loc[group.index, "name"] += shown.fillna("")
     runs["name"] += runs["state"]
     alike = runs.groupby([*SECTION, "name", "data.seed"], sort=False)
     first = alike["test_data"].transform("first")
