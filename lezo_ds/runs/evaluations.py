@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from lezo_ds.data.score import EvaluationResult
 from lezo_ds.journal import EvaluationRecord, JournalRecord
 from lezo_ds.sharding.weights import AT_ENDS_BY_QUANTIZATION
+
+if TYPE_CHECKING:  # `export` starts without the libraries of data
+    from lezo_ds.data.score import EvaluationResult
 
 logger = logging.getLogger(__name__)
 

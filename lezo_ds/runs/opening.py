@@ -44,14 +44,11 @@ from lezo_ds.config import (
 from lezo_ds.config.deepspeed import ds_config_of, shared_by
 from lezo_ds.config.load import read_override
 from lezo_ds.config.schema import KEYS
-from lezo_ds.data.dataset import Examples
-from lezo_ds.data.score import evaluate, prediction_rows
 from lezo_ds.data.tasks import Task
 from lezo_ds.engine import ModelEngine, Parts, ReplayEngine, load_parts
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter, read_adapter, start_of
 from lezo_ds.noise import NOISE_VERSION
-from lezo_ds.runs.cross_check import check_scoring
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.records import (
     RecordedRun,
@@ -347,6 +344,11 @@ def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]
     Returns:
         What --json prints.
     """
+    # `export` starts without the libraries of data.
+    from lezo_ds.data.dataset import Examples
+    from lezo_ds.data.score import evaluate, prediction_rows
+    from lezo_ds.runs.cross_check import check_scoring
+
     began = time.monotonic()
     opened.refuse_code("data.task", "data.metric", "train.objective")
     config = opened.config

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lezo_ds import __version__, distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
@@ -27,7 +27,6 @@ from lezo_ds.checkpoints.sharded_model import BaseModel
 from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots
 from lezo_ds.config import RunConfig, config_from_dict, keys_with, may_differ_on_resume
 from lezo_ds.config.deepspeed import tensor_parallel_of
-from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import sha256_file
 from lezo_ds.forward.adapters import start_of
@@ -45,6 +44,9 @@ from lezo_ds.runs.directory import RunDirectory, library_versions
 from lezo_ds.runs.evaluations import best_evaluation, evaluations_of
 from lezo_ds.runs.results import RunResults
 from lezo_ds.zo.records import StepRecord
+
+if TYPE_CHECKING:  # `export` starts without the libraries of data
+    from lezo_ds.data.task_data import TaskData
 
 logger = logging.getLogger(__name__)
 

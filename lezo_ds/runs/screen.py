@@ -6,14 +6,16 @@ import math
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from lezo_ds.data.score import EvaluationResult
 from lezo_ds.errors import cut
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs.results import RunResults
+
+if TYPE_CHECKING:  # `export` starts without the libraries of data
+    from lezo_ds.data.score import EvaluationResult
 
 WORSE = "Worse than before training: no step has a lower validation loss than the base model"
 
