@@ -26,9 +26,8 @@ from lezo_ds.config import (
 )
 from lezo_ds.config.deepspeed import load_ds_config, tensor_parallel_size
 from lezo_ds.engine import LezoEngine
-from lezo_ds.journal import Journal
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.records import assert_same_base, make_header, owner_of, steps_of
+from lezo_ds.runs.records import open_journal, owner_of, steps_of
 from lezo_ds.runs.trainer import check_run, make_engine
 
 OWN_LOOP = "own-loop"
@@ -112,17 +111,11 @@ def initialize(  # noqa: PLR0913, the first three are needed and the others have
 def _start_or_resume(engine: LezoEngine, config: RunConfig, directory: RunDirectory) -> None:
     """Open or start the journal of a run, and bring the engine to its last step. A collective."""
 
-    def open_journal() -> None:
-        base = engine.base
-        if directory.journal.exists():
-            journal = Journal.open(directory.journal)
-            assert_same_base(journal.header, base)
-        else:
-            header = make_header(config, None, base.fingerprint, base.table_hash)
-            journal = Journal.create(directory.journal, header)
+    def start_journal() -> None:
+        journal = open_journal(directory, config, None, engine.base)
         engine.journal = engine.resources.enter_context(journal)
 
-    distributed.on_rank_zero(open_journal)
+    distributed.on_rank_zero(start_journal)
     steps = []
     owner = None
     if engine.journal is not None:

@@ -84,7 +84,7 @@ def make_header(
 
     Args:
         config: of the run.
-        data: its encoded splits; None if it is a loop of the user's, who alone knows the data.
+        data: its encoded splits; None for a training loop that reads data of its own.
         fingerprint: digest of the base weights.
         parameter_table: hash of the parameters' names, ids and shapes.
     """
@@ -255,6 +255,32 @@ def assert_same_base(recorded: Header, base: BaseModel) -> None:
             "hash of its parameters' names differs",
             fix="add model.path=... with the directory of the base model",
         )
+
+
+def open_journal(
+    directory: RunDirectory,
+    config: RunConfig,
+    data: TaskData | None,
+    base: BaseModel,
+) -> Journal:
+    """Open the journal of a run, or start one if it has none. For rank 0.
+
+    Args:
+        directory: of the run.
+        config: of the run.
+        data: see `make_header`.
+        base: the model that was loaded.
+
+    Raises:
+        UserError: the run has another base model.
+        JournalError: the journal is damaged, or cannot be written.
+    """
+    if directory.journal.exists():
+        journal = Journal.open(directory.journal)
+        assert_same_base(journal.header, base)
+        return journal
+    header = make_header(config, data, base.fingerprint, base.table_hash)
+    return Journal.create(directory.journal, header)
 
 
 def assert_same_model_config(recorded: Header, model: str) -> None:

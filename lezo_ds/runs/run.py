@@ -227,14 +227,8 @@ class Run:
 
     def _open_journal(self) -> list[EvaluationRecord]:
         """Open the journal, or start one, and return its evaluations. For rank 0."""
-        path = self.directory.journal
-        if not path.exists():
-            base = self.engine.base
-            header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
-            self.journal = Journal.create(path, header)
-            return []
-        self.journal = Journal.open(path)
-        records.assert_same_base(self.journal.header, self.engine.base)
+        base = self.engine.base
+        self.journal = records.open_journal(self.directory, self.config, self.data, base)
         num_steps = len(self._recorded_steps())
         if num_steps > 0:  # loading or replaying them may take a while
             logger.info("resuming at step %d of %d", num_steps, self.num_steps)
@@ -278,7 +272,7 @@ class Run:
         self.num_done = max(self.num_done, self.engine.global_steps)
 
     def _replace_journal(self, lines: bytes) -> None:
-        """Take another journal of the same run, and set the own one aside. For rank 0."""
+        """Take another journal of the same run. The old one stays as journal.jsonl.left."""
         journal = self._own_journal()
         path = self.directory.journal
         other = path.with_name("journal.others")
@@ -286,8 +280,10 @@ class Run:
         header = read_journal(other).header
         records.assert_same_run(header, journal.header, may_differ_on_resume(self.config))
         journal.close()
-        self.directory.set_aside([path])
-        other.replace(path)
+        left = path.with_name(f"{path.name}.left")
+        write_atomically(left, path.read_bytes())
+        other.replace(path)  # a crash leaves the one journal or the other
+        logger.warning("the other replicas have another journal; the former is now %s", left)
 
     def _own_journal(self) -> Journal:
         assert self.journal is not None, "only rank 0 has the journal"

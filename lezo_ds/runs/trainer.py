@@ -94,7 +94,7 @@ def check_run(
 
     Args:
         config: of the run.
-        data: its encoded splits; None if it is a loop of the user's.
+        data: its encoded splits; None for a training loop that reads data of its own.
         resources: holds the lock of the run's directory. None, as in a dry run: write nothing.
 
     Returns:
@@ -111,8 +111,9 @@ def check_run(
         directory = directory.lock(resources, is_replica=is_replica)
     if is_replica:
         require_package("torchft", "elastic.lighthouse needs torchft", "'lezo_ds[elastic]'")
-        for path in directory.stop_files():
-            raise UserError(f"{path} stops all replicas", fix=f"rm {path}")
+        stop_files = directory.stop_files()
+        if stop_files:
+            raise UserError(f"{stop_files[0]} stops all replicas", fix=f"rm {stop_files[0]}")
     check_records(config, data, directory)
     if resources is not None and not directory.journal.exists():
         directory.set_aside(directory.outputs())
