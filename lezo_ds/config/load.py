@@ -236,9 +236,14 @@ def expected(key: str) -> str:
 
 
 @cache
+def _schema() -> dict[str, Any]:
+    """Return the JSON Schema of a recipe."""
+    return RunConfig.model_json_schema()
+
+
 def _alternatives(key: str) -> list[dict[str, Any]]:
     """Return what a key takes, in the terms of JSON Schema."""
-    schema = RunConfig.model_json_schema()
+    schema = _schema()
     section, _, leaf = key.rpartition(".")
     if section:
         name = SECTIONS[section].__name__

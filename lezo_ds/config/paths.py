@@ -17,7 +17,7 @@ def find_file(name: str) -> Path:
     """Return a path from the working directory, or of a shipped file if nothing is there."""
     path = Path(name)
     shipped = ROOT / name
-    if shipped.exists() and not path.exists():
+    if not path.exists() and shipped.exists():  # an error names the path of the user
         return shipped
     return path
 

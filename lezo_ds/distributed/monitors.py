@@ -56,13 +56,10 @@ class Monitors:
             if not file.exists():
                 write_output(file, uuid.uuid4().hex)
             run_id = file.read_text()
-            names = {
-                "WANDB_NAME": folder.parent.name,
-                "WANDB_RUN_ID": run_id,
-                "WANDB_RESUME": "allow",
-                "COMET_EXPERIMENT_KEY": run_id,
-            }
-            os.environ.update(names | os.environ)
+            os.environ.setdefault("WANDB_NAME", folder.parent.name)
+            os.environ.setdefault("WANDB_RUN_ID", run_id)
+            os.environ.setdefault("WANDB_RESUME", "allow")
+            os.environ.setdefault("COMET_EXPERIMENT_KEY", run_id)
         try:
             self._monitors = MonitorMaster(self._config)
         except Exception as error:  # each library has types of its own

@@ -254,14 +254,12 @@ def _rows_of(scores: Mapping[str, SplitScores], metric: str) -> list[tuple[str, 
 
 
 def _show_wrong(read: _Split, added: Tensor) -> None:
-    """Show which labels of a split are taken for which, the most frequent first."""
+    """Show the wrong predictions of a split by label, the most frequent first."""
     names = [str(text).strip() for text in read.split.examples[0].candidates]
-    pairs = Counter(zip(read.golds.tolist(), read.predicted(added), strict=True))
-    wrong = Counter({pair: number for pair, number in pairs.items() if pair[0] != pair[1]})
-    for (gold, choice), number in wrong.most_common(_MOST_SHOWN):
-        right = names[gold]
-        taken = names[choice]
-        logger.info("%d test examples labeled %s are predicted as %s", number, right, taken)
+    pairs = zip(read.golds.tolist(), read.predicted(added), strict=True)
+    wrong = Counter((names[gold], names[choice]) for gold, choice in pairs if gold != choice)
+    for (right, predicted), number in wrong.most_common(_MOST_SHOWN):
+        logger.info("%d test examples labeled %s are predicted as %s", number, right, predicted)
 
 
 def _head_of(engine: ModelEngine, tokens: Sequence[int]) -> tuple[str, Tensor]:
