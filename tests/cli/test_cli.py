@@ -192,4 +192,4 @@ def test_a_reader_that_is_gone_does_not_end_a_command():
 
 def test_a_path_that_no_file_can_have_is_refused_in_one_line():
     refused = run([sys.executable, "-m", "lezo_ds", "train", "--config", "a" * 300])
-    assert_one_error(refused, 2, f"{'a' * 50}... cannot be used: File name too long")
+    assert_one_error(refused, 2, f"{'a' * 100}... cannot be used: File name too long")

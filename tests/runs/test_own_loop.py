@@ -1,4 +1,4 @@
-"""A training loop of the user's: its journal is resumed after a kill, and exported."""
+"""A user-written training loop resumes from its journal after a kill, and `export` takes it."""
 
 from __future__ import annotations
 
