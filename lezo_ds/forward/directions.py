@@ -152,9 +152,9 @@ class Perturber(ABC):
                 the blocks; with `Directions.runs_linear_modules`, a linear module.
             own_forward: its forward method without our wrapper.
             active: where it, or a module in it, reads perturbed parameters. At least one.
-            args: its inputs for all copies of the batch: tensors [k * n, ...], or [1, ...] if all
-                rows share them.
-            kwargs: likewise.
+            args: its positional inputs for all copies of the batch: tensors [k * n, ...], or
+                [1, ...] if all rows share them.
+            kwargs: its keyword inputs, in the same layout.
         """
 
     def rows_of(self, place: Place, rows: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class Perturbation:
         probes: each runs on its own copy of the batch, and has as many keys as the others. Without
             any, the pass runs at theta, on one copy.
         dropped_layers: indices of the transformer blocks that stay at theta.
-        rows: number of rows of one copy. The pass notes it when the model is called.
-        tokens: number of tokens of a row, likewise.
+        rows: number of rows of one copy, set when the model is called.
+        tokens: number of tokens in a row, set at the same time.
     """
 
     probes: tuple[KeyedProbe, ...]
@@ -75,8 +75,9 @@ class Perturbation:
         Args:
             run: (*args, **kwargs) -> output, called once for each different copy, in order.
             copies: index of the copy on which each part of the output is made.
-            args: inputs for all copies (see `_take`).
-            kwargs: likewise. What the module leaves for later blocks in a UserDict is joined, too.
+            args: positional inputs for all copies (see `_take`).
+            kwargs: keyword inputs for all copies. The values that the module stores in a UserDict
+                for later blocks are joined as the outputs are.
 
         Raises:
             UserError: each copy would extend the key-value cache of all copies.
