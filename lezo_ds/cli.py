@@ -442,7 +442,7 @@ def run_fit_head(arguments: argparse.Namespace) -> None:
 def _report(parser: _Parser) -> None:
     """Show runs as a table, averaged over seeds, or as a page with curves.
 
-    lezo-ds report 'runs/*' --html runs.html
+    lezo-ds report runs/* --html runs.html
     lezo-ds report runs/a runs/b
 
     Two finished runs on the same test examples are compared. The page has the tables, curves and
@@ -454,7 +454,7 @@ def _report(parser: _Parser) -> None:
         nargs="+",
         type=_name,
         metavar="RUN",
-        help="directory of a run, or a pattern: 'runs/*'",
+        help="directory of a run",
     )
     add("--html", type=_path, metavar="FILE", help="write a page instead of a table")
     add("--json", action="store_true", help="print the numbers as JSON instead of a table")

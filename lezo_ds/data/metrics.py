@@ -125,6 +125,9 @@ METRICS.add("exact_match", exact_match)
 METRICS.add("token_accuracy", token_accuracy)
 METRICS.add(REWARD, None)
 
+_MEANS = {"accuracy", "f1", "exact_match"}
+"""Metrics that are a mean over examples."""
+
 
 def load_score(task: Task) -> Score | None:
     """Return the score of a task's metric, or None if the metric is the mean reward.
@@ -161,6 +164,12 @@ def load_score(task: Task) -> Score | None:
         return number
 
     return score
+
+
+def load_score_of_one(task: Task) -> Score | None:
+    """Return the score of a task's metric if one example has a score, 0 to 1; else None."""
+    name = task.metric.lower()
+    return METRICS.find(name) if name in _MEANS else None
 
 
 def majority_score(score: Score, examples: Sequence[Example]) -> float | None:

@@ -43,7 +43,13 @@ from lezo_ds.data.batches import (
 )
 from lezo_ds.data.examples import EncodedExample, Example, Prediction, TokenCounts
 from lezo_ds.data.generation import ended_answers, tidy
-from lezo_ds.data.metrics import LabelScore, label_scores, load_score, majority_score
+from lezo_ds.data.metrics import (
+    LabelScore,
+    label_scores,
+    load_score,
+    load_score_of_one,
+    majority_score,
+)
 from lezo_ds.data.objectives import (
     count_right_tokens,
     teacher_forcing_loss,
@@ -547,16 +553,21 @@ def predict(
 def prediction_rows(
     task: Task, examples: Sequence[Example], predicted: Sequence[Prediction]
 ) -> list[dict[str, Any]]:
-    """Return a JSON record for each example: its index, prompt, right answers and prediction."""
+    """Return a JSON record for each example: its index, prompt, right answers and prediction.
+
+    It also has the score, 0 to 1, if the metric is a mean over examples.
+    """
+    score = load_score_of_one(task)
     rows = []
     for example, prediction in zip(examples, predicted, strict=True):
         right = example.references or example.gold_texts
-        rows.append(
-            {
-                "index": example.index,
-                "prompt": example.prompt,
-                "right": [answer.strip() for answer in right],
-                "predicted": task.shown(example, prediction),
-            }
-        )
+        row = {
+            "index": example.index,
+            "prompt": example.prompt,
+            "right": [answer.strip() for answer in right],
+            "predicted": task.shown(example, prediction),
+        }
+        if score is not None:
+            row["score"] = score([prediction], [example])
+        rows.append(row)
     return rows

@@ -13,11 +13,9 @@ import hashlib
 import io
 import json
 import logging
-import math
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ import pandas as pd
 from lezo_ds import files
 from lezo_ds.config import config_from_dict, flatten, keys_with, load_yaml
 from lezo_ds.config.schema import KEYS
-from lezo_ds.data.metrics import REWARD, best_f1, normalize
+from lezo_ds.data.metrics import REWARD
 from lezo_ds.errors import UserError, one_line, require_package
 from lezo_ds.journal import scan_journal
 from lezo_ds.runs.directory import RunDirectory
@@ -54,12 +52,6 @@ _COLUMNS = {
 """The numbers of a run, and the names of their columns in a table."""
 _SHARES = ["deviation", *list(_COLUMNS)[:6]]
 """Those that a table shows in percent."""
-_JUDGES: Mapping[str, Any] = {
-    "accuracy": lambda answer, right: float(answer in right),
-    "exact_match": lambda answer, right: float(normalize(answer) in map(normalize, right)),
-    "f1": best_f1,
-}
-"""For each metric that is a mean over examples, how right an answer is, 0 to 1."""
 _FORMAT: Mapping[str, Any] = {
     "na_rep": "",
     "float_format": "{:.4g}".format,
@@ -77,8 +69,7 @@ def main(arguments: Namespace) -> None:
     if arguments.html is not None:
         problem = "report --html draws curves with matplotlib, which is not installed"
         require_package("matplotlib", problem, "'lezo_ds[report]'")
-    runs = read_runs(find_runs(arguments.runs))
-    runs = name_runs(runs)
+    runs = name_runs(read_runs(arguments.runs))
     if arguments.html is not None:
         files.write_output(arguments.html, page(runs))
         return
@@ -97,41 +88,23 @@ def main(arguments: Namespace) -> None:
         print(compared or _NOTE)
 
 
-def find_runs(patterns: Iterable[str]) -> list[Path]:
-    """Return the directories that names and glob patterns stand for, each once, in this order.
-
-    Raises:
-        UserError: No directory matches a pattern.
-    """
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        # A name may have characters that a pattern gives a meaning.
-        names = sorted(glob(pattern)) or [pattern]  # noqa: PTH207
-        paths = map(Path, names)
-        directories = [path for path in paths if path.is_dir()]
-        if not directories:
-            raise UserError(f"there is no run {pattern}", fix="give the run_dir of runs")
-        found |= dict.fromkeys(directories)
-    return list(found)
-
-
-def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
+def read_runs(directories: Iterable[str | Path]) -> pd.DataFrame:
     """Return a row for each directory that holds a run, finished or not. Others are warned of.
 
-    The columns are those of `_read_run`.
+    A directory counts once. The columns are those of `_read_run`.
 
     Raises:
         UserError: None of the directories holds a run.
     """
     rows = []
-    for directory in directories:
+    for directory in dict.fromkeys(map(Path, directories)):
         try:
             rows.append(_read_run(directory))
         except DAMAGE as error:
             logger.warning("warning: %s: not a run, or damaged (%s)", directory, one_line(error))
     if not rows:
-        fix = "give the run_dir of runs, or a pattern"
-        raise UserError("none of these directories holds a run", fix=fix)
+        problem = "none of these directories holds a run"
+        raise UserError(problem, fix="give the run_dir of runs")
     return pd.DataFrame(rows)
 
 
@@ -184,13 +157,9 @@ def _read_run(directory: Path) -> dict[str, Any]:
     else:
         row["state"] = f", not finished, at step {row['steps']:.0f}"
     row["validation"] = curve["score"].tail(1).mean()
-    judge = _JUDGES.get(row["metric"])
-    for answer in answers:
-        answer["score"] = math.nan
-        if judge is not None:
-            answer["score"] = judge(answer["predicted"], answer["right"])
     row["answers"] = answers
-    scores = [answer["score"] for answer in answers]
+    # Metrics that are no mean over examples give them no scores.
+    scores = [answer.get("score") for answer in answers]
     row["scores"] = pd.Series(scores, dtype=float)
     row["error"] = row["scores"].sem()
     # A chat template may write the day of the run at the start of a prompt.
@@ -266,10 +235,10 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def comparison(runs: pd.DataFrame) -> str:
-    """Return how two finished runs differ on the same test examples; "" if there are not two.
+    """Return how far two finished runs differ on the same test examples; "" if there are not two.
 
-    Right and wrong answers are compared by McNemar's exact test, other scores by the standard error
-    of their mean difference.
+    The standard error is that of the mean of the differences by example, which are smaller than
+    those between runs on different examples.
     """
     has_scores = runs["error"].notna().all()
     if len(runs) != 2 or not has_scores:
@@ -277,20 +246,10 @@ def comparison(runs: pd.DataFrame) -> str:
     first, second = runs.to_dict("records")
     if first["test_data"] != second["test_data"]:
         return "The two runs have other test examples, so they are not compared."
-    gains = second["scores"] - first["scores"]
-    title = f"On the same {len(gains)} test examples, {second['directory']}"
-    are_right_or_wrong = gains.isin([-1, 0, 1]).all()
-    if not are_right_or_wrong:
-        return f"{title} is {gains.mean():+.3f} ± {gains.sem():.3f} (standard error) ahead"
-    better = sum(gains > 0)
-    worse = sum(gains < 0)
-    number = better + worse
-    fewest = min(better, worse)
-    num_ways = sum(math.comb(number, few) for few in range(fewest + 1))
-    p_value = min(1, 2 * num_ways / 2**number)
+    gains = 100 * (second["scores"] - first["scores"])
     return (
-        f"{title} alone is right on {better}, and {first['directory']} alone on {worse} "
-        f"(McNemar's exact test: p = {p_value:.2g})"
+        f"On the same {len(gains)} test examples, {second['directory']} is {gains.mean():+.2f} "
+        f"± {gains.sem():.2f} (standard error) ahead of {first['directory']}, in percent."
     )
 
 

@@ -95,6 +95,7 @@ def test_the_results_are_printed_once_and_agree_with_the_journal(trained):
         lines = (run_dir / "predictions" / f"step-{step:08}.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         are_right = [row["predicted"] in row["right"] for row in rows]
+        assert [row["score"] for row in rows] == are_right
         assert sum(are_right) / len(rows) == pytest.approx(score)
     assert results["weights_digest"] == digest_after(run_dir, best.step)
 
