@@ -32,7 +32,6 @@ from deepspeed.module_inject.layers import (
 )
 from deepspeed.utils import groups
 from torch import Tensor, nn
-from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.distributed import device
@@ -40,14 +39,6 @@ from lezo_ds.errors import UserError, cut, one_line
 from lezo_ds.sharding.quantization import quantization_of
 from lezo_ds.sharding.shards import Split
 from lezo_ds.sharding.surgery import put_parameters, start_engine
-
-_LINEAR_FORWARDS = (
-    nn.Linear.forward,
-    Conv1D.forward,
-    FalconLinear.forward,
-    LinearLayer.forward,
-    LinearAllreduce.forward,
-)
 
 EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding)
 LOOKUP_FORWARDS = (nn.Embedding.forward, VocabParallelEmbedding.forward)
@@ -232,7 +223,16 @@ def is_linear(module: nn.Module) -> bool:
 
     Other classes derived from nn.Linear, such as the routers of experts, compute something else.
     """
-    return type(module).forward in _LINEAR_FORWARDS
+    # A model's module imports a second's worth of others, which a refused command does not need.
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+
+    return type(module).forward in (
+        nn.Linear.forward,
+        Conv1D.forward,
+        FalconLinear.forward,
+        LinearLayer.forward,
+        LinearAllreduce.forward,
+    )
 
 
 def look_up(module: nn.Module, rows: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
