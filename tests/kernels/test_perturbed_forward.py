@@ -1,7 +1,5 @@
 """A forward pass at perturbed weights equals that of a model whose weights hold theta + mu z."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
@@ -9,14 +7,7 @@ import pytest
 import torch
 from eager_noise import draw
 from peft import LoraConfig, get_peft_model
-from tiny_models import (
-    FAMILIES,
-    MIXTURES,
-    NUM_BLOCKS,
-    VOCABULARY,
-    tiny_model,
-    tunable,
-)
+from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model, tunable
 from torch import nn
 from torch.nn import functional as F
 
@@ -148,9 +139,6 @@ def both_ways(model, trainable, batch, dropped):
     ]
 
 
-# Models of transformers.
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, "opt with LoRA"])
 def test_both_probes_at_once_and_each_alone_equal_a_model_with_perturbed_weights(family):
     model, batch = tiny_model(family.split()[0]), token_batch()
@@ -216,8 +204,6 @@ def test_in_16_bits_errors_are_those_of_a_plain_16_bit_forward(family, dtype):
     assert_same_weights(model, before)
 
 
-# The part of a pass that all probes share.
-
 SOME_FAMILIES = ("opt_projected", "gpt2", "llama", "gpt_neox", "phi", "mixtral", "gemma2")
 
 
@@ -256,9 +242,6 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
 
 
-# What holds for any model.
-
-
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
     model, batch = tiny_model("opt"), token_batch(SELECTION)
     before = bits(model)
@@ -278,9 +261,6 @@ def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_the
         assert_equal_to_rounding([plain_logits(model, batch)], expected[0])
         for again, logits in zip(changes, expected, strict=True):
             assert all(map(torch.equal, run(perturbed, model, batch, again), logits))
-
-
-# One module of 16 bits.
 
 
 HIDDEN = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -5,8 +5,6 @@ The limits are 10 % above what a step took when they were written; the collectiv
 that has become slower mostly shows here first: most of the time of a small step is the host's.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 

@@ -4,8 +4,6 @@ what is saved.
 tests/runs/test_matrix.py trains, resumes, replays and exports them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path
@@ -18,20 +16,10 @@ from peft.tuners.lora import LoraLayer
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from thorough import thorough
-from tiny_adapters import (
-    PREFIX_LENGTH,
-    peft_config,
-    start_engine,
-    train,
-    whole_batch,
-)
+from tiny_adapters import PREFIX_LENGTH, peft_config, start_engine, train, whole_batch
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tiny_runs import SEED, full_weights, write_model
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    MistralConfig,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.generation import prompt_batch
@@ -66,9 +54,6 @@ def test_what_is_no_file_of_weights_is_refused_and_not_waited_for(make, tmp_path
         read_adapter(tmp_path)
     with pytest.raises(UserError, match=r"cannot be read: .*it is not a regular file"):
         WeightFiles(tmp_path, single="adapter_model.safetensors")
-
-
-# LoRA.
 
 
 def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
@@ -286,9 +271,6 @@ def test_targets_that_cannot_be_adapted_are_refused_in_one_line(family, targets,
     adapter = make_adapter(PeftConfig(kind="lora", lora_targets=targets))
     with pytest.raises(UserError, match=problem):
         adapter.attach(model, find_blocks(model))
-
-
-# Prefix tuning.
 
 
 def test_the_first_tokens_follow_from_the_seed_alone():

@@ -1,7 +1,5 @@
 """Models on disk: which tensors are read as which parameter, and which checkpoints are refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """How ranks meet and where they listen, what they compute with, and how a lost one is found."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -170,9 +168,6 @@ def test_a_rank_that_does_not_know_where_to_meet_is_refused_and_not_the_only_one
         distributed.init_distributed()
 
 
-# What a rank computes with.
-
-
 def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     matmul = torch.backends.cuda.matmul  # without GPUs, nothing else reads these
@@ -187,9 +182,6 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     fix_arithmetic()
     assert list(describe_arithmetic(CPU).values())[1:] == ["on", "off", ":16:8"]
-
-
-# Lost ranks.
 
 
 def _be_slow(seconds):

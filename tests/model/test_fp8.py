@@ -1,7 +1,5 @@
 """Checkpoints in block FP8: slices equal what is dequantized by hand, however they are split."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

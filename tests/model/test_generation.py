@@ -1,7 +1,5 @@
 """Answers written in batches are those of plain greedy decoding of one prompt without a cache."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Models for images and text: a run trains what text can reach, and transformers opens the rest."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from family_checks import Family

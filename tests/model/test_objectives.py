@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 
@@ -8,12 +6,7 @@ import torch
 
 from lezo_ds.data.examples import EncodedExample, Example
 from lezo_ds.data.mezo import TASKS
-from lezo_ds.data.objectives import (
-    LOSSES,
-    f1_loss,
-    load_objective,
-    training_objective,
-)
+from lezo_ds.data.objectives import LOSSES, f1_loss, load_objective, training_objective
 from lezo_ds.data.rewards import reward
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch

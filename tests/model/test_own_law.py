@@ -1,7 +1,5 @@
 """A third law of z needs one file of the user's, and no line of the package."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from family_checks import Family

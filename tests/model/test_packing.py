@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from family_checks import CONTEXT_LENGTHS, PAD, examples_of, with_start

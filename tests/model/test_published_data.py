@@ -1,7 +1,5 @@
 """The score of a small OPT trained on English, on published records."""
 
-from __future__ import annotations
-
 import torch
 from assets import shared_asset
 from transformers import AutoModelForCausalLM

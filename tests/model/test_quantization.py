@@ -1,7 +1,5 @@
 """Matrices in 4 and 8 bits: what is stored, that runs on them are exact, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny_runs
@@ -43,9 +41,6 @@ def models(tmp_path_factory):
         "llama": write_model(LLAMA, root / "llama", torch.bfloat16),
         "gpt2": write_model(GPT2, root / "gpt2"),
     }
-
-
-# What is stored.
 
 
 def as_documented(part, bits, num_groups):
@@ -98,9 +93,6 @@ def test_the_bytes_and_values_are_those_of_the_page_and_parts_together_are_the_w
         for part, own in zip(parts, values.view(-1).split(size), strict=True):
             shared.quantize_(part, own)
         assert torch.equal(shared.matrix(parts.view(-1)), matrix)
-
-
-# Runs.
 
 
 def run(directory, dtype, num_ranks, bits, options):
@@ -245,9 +237,6 @@ def test_offloaded_codes_give_the_same_run(models):
     offloaded = {"ds_changes": {"zero_optimization": zero}}
     for result in run_ranks(run, 2, models["opt"], "bf16", 2, 4, offloaded):
         assert_same_run(result, alone)
-
-
-# Codes that are trained.
 
 
 def values_of(engine):

@@ -1,7 +1,5 @@
 """Rotary frequencies that depend on the length of a text: each row is read as it is alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import VOCABULARY, greedy, random_model

@@ -1,8 +1,6 @@
 """Scoring in batches shared among ranks gives what plain PyTorch gives for one sequence at a
 time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from statistics import fmean
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Weights in shards: loading, gathering, updating and comparing them, on any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -110,9 +108,6 @@ def test_shards_are_flat_slices_and_their_padding_is_never_read(num_ranks):
     assert run_ranks(_describe_shards, num_ranks, num_ranks) == [expected] * num_ranks
 
 
-# Gathering.
-
-
 def _count_gathers(directory):
     """Return what each of two passes gathered, when, the most at once, and what stays gathered."""
     started, waited, most = [], [], 0
@@ -206,8 +201,6 @@ def test_weights_may_be_gathered_between_steps_where_one_rank_has_them(opt_direc
     assert records == expected[:2]
 
 
-# Where the shards are: the same run, bit for bit.
-
 NUM_STEPS = 4
 SMALLEST = FAMILIES["opt"][0].vocab_size
 
@@ -243,9 +236,6 @@ def test_ranks_that_choose_experts_of_their_own_train_alike(family, tmp_path):
     config.num_local_experts = config.num_experts = 64
     config.num_experts_per_tok = 1
     assert_equal_runs(write_model(config, tmp_path, torch.bfloat16), 2)
-
-
-# Loading.
 
 
 def shard(directory, dtype, precision):
@@ -315,8 +305,6 @@ def test_no_rank_holds_more_than_its_share_while_loading(bits, tmp_path):
     for peak, stored, largest in run_ranks(_peak_memory_of_loading, 2, small, large, bits):
         assert stored < peak < 1.2 * stored + 4 * largest
 
-
-# Updating.
 
 STEP = StepRecord(0, 1000, (1, 3), 1e-3, 1e-3, projected_grads=(-0.7,), loss=0.5)
 SKIPPED = StepRecord(1, 1001, (), 1e-3, 1e-3, projected_grads=(), loss=None, applied=False)

@@ -1,8 +1,6 @@
 """Weights that DeepSpeed's AutoTP splits: they have the bits of one rank, and only activations
 travel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokenizers that read texts otherwise than their tokenizer.json, and prompts with a second BOS."""
 
-from __future__ import annotations
-
 import pytest
 from assets import change_json
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors

@@ -1,7 +1,6 @@
 """launch/benchmark.py: each variant is measured, and the reference is MeZO's algorithm."""
 
-from __future__ import annotations
-
+import copy
 import tempfile
 from functools import partial
 
@@ -9,12 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from assets import write_recipe
-from benchmark import (
-    folder_on_every_node,
-    measure,
-    recipe_inputs,
-    write_random_model,
-)
+from benchmark import folder_on_every_node, measure, recipe_inputs, write_random_model
 from commands import assert_one_error, run_forked, run_forked_well
 from mezo_reference import MezoReference
 from ranks import run_ranks
@@ -30,13 +24,13 @@ def test_the_reference_is_mezos_algorithm():
     distributed.init_distributed()
     model = AutoModelForCausalLM.from_config(TINY_OPT).eval().requires_grad_(False)
     (batch,) = make_batch(0, num_micro_batches=1)
-    before = {name: values.clone() for name, values in model.named_parameters()}
+    before = copy.deepcopy(model.state_dict())
     zo = ZoConfig(learning_rate=1e-2, perturbation_scale=1e-3, sparsity=0.0)
     steps = MezoReference(zo, model)
     gradient = steps.step(batch, classification_loss)
     after = {name: values.clone() for name, values in model.named_parameters()}
     generator = torch.Generator().manual_seed(steps._step_seed)
-    noise = {n: torch.empty_like(v).normal_(generator=generator) for n, v in before.items()}
+    noise = {n: torch.empty_like(v).normal_(generator=generator) for n, v in after.items()}
 
     def loss(multiple):
         for name, values in model.named_parameters():

@@ -1,7 +1,5 @@
 """The reward and the tasks of launch/recipes/countdown.py."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """Digests of weights, and the ids and hashes of parameters, which are the same for any sharding."""
 
-from __future__ import annotations
-
 import itertools
 from itertools import pairwise
 

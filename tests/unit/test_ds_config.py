@@ -1,7 +1,5 @@
 """DeepSpeed's JSON: what is completed, what is refused, and the shipped files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,13 +8,12 @@ from assets import REPOSITORY
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.errors import UserError
 
-STAGE_3 = {"stage": 3}
 DS_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 
 
 def write_json(tmp_path, **sections):
     path = tmp_path / "ds.json"
-    text = json.dumps({"zero_optimization": STAGE_3} | sections)
+    text = json.dumps({"zero_optimization": {"stage": 3}} | sections)
     path.write_text(text, encoding="utf-8-sig")  # as Windows programs write it
     return path
 
@@ -44,21 +41,12 @@ def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        (
-            {"zero_optimization": {"stage": 2}},
-            "stage=2 in .* ZeRO stage 3 shards the weights; fix: set zero_optimization.stage to 3",
-        ),
+        ({"zero_optimization": {"stage": 2}}, "stage=2 in .*; fix: set zero_opt.*.stage to 3"),
         ({"tensor_parallel": 2}, "tensor_parallel in .* is not an object; fix: write it like"),
         ({"tensor_parallel": {"autotp_size": "2"}}, 'autotp_size="2" in .* is not an integer'),
-        (
-            {"gradient_accumulation_steps": 2},
-            "gradient_accumulation_steps=2 .* use train.batch_size",
-        ),
+        ({"gradient_accumulation_steps": 2}, "ation_steps=2 .* use train.batch_size"),
         ({"train_batch_size": 8}, "train_batch_size=8 .* contradicts the recipe"),
-        (
-            {"fp16": {"enabled": True}},
-            "fp16.enabled=true .* model.dtype=bf16; fix: set deepspeed=null, or model.dtype=fp16",
-        ),
+        ({"fp16": {"enabled": True}}, "fp16.enabled=true .*; fix: set deepspeed=null, or model"),
         ({"tensorboard": {"enable": True}}, "DeepSpeed refuses .* tensorboard.enable Extra inputs"),
     ],
 )
@@ -100,22 +88,21 @@ def test_a_json_for_the_trainer_is_completed_and_its_optimizer_is_left_out(dtype
     assert "left out, since the recipe's keys decide" in message
 
 
-SPOILING = {
-    "stage3_param_persistence_threshold": 100000,
-    "memory_efficient_linear": True,
-    "allgather_sequential": False,
-    "zero_hpz_partition_size": 2,
-    "zero_quantized_weights": True,
-    "offload_param.device": "nvme",
-}
-
-
-@pytest.mark.parametrize("key", SPOILING)
-def test_a_setting_that_would_spoil_the_weights_is_refused(key, tmp_path):
-    section, _, name = key.rpartition(".")
-    changes = {section: {name: SPOILING[key]}} if section else {key: SPOILING[key]}
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("stage3_param_persistence_threshold", 100000),
+        ("memory_efficient_linear", True),
+        ("allgather_sequential", False),
+        ("zero_hpz_partition_size", 2),
+        ("zero_quantized_weights", True),
+        ("offload_param", {"device": "nvme"}),
+    ],
+)
+def test_a_setting_that_would_spoil_the_weights_is_refused(key, value, tmp_path):
+    path = write_json(tmp_path, zero_optimization={"stage": 3, key: value})
     with pytest.raises(UserError, match=f"fix: remove zero_optimization.{key}"):
-        load_ds_config(write_json(tmp_path, zero_optimization=STAGE_3 | changes), "bf16", 2, 8)
+        load_ds_config(path, "bf16", 2, 8)
 
 
 @pytest.mark.parametrize("text", ["[" * 9000, "[1]", '{"a": 1, "a": 2}'])

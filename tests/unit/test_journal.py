@@ -54,8 +54,7 @@ def write_journal(path, records, header=HEADER):
 
 
 def contents(path):
-    header, records, _ = read_journal(path)
-    return header, records
+    return read_journal(path)[:2]
 
 
 def with_crc(members, previous=0):
@@ -111,8 +110,7 @@ def test_a_journal_cut_at_every_byte_keeps_its_complete_records_and_can_be_compl
     for cut in range(len(data) + 1):
         path.write_bytes(data[:cut])
         if cut < header_end:
-            message = "line 1 .*not a complete header.*last valid step: none"
-            with pytest.raises(JournalError, match=message):
+            with pytest.raises(JournalError, match=r"line 1 .*not a complete header"):
                 read_journal(path)
             continue
         num_complete = data.count(b"\n", header_end, cut)

@@ -1,7 +1,5 @@
 """The formula of a rank's memory against measured peaks and the page of OPT-30b; the dry run."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import replace
@@ -103,16 +101,9 @@ def test_the_formula_is_within_a_fifth_of_the_measured_peak(
     words, options, inputs, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(memory_plan, "MAX_FILE_BYTES", MAX_FILE_BYTES)
-    shape = OPTConfig(
-        vocab_size=20000,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        hidden_size=1024,
-        word_embed_proj_dim=1024,
-        ffn_dim=4096,
-        num_hidden_layers=5,
-    )
-    write_model(shape, tmp_path)
+    shape = {"hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096}
+    shape |= {"num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 20000}
+    write_model(OPTConfig(**shape, max_position_embeddings=128), tmp_path)
     words = [*words, "model.dtype=fp32", f"run_dir={tmp_path / 'run'}", "train.micro_batch_size=4"]
     config = recipe(tmp_path, *words)
     planned = peak(config, 2, inputs, on_gpu=False)
@@ -152,6 +143,9 @@ def test_the_pages_of_opt_30b_have_the_figures_of_the_plan(line):
         assert ModelSizes(config).snapshot == OPT_30B * (4 if "fp32_master" in line else 2)
 
 
+THREE_OF_RANK_1 = ["zo.noise_rank=1", "zo.examples_per_direction=2", "zo.directions=3"]
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "words", "name", "expected"),
     [
@@ -166,12 +160,7 @@ def test_the_pages_of_opt_30b_have_the_figures_of_the_plan(line):
         (4, [], "weights", OPT_30B + 2 * (3 * BLOCK + 50272 * 7168)),
         (1, ["peft.kind=lora"], "copies", 2 * 2 * 2 * 2 * 8 * 7168),
         # Directions of rank 1 are two vectors for each of six matrices, in half of the blocks.
-        (
-            4,
-            ["zo.noise_rank=1", "zo.examples_per_direction=2", "zo.directions=3"],
-            "copies",
-            2 * 2 * 3 * 24 * (4 * 2 + 2 * 5) * 7168,
-        ),
+        (4, THREE_OF_RANK_1, "copies", 2 * 2 * 3 * 24 * (4 * 2 + 2 * 5) * 7168),
     ],
 )
 def test_the_terms_are_sums_by_hand(num_ranks, words, name, expected):
@@ -217,9 +206,8 @@ def test_a_run_that_does_not_split_is_planned_and_then_refused():
     config = load_config("paper-opt-30b", ["model.path=opt-30b"])
     lines = []
     with pytest.raises(UserError, match="equally many for each of 8 ranks"):
-        lines.extend(line for line in dry_run(config, num_gpus=8, gpu_memory=24))
-    lines = dry_run(config, num_gpus=8, gpu_memory=24)
-    names = [next(lines).partition("  ")[0] for _ in range(7)]
+        lines.extend(line.partition("  ")[0] for line in dry_run(config, num_gpus=8, gpu_memory=24))
+    names = lines[:7]
     assert names == ["not checked", "model", "blocks", "disk", "memory", "a GPU", "a way"]
 
 

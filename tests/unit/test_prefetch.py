@@ -1,7 +1,5 @@
 """Batches that a thread lays out ahead are those that are laid out on demand."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Rewards: functions of the package's form and of TRL's, alone and as a weighted sum."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re
@@ -30,10 +28,8 @@ QUESTION = {"role": "user", "content": "Hello"}
 
 # As the documentation of TRL has them.
 def accuracy_reward(completions, solution, **kwargs):
-    return [
-        1.0 if content == right else 0.0
-        for content, right in zip(completions, solution, strict=False)
-    ]
+    pairs = zip(completions, solution, strict=True)
+    return [1.0 if content == right else 0.0 for content, right in pairs]
 
 
 def format_reward_func(completions, **kwargs):

@@ -1,7 +1,5 @@
 """Which examples each split has, and what is said of records that are not used."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace
@@ -16,13 +14,7 @@ from lezo_ds.config import DataConfig
 from lezo_ds.data.described import find_task
 from lezo_ds.data.examples import Example
 from lezo_ds.data.mezo import TASKS
-from lezo_ds.data.splits import (
-    draw_splits,
-    json_text,
-    read_split,
-    sources_of,
-    with_demonstrations,
-)
+from lezo_ds.data.splits import draw_splits, json_text, read_split, sources_of, with_demonstrations
 from lezo_ds.errors import UserError
 
 LABELS = {"prompt": "{text}", "label_field": "topic", "labels": ["bug", "billing", "shipping"]}
@@ -47,11 +39,11 @@ def draw(data, task=None):
     task = task or find_task(data)
     sources = sources_of(task, data)
     stored = {split: list(read_split(task, data, source)) for split, source in sources.items()}
-    columns = [
+    labels, keys = (
         {split: np.array([row[name] for row in rows]) for split, rows in stored.items()}
         for name in ("label", "key")
-    ]
-    drawn = draw_splits(task, data, *columns)
+    )
+    drawn = draw_splits(task, data, labels, keys)
     texts = {}
     for split, rows in drawn.items():
         of_source = stored.get(split, stored["train"])
@@ -67,9 +59,6 @@ def refusal_of(data):
     with pytest.raises(UserError) as error:
         draw(data)
     return str(error.value)
-
-
-# Records that cannot be used.
 
 
 def test_bad_records_are_refused_together_with_their_rows_or_left_out(tmp_path, caplog):
@@ -114,13 +103,9 @@ def test_a_text_that_stands_for_an_image_is_refused(column, tmp_path):
     rows = tickets(4, **{column: ["a.png"]})
     assert sum(sizes_of(draw(data_of(tmp_path, {"train": rows})))) == 4
     rows[1]["text"] = "<image> What?"
-    assert "it has images, and a text with <image>" in refusal_of(
-        data_of(tmp_path, {"train": rows})
-    )
-    turns = [
-        {"role": "user", "content": "<image>"},
-        {"role": "assistant", "content": "A cat."},
-    ]
+    refusal = refusal_of(data_of(tmp_path, {"train": rows}))
+    assert "it has images, and a text with <image>" in refusal
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "A cat."}]
     write_records(tmp_path / "chat.jsonl", [{"turns": turns, column: "a.png"}])
     data = DataConfig(train=str(tmp_path / "chat.jsonl"), messages="turns")
     assert "no images are read" in refusal_of(data)
@@ -151,9 +136,6 @@ def test_a_record_at_which_ones_own_task_fails_is_named(tmp_path, monkeypatch):
     assert "it does not fit the task custom: KeyError: 'txt'" in refusal_of(data)
 
 
-# Splits.
-
-
 def test_splits_are_those_of_mezos_own_code(tmp_path):
     seed = 42
     for split, count in (("train", 2000), ("validation", 1500)):
@@ -171,22 +153,21 @@ def test_splits_are_those_of_mezos_own_code(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_train", "num_validation", "clean", "mezo"),
+    ("name", "protocol", "sizes"),
     [
-        ("cb", 250, 56, (150, 100, 56), (150, 100, 56)),
-        ("wsc", 554, 104, (454, 100, 104), (54, 500, 104)),
+        ("cb", "clean", (150, 100, 56)),
+        ("cb", "mezo", (150, 100, 56)),
+        ("wsc", "clean", (454, 100, 104)),
+        ("wsc", "mezo", (54, 500, 104)),
     ],
 )
-def test_tasks_get_their_published_sizes(
-    name, num_train, num_validation, clean, mezo, tmp_path, caplog
-):
+def test_tasks_get_their_published_sizes(name, protocol, sizes, tmp_path, caplog):
     record = next(golden.record for golden in GOLDEN if golden.task == name)
-    write_records(tmp_path / "train.jsonl", [record] * num_train)
-    write_records(tmp_path / "validation.jsonl", [record] * num_validation)
-    for protocol, sizes in (("clean", clean), ("mezo", mezo)):
-        drawn = draw(DataConfig(task=name, path=str(tmp_path), protocol=protocol))
-        assert sizes_of(drawn) == sizes
-    assert ("MeZO's protocol trains on 54" in caplog.text) == (name == "wsc")
+    write_records(tmp_path / "train.jsonl", [record] * {"cb": 250, "wsc": 554}[name])
+    write_records(tmp_path / "validation.jsonl", [record] * sizes[2])
+    drawn = draw(DataConfig(task=name, path=str(tmp_path), protocol=protocol))
+    assert sizes_of(drawn) == sizes
+    assert ("MeZO's protocol trains on 54" in caplog.text) == (sizes[0] == 54)
 
 
 def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
@@ -199,13 +180,9 @@ def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
     assert small["test"] == drawn["test"]
     with pytest.raises(UserError, match="too few for 90 to train on, 20 for dev"):
         draw(data.model_copy(update={"num_train": 90}))
-
-
-def test_all_records_of_ones_own_file_are_used_for_a_task_of_the_papers(tmp_path):
-    rows = [{"sentence": f"review {n}", "label": n % 2} for n in range(20)]
-    write_records(tmp_path / "t.jsonl", rows)
-    data = DataConfig(task="sst2", train=str(tmp_path / "t.jsonl"))
-    assert sizes_of(draw(data)) == (12, 4, 4)
+    # Of a task of the papers, too, all records of one's own file are used.
+    write_records(tmp_path / "t.jsonl", [{"sentence": f"{n}", "label": n % 2} for n in range(20)])
+    assert sizes_of(draw(DataConfig(task="sst2", train=str(tmp_path / "t.jsonl")))) == (12, 4, 4)
 
 
 def test_splits_have_the_labels_in_their_shares_whatever_the_seed(tmp_path):
@@ -260,9 +237,6 @@ def test_data_path_is_a_folder_with_one_file_of_each_split(tmp_path):
         draw(DataConfig(**keys))
 
 
-# Demonstrations.
-
-
 def mezo_draws(num_questions, num_records, count):
     """The rows that MeZO's sample_train_sets draws without a seed for each question."""
     np.random.seed(0)
@@ -277,31 +251,30 @@ def solved(rows):
     return "".join(f"{row} It was\n\n" for row in rows)
 
 
+def asked_of(data, examples, pool, demonstrations=()):
+    return with_demonstrations(data, examples, pool, [*demonstrations], lambda example: example)
+
+
 POOL = [Example(f" {row} It", (" was",), 0, row) for row in range(60)]
-
-
-def same(example):
-    return example
 
 
 def test_the_demonstrations_of_each_question_are_those_of_mezos_code_without_its_own_answer():
     data = DataConfig(protocol="mezo", num_demonstrations=4)
     others = [replace(example) for example in POOL]
-    asked = with_demonstrations(data, others, POOL, [], same)
+    asked = asked_of(data, others, POOL)
     expected = [solved(rows) for rows in mezo_draws(60, 60, 4)]
     assert [example.demonstrations for example in asked] == expected
-    asked = with_demonstrations(data, POOL[:5] * 4, POOL[:5], [], same)
-    for question in asked:
+    for question in asked_of(data, POOL[:5] * 4, POOL[:5]):
         assert question.demonstrations.count("\n\n") == 4
         assert solved([question.index]) not in question.demonstrations
 
 
 def test_the_clean_protocol_shows_all_questions_the_first_training_examples():
     data = DataConfig(num_demonstrations=2)
-    asked = with_demonstrations(data, POOL[:3], POOL, POOL[7:9], same)
+    asked = asked_of(data, POOL[:3], POOL, POOL[7:9])
     assert {example.demonstrations for example in asked} == {solved([7, 8])}
     with pytest.raises(UserError, match="num_demonstrations=2 is more than the 1 examples"):
-        with_demonstrations(data, POOL[:3], POOL, POOL[7:8], same)
+        asked_of(data, POOL[:3], POOL, POOL[7:8])
 
 
 def test_a_task_without_a_data_set_on_the_hub_needs_files():
