@@ -1,5 +1,4 @@
-"""LoRA and prefix tuning: where they start, what they compute, and that other libraries open
-what is saved.
+"""LoRA and prefix tuning: where they start, what they compute, and what peft makes of them.
 
 tests/runs/test_matrix.py trains, resumes, replays and exports them.
 """
@@ -57,6 +56,8 @@ def test_what_is_no_file_of_weights_is_refused_and_not_waited_for(make, tmp_path
 
 
 def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
+    assert initial_ids(0, 5, 50272) == [31280, 569, 31140, 33440, 12490]  # of a prefix
+    assert initial_ids(1, 5, 50272)[:3] != initial_ids(0, 3, 50272) == [31280, 569, 31140]
     places = torch.arange(40_000)
     values = uniform(adapter_key(3), 7, places)
     assert values.min() >= -1 and values.max() < 1
@@ -70,9 +71,8 @@ def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
 
 def _lora(directory, family, dtype, num_ranks, root):
     """Return weights and logits before 3 steps, logits after them, and a snapshot's directory."""
-    engine = start_engine(
-        directory, peft_config("lora", family), dtype, num_ranks, learning_rate=1.0
-    )
+    peft = peft_config("lora", family)
+    engine = start_engine(directory, peft, dtype, num_ranks, learning_rate=1.0)
     first, logits = full_weights(engine), engine.forward(whole_batch())
     train(engine, 3)
     return first, logits, engine.forward(whole_batch()), engine.save_checkpoint(root)
@@ -84,9 +84,8 @@ def _lora(directory, family, dtype, num_ranks, root):
 )
 def test_lora_starts_at_the_model_and_is_opened_by_peft(family, dtype, num_ranks, tmp_path):
     directory = write_family(family, tmp_path)
-    *_, (first, first_logits, logits, snapshot) = run_ranks(
-        _lora, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved"
-    )
+    settings = (directory, family, dtype, num_ranks, tmp_path / "saved")
+    *_, (first, first_logits, logits, snapshot) = run_ranks(_lora, num_ranks, *settings)
     bound = 16**-0.5  # kaiming_uniform_(a=sqrt(5)), as peft starts A
     for name, value in first.items():
         if name.endswith(".lora_A.weight"):
@@ -96,9 +95,8 @@ def test_lora_starts_at_the_model_and_is_opened_by_peft(family, dtype, num_ranks
     batch = whole_batch().inputs
     with torch.no_grad():
         torch.testing.assert_close(first_logits, load(directory, dtype)(**batch).logits)
-        opened = PeftModel.from_pretrained(
-            load(directory, dtype), snapshot, autocast_adapter_dtype=False
-        )
+        base = load(directory, dtype)
+        opened = PeftModel.from_pretrained(base, snapshot, autocast_adapter_dtype=False)
         assert opened.peft_config["default"].base_model_name_or_path == str(directory)
         torch.testing.assert_close(opened.eval()(**batch).logits, logits)
     assert float((logits - first_logits).abs().max()) > 0.01
@@ -106,14 +104,14 @@ def test_lora_starts_at_the_model_and_is_opened_by_peft(family, dtype, num_ranks
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
 def test_all_linear_adapts_the_modules_that_peft_does(family):
-    adapted = []
     ours, theirs = tiny_model(family), tiny_model(family)
     make_adapter(PeftConfig(kind="lora", lora_targets="all-linear")).attach(ours, find_blocks(ours))
     get_peft_model(theirs, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    for model in (ours, theirs):
-        names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-        adapted.append(names)
-    assert adapted[0] == adapted[1] != []
+    adapted, by_peft = (
+        [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+        for model in (ours, theirs)
+    )
+    assert adapted == by_peft != []
 
 
 def _start(directory, peft):
@@ -127,9 +125,8 @@ def _start(directory, peft):
 @pytest.mark.distributed
 def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
     directory = write_family("llama", tmp_path)
-    model = load(directory)
     lora = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"])
-    theirs = get_peft_model(model, lora).eval()
+    theirs = get_peft_model(load(directory), lora).eval()
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
@@ -154,18 +151,14 @@ def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
 
 def test_factors_of_an_adapter_that_the_model_lacks_are_named(tmp_path, caplog):
     """As those of the vision tower of a model that is trained on text."""
-    directory = write_family("llama", tmp_path)
-    start = tmp_path / "start"
-    lora = LoraConfig(r=3, target_modules=["q_proj"])
-    get_peft_model(load(directory), lora).save_pretrained(start)
-    file = start / "adapter_model.safetensors"
+    _saved_by_peft(tmp_path / "start", target_modules=["q_proj"])
+    file = tmp_path / "start" / "adapter_model.safetensors"
     tensors = load_file(file)
     name = "base_model.model.vision_tower.q_proj.lora_A.weight"
     save_file({**tensors, name: torch.ones(3, 4)}, file)
-    peft = PeftConfig(
-        kind="lora", path=str(start), lora_rank=3, lora_alpha=8.0, lora_targets="q_proj"
-    )
-    start_engine(directory, peft)
+    settings = {"lora_rank": 3, "lora_alpha": 8.0, "lora_targets": "q_proj"}
+    peft = PeftConfig(kind="lora", path=str(tmp_path / "start"), **settings)
+    start_engine(write_family("llama", tmp_path), peft)
     expected = f"1 of {len(tensors) + 1} tensors are left out, such as {name}: no text"
     assert expected in caplog.text
 
@@ -178,10 +171,13 @@ def _saved_by_peft(root, **changes):
     return read_adapter(root)["peft"], theirs
 
 
-def test_the_targets_of_a_pattern_are_the_modules_that_peft_adapted(tmp_path):
+def test_targets_are_the_modules_that_peft_adapted_and_settings_without_effect_are_read(tmp_path):
     found, theirs = _saved_by_peft(tmp_path, target_modules=r".*\.(self_attn\.[qv]|mlp\.up)_proj")
     adapted = {name.split(".")[-4] for name in theirs.state_dict() if ".lora_A." in name}
     assert set(found["lora_targets"].split(",")) == adapted == {"q_proj", "v_proj", "up_proj"}
+    plain, _ = _saved_by_peft(tmp_path)
+    for setting in ({"init_lora_weights": "gaussian"}, {"modules_to_save": []}):
+        assert _saved_by_peft(tmp_path, **setting)[0] == plain
 
 
 @pytest.mark.parametrize(
@@ -199,12 +195,6 @@ def test_the_targets_of_a_pattern_are_the_modules_that_peft_adapted(tmp_path):
 def test_what_peft_would_not_read_as_plain_lora_is_refused(changes, named, tmp_path):
     with pytest.raises(UserError, match=rf"{named}.* is not a plain LoRA adapter; fix: merge it"):
         _saved_by_peft(tmp_path, **changes)
-
-
-def test_settings_of_peft_that_change_no_product_are_read(tmp_path):
-    plain, _ = _saved_by_peft(tmp_path)
-    for setting in ({"init_lora_weights": "gaussian"}, {"modules_to_save": []}):
-        assert _saved_by_peft(tmp_path, **setting)[0] == plain
 
 
 def _merge(directory, peft, root):
@@ -237,8 +227,9 @@ def test_a_merged_adapter_of_a_tied_head_is_that_of_the_head_alone(config, targe
     peft = PeftConfig(kind="lora", lora_rank=2, lora_targets=targets)
     (logits,) = run_ranks(_merge, 1, directory, peft, tmp_path)
     adapted = PeftModel.from_pretrained(load(directory), tmp_path / "adapter").eval()
-    opened = tmp_path / "merged"
-    merged, info = AutoModelForCausalLM.from_pretrained(opened, output_loading_info=True)
+    merged, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
     assert not any(info.values())
     embedding = load(directory).get_input_embeddings().weight
     adapts_head = "lm_head" in targets or "decoder" in targets
@@ -273,16 +264,10 @@ def test_targets_that_cannot_be_adapted_are_refused_in_one_line(family, targets,
         adapter.attach(model, find_blocks(model))
 
 
-def test_the_first_tokens_follow_from_the_seed_alone():
-    assert initial_ids(0, 5, 50272) == [31280, 569, 31140, 33440, 12490]
-    assert initial_ids(1, 5, 50272)[:3] != initial_ids(0, 3, 50272) == [31280, 569, 31140]
-
-
 def _prefix(directory, family, dtype, num_ranks, root):
     """Return the first values, and after 3 steps the values, logits, new tokens and a snapshot."""
-    engine = start_engine(
-        directory, peft_config("prefix", family), dtype, num_ranks, learning_rate=3.0
-    )
+    peft = peft_config("prefix", family)
+    engine = start_engine(directory, peft, dtype, num_ranks, learning_rate=3.0)
 
     def values():
         """Return the keys and values of each block."""
@@ -300,29 +285,24 @@ def _prefix(directory, family, dtype, num_ranks, root):
 
 
 def logits_by_hand(model, prefix, ids):
-    """Return the logits of right-padded text behind a prefix in the cache, the text's positions
-    from 0."""
+    """Return the logits of text behind a prefix in the cache, its positions from 0."""
     rows, tokens = ids.shape
     cache = DynamicCache(config=model.config)
     for block, (key, value) in enumerate(prefix):
         cache.update(key.expand(rows, -1, -1, -1), value.expand(rows, -1, -1, -1), block)
+    inputs = {cache_name(model): cache, "position_ids": torch.arange(tokens).expand(rows, -1)}
+    mask = torch.ones(rows, PREFIX_LENGTH + tokens, dtype=torch.int64)
     with torch.no_grad():
-        return model(
-            ids,
-            **{cache_name(model): cache},
-            attention_mask=torch.ones(rows, PREFIX_LENGTH + tokens, dtype=torch.int64),
-            position_ids=torch.arange(tokens).expand(rows, -1),
-        ).logits
+        return model(ids, attention_mask=mask, **inputs).logits
 
 
 def continue_by_hand(model, prefix, prompt):
     """Write greedily, the whole text anew for each token."""
-    ids = list(prompt)
-    while len(ids) - len(prompt) < SETTINGS.max_new_tokens and (
-        len(ids) == len(prompt) or ids[-1] != 2
-    ):
-        ids.append(int(logits_by_hand(model, prefix, torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(prompt) :]
+    new = []
+    while len(new) < SETTINGS.max_new_tokens and 2 not in new:
+        ids = torch.tensor([[*prompt, *new]])
+        new.append(int(logits_by_hand(model, prefix, ids)[0, -1].argmax()))
+    return new
 
 
 @pytest.mark.distributed
@@ -333,10 +313,8 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
     if family == "mistral":
         config = MistralConfig(**(config.to_dict() | {"sliding_window": None}))
     directory = write_model(config, tmp_path / family)
-    *_, result = run_ranks(
-        _prefix, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved"
-    )
-    first, prefix, logits, tokens, snapshot = result
+    settings = (directory, family, dtype, num_ranks, tmp_path / "saved")
+    *_, (first, prefix, logits, tokens, snapshot) = run_ranks(_prefix, num_ranks, *settings)
     model, batch = load(directory, dtype), whole_batch().inputs
     with torch.no_grad():
         cache = model(torch.tensor([initial_ids(SEED, PREFIX_LENGTH, VOCABULARY)]), use_cache=True)

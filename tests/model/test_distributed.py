@@ -29,7 +29,6 @@ from lezo_ds.distributed.start import (
 )
 from lezo_ds.errors import UserError
 
-CPU = torch.device("cpu")
 QUICK = Path(__file__).parents[1] / "helpers" / "quick_heartbeat_train.py"
 
 # Meeting.
@@ -57,9 +56,7 @@ def test_a_listener_has_its_address_and_one_of_another_machine_is_left_to_torch(
     port = free_port()
     with socket.socket(fileno=listen_at("127.0.0.1", port)) as listener:
         assert is_loopback(listener.getsockname()[0])
-        with pytest.raises(
-            UserError, match=rf"cannot listen on 127\.0\.0\.1, port {port}.*master_port"
-        ):
+        with pytest.raises(UserError, match=rf"cannot listen on .*, port {port}.*master_port"):
             listen_at("127.0.0.1", port)
     assert listen_at("192.0.2.77", free_port()) is None
     with pytest.raises(UserError, match=r"rank 0 cannot listen on no\.such\.host\.invalid"):
@@ -122,8 +119,8 @@ def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, f
     task |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": nodes}
     own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}
     ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    found = {"MASTER_ADDR": first, "MASTER_PORT": "10112"}
-    assert slurm_rank_variables(task) == ranks | found
+    meeting = {"MASTER_ADDR": first, "MASTER_PORT": "10112"}
+    assert slurm_rank_variables(task) == ranks | meeting
     assert slurm_rank_variables(task | own) == ranks | own
 
 
@@ -175,13 +172,13 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
     fix_arithmetic()
     assert not matmul.allow_tf32
     assert not matmul.allow_bf16_reduced_precision_reduction
-    processor, *others = describe_arithmetic(CPU).values()
+    processor, *others = describe_arithmetic(torch.device("cpu")).values()
     assert processor.endswith(f", {torch.backends.cpu.get_cpu_capability()}")
     assert others == ["off", "off", "not set"]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     fix_arithmetic()
-    assert list(describe_arithmetic(CPU).values())[1:] == ["on", "off", ":16:8"]
+    assert list(describe_arithmetic(torch.device("cpu")).values())[1:] == ["on", "off", ":16:8"]
 
 
 def _be_slow(seconds):
@@ -227,10 +224,7 @@ def test_a_rank_that_never_joins_ends_the_start_long_before_the_timeout_of_a_mes
     arguments = ["--config", recipe, f"run_dir={tmp_path / 'run'}"]
     kill = {"grace": 60, "meanwhile": lambda ranks: ranks[victim].kill(), "LIMIT_SECONDS": "3"}
     lost = run_forked(arguments, QUICK, num_ranks=2, **kill)
-    (what,) = re.findall(
-        r"error: another rank has ended, .*?: (.*); last good step: none, the", lost.err
-    )
-    assert what == f"rank {victim} has shown no sign of life for 3 s"
+    assert re.search(f"error: another rank .*: rank {victim} has shown no sign of life", lost.err)
     assert f"waiting for rank {victim} to join at 127.0.0.1, port " in lost.err
 
 
@@ -259,6 +253,4 @@ def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ra
     told = {"COMMAND": "evaluate", "LIMIT_SECONDS": "60", "MASTER_PORT": str(port)}
     lost = run_forked(arguments, QUICK, num_ranks, kill_a_joined_rank, grace=30, **told)
     assert ends == [6] and "Traceback" not in lost.err
-    assert re.search(
-        "error: another rank has ended, .*; the command has not finished; fix: ", lost.err
-    )
+    assert re.search("error: another rank has ended, .*; the command has not finish", lost.err)

@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from test_perturbed_forward import (
     CPU,
-    DIRECTIONS,
-    MINUS,
-    PLUS,
     blocks_of,
     in_blocks,
     perturbation,
     record_rows,
     reference,
+    wrapped,
 )
 from tiny_models import VOCABULARY, greedy, random_model, tiny_model, tunable
 from tiny_runs import TINY_OPT, start_engine, write_model
@@ -39,7 +37,6 @@ from lezo_ds.data.generation import (
 )
 from lezo_ds.forward.answer_cache import RoomyLayer
 from lezo_ds.forward.batch import GenerationSettings
-from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.noise import kernels_of
 
 PAD = 1
@@ -64,8 +61,7 @@ def writer(family):
     Most random models write the same to every prompt.
     """
     for seed in range(20):
-        model = tiny_model(family, seed=seed)
-        free = [plain(model, prompt) for prompt in prompts_of()]
+        free = [plain(tiny_model(family, seed=seed), prompt) for prompt in prompts_of()]
         for stop_id in {token for ids in free for token in ids}:
             if len({(*ids, stop_id).index(stop_id) for ids in free}) >= 3:
                 return seed, stop_id
@@ -122,33 +118,25 @@ def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
     assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "shares_start", "num_common"),
-    [
-        ("opt", False, 3),
-        ("llama", True, 0),
-        ("llama", True, 3),
-        ("mistral", False, 3),
-        ("gemma2", True, 3),
-    ],
-)
+CASES = [("opt", False, 3), ("llama", True, 0), ("llama", True, 3), ("mistral", False, 3)]
+
+
+@pytest.mark.parametrize(("family", "shares_start", "num_common"), [*CASES, ("gemma2", True, 3)])
 def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     family, shares_start, num_common, monkeypatch
 ):
     (model, settings), common = start(family), (7, 8, 9)[:num_common]
     prompts = [common + prompt for prompt in prompts_of()]
     trainable, dropped = tunable(model, in_blocks(model)) if shares_start else tunable(model), (0,)
-    signs = (PLUS, MINUS, (2,))
+    signs = ((1,), (-1,), (2,))
     sides = [reference(model, trainable, perturbation(sign, dropped, SCALE)) for sign in signs]
     expected = [[plain(side, prompt, settings.stop_ids) for prompt in prompts] for side in sides]
     assert expected[0] != expected[1] != expected[2]
-    blocks, num_rows, made = blocks_of(model), [], Counter()
-    perturbed = PerturbedForward(
-        model, trainable, blocks, directions=DIRECTIONS, shares_start=shares_start
-    )
+    num_rows, made = [], Counter()
+    perturbed = wrapped(model, trainable, shares_start=shares_start)
     batch, kernels = prompt_batch(prompts, settings, num_common), kernels_of(CPU)
     perturb = kernels.perturb
-    record_rows(blocks[0], num_rows)
+    record_rows(blocks_of(model)[0], num_rows)
 
     def counted(entries, weights, key, scale, *args):
         made.update((w.elements.parameter_id, key, scale) for w in weights if w.rows is None)
@@ -203,12 +191,8 @@ def test_a_drawn_answer_depends_on_its_prompt_and_key_only():
 
 
 def test_drawn_tokens_have_the_models_probabilities():
-    model, settings, prompt, count = (
-        tiny_model("llama"),
-        GenerationSettings(1, (), PAD),
-        prompts_of()[1],
-        2000,
-    )
+    model, prompt, count = tiny_model("llama"), prompts_of()[1], 2000
+    settings = GenerationSettings(1, (), PAD)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
     expected = count * (logits / 0.5).softmax(dim=0)
@@ -245,10 +229,8 @@ BYTES = read_by(WORDS_AND_BYTES, decoders.Sequence([decoders.ByteFallback(), dec
 """A tokenizer with tokens of words, letters and single bytes, as LLaMA's."""
 
 
-@given(
-    ids=st.lists(st.integers(4, 14), max_size=40), stop=st.sampled_from(["ba", "\u00e9", "b ab"])
-)
-@example(ids=[9, 9, 10, 4], stop="\u00e9")  # bytes that are a character without the one before
+@given(st.lists(st.integers(4, 14), max_size=40), st.sampled_from(["ba", "\u00e9", "b ab"]))
+@example([9, 9, 10, 4], "\u00e9")  # bytes that are a character without the one before
 def test_a_stop_of_several_tokens_is_found_at_the_token_that_completes_it(ids, stop):
     has_ended = settings_of(BYTES, 40, stop).has_ended
     expected = [stop in BYTES.decode(ids[:length]) for length in range(len(ids) + 1)]

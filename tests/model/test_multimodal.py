@@ -34,9 +34,8 @@ def test_what_is_trained_is_what_has_a_gradient_after_a_text(family, published):
     layout = find_blocks(built)
     assert layout.num_blocks == NUM_LAYERS
     assert all(p.requires_grad for p in built.get_submodule(layout.path).parameters())
-    assert gather_sizes(built, layout).largest < sum(
-        model.get_parameter(n).numel() for n in reached
-    )
+    num_reached = sum(model.get_parameter(name).numel() for name in reached)
+    assert gather_sizes(built, layout).largest < num_reached
 
 
 def _train(directory, root):
@@ -52,9 +51,8 @@ def _train(directory, root):
 def test_training_on_text_leaves_the_rest_alone_and_its_snapshot_lacks_nothing(
     family, published, tmp_path
 ):
-    ((before, after, snapshot),) = run_ranks(
-        _train, 1, published[family].directory, tmp_path / "saved"
-    )
+    settings = published[family].directory, tmp_path / "saved"
+    ((before, after, snapshot),) = run_ranks(_train, 1, *settings)
     model = published[family].opened_whole(snapshot)
     of_text = {
         f"{name}.{own}" if name else own

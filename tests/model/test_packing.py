@@ -49,8 +49,7 @@ def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
     examples = examples_of(1)
     others = examples_of(1, seed=1)
     mixed = [
-        own if index % 2 else other
-        for index, (own, other) in enumerate(zip(examples, others, strict=True))
+        (other, own)[n % 2] for n, (own, other) in enumerate(zip(examples, others, strict=True))
     ]
     batches = [pack(teacher_forcing_batch(these, PAD)) for these in (examples, mixed)]
     assert torch.equal(batches[0].inputs["attention_mask"], batches[1].inputs["attention_mask"])
