@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 from pathlib import Path
 
@@ -103,10 +104,8 @@ def target(values, parameter_id, start=0, low=None):
 
 def weight(theta, parameter_id, out_dtype=None, rows=None, region=None):
     """A parameter to perturb, whose copies have its own dtype by default."""
-    region = region or Region.run(0, theta.numel())
-    return Weight(
-        theta, Elements(parameter_id, theta.shape, region), out_dtype or theta.dtype, rows
-    )
+    elements = Elements(parameter_id, theta.shape, region or Region.run(0, theta.numel()))
+    return Weight(theta, elements, out_dtype or theta.dtype, rows)
 
 
 def at(*scales):
@@ -133,8 +132,7 @@ def result(backend_of, case, device="cpu"):
 
 def perturbed(noise, dtype, out_dtype, device):
     thetas = [
-        values_of_every_size(torch.Size(shape).numel()).to(dtype).view(shape).to(device)
-        for shape in SHAPES
+        values_of_every_size(math.prod(shape)).to(dtype).view(shape).to(device) for shape in SHAPES
     ]
     # Vectors have copies in fp32, as in models.
     weights = [

@@ -71,9 +71,8 @@ def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
 def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instruction_set):
     if instruction_set == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX2")
-    monkeypatch.setattr(
-        cpu, "FLAGS", [flag.replace("native", instruction_set) for flag in cpu.FLAGS]
-    )
+    flags = [flag.replace("native", instruction_set) for flag in cpu.FLAGS]
+    monkeypatch.setattr(cpu, "FLAGS", flags)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, case in CASES.items():
         assert digest(result(DenseDirections, case)) == GOLDEN["results"][name]

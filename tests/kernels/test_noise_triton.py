@@ -85,16 +85,12 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
         pytest.skip("no GPU")
     if words == "all radii":
         # Of a word, 23 bits decide about the radius. An angle of 0 gives the radius itself, and 0.
-        radii = (
-            torch.arange(0, 1 << 23, 32 if IS_INTERPRETED else 1) << 9
-        )  # the interpreter is slow
+        radii = torch.arange(0, 1 << 23, 32 if IS_INTERPRETED else 1) << 9  # which is slow
         first, second = (radii | (radii * 0x9E3779B9 >> 20) % 512).view(2, -1)
         chosen = torch.stack([first, torch.zeros_like(first), second, torch.zeros_like(first)])
     else:
         bounds = torch.arange(8)[:, None] * (1 << 29) + torch.arange(-2, 3)
-        angles = torch.cat(
-            [bounds.flatten() % (1 << 32), torch.arange(1 << 16) * 0x9E3779B1 % (1 << 32)]
-        )
+        angles = torch.cat([bounds.flatten(), torch.arange(1 << 16) * 0x9E3779B1]) % (1 << 32)
         radii = angles * 0x85EBCA6B % (1 << 32)
         chosen = torch.stack([radii, angles, radii.flip(0), angles.flip(0)])
     device = "cpu" if IS_INTERPRETED else "cuda"
@@ -185,9 +181,8 @@ def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
     num_elements = gpu.BLOCKS_OF_TILE[distribution] * PER_BLOCK[distribution] // 128
     has_low_bits = storage == "fp16" and operation == "fp32_master"  # read and written
     num_normals = num_elements if distribution == "normal" else 0
-    assert_rounds_every_operation(
-        compiled["ptx"], num_normals, 2 * num_elements if has_low_bits else 0
-    )
+    num_fused = 2 * num_elements if has_low_bits else 0
+    assert_rounds_every_operation(compiled["ptx"], num_normals, num_fused)
     if operation in ("perturb", "rectangle"):
         assert ".global.v2." in compiled["ptx"] or ".global.v4." in compiled["ptx"]
         assert ".global.b16" not in compiled["ptx"]
@@ -234,15 +229,14 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
     noise = DenseDirections(DenseLaw(), kernels_of=lambda _: kernels_on_cpu)
     for num_others in (0, 1, 2):
         weights = alike + others[:num_others]
+        targets = [target(each.theta.view(-1), each.elements.parameter_id) for each in weights]
         for _ in range(2):
             noise.perturb(weights, at(0.1, -0.1))
-            targets = [target(each.theta.view(-1), each.elements.parameter_id) for each in weights]
             noise.update(targets, [Update(5, 0.1)], "stochastic")
         first, second = launched[: len(launched) // 2], launched[len(launched) // 2 :]
         assert len(first) == 2 * (1 + num_others)
-        assert all(
-            constants is again for constants, again in zip(first, second, strict=True)
-        )  # reused
+        # Kernels are used again.
+        assert all(before is after for before, after in zip(first, second, strict=True))
         launched.clear()
 
 

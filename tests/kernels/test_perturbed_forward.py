@@ -33,8 +33,7 @@ SELECTION = LogitSelection(
 
 
 def record_rows(block, rows):
-    """Append, whenever a block runs, the number of sequences that its first module with weights
-    gets."""
+    """Append how many sequences the first module with weights gets, whenever a block runs."""
     first = next(module for module in block.modules() if hasattr(module, "weight"))
     first.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
 
@@ -45,9 +44,8 @@ def blocks_of(model):
 
 def in_blocks(model):
     layout = find_blocks(model)
-    return {
-        name for name, _ in model.named_parameters() if layout.block_of(name) < layout.num_blocks
-    }
+    names = [name for name, _ in model.named_parameters()]
+    return {name for name in names if layout.block_of(name) < layout.num_blocks}
 
 
 def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
@@ -56,11 +54,9 @@ def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
 
 
 def reference(model, trainable, change, dtype=torch.float32):
-    """A copy whose active parameters hold theta + mu z, in `dtype`; independent of the code
-    under test.
+    """A copy whose active parameters hold theta + mu z, in `dtype`, without the code under test.
 
-    They are rounded to the model's own dtype first, but for those of norms, which are used in
-    float32.
+    But for those of norms, which are used in float32, they are rounded to the model's dtype first.
     """
     # A copy of a wrapped model would run the original's modules.
     assert not any("forward" in vars(module) for module in model.modules())
@@ -108,11 +104,9 @@ def expected_logits(model, trainable, batch, change):
 
 def assert_equal_to_rounding(actual, expected):
     """Equal but for the order of sums in float32."""
-    assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(
-            mine, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max().clamp(min=1))
-        )
+        near = 1e-6 * float(theirs.abs().max().clamp(min=1))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=near)
 
 
 def bits(model):
@@ -130,13 +124,10 @@ def wrapped(model, trainable, **options):
 
 
 def both_ways(model, trainable, batch, dropped):
-    """(both probes in one pass, each in a pass of its own): the logits at theta + mu z and theta
-    - mu z."""
+    """Return the logits at theta + mu z and theta - mu z, by one pass and by a pass for each."""
     perturbed = wrapped(model, trainable)
     singles = [run(perturbed, model, batch, perturbation(sign, dropped)) for sign in (PLUS, MINUS)]
-    return run(perturbed, model, batch, perturbation(BOTH, dropped)), [
-        single for (single,) in singles
-    ]
+    return run(perturbed, model, batch, perturbation(BOTH, dropped)), [plus for (plus,) in singles]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "opt with LoRA"])
@@ -179,13 +170,14 @@ def test_a_block_is_perturbed_by_one_call_a_pair_in_memory_that_stays():
     assert all(addresses == kernels.addresses[0] for addresses in kernels.addresses)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        *((family, torch.bfloat16) for family in FAMILIES if family not in MIXTURES),
-        ("opt", torch.float16),
-    ],
-)
+def distance(some, others):
+    return (some.float() - others.float()).pow(2).mean().sqrt()
+
+
+IN_16_BITS = [(family, torch.bfloat16) for family in FAMILIES if family not in MIXTURES]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*IN_16_BITS, ("opt", torch.float16)])
 def test_in_16_bits_errors_are_those_of_a_plain_16_bit_forward(family, dtype):
     model, batch = tiny_model(family, dtype), token_batch()
     trainable, before = tunable(model), bits(model)
@@ -194,13 +186,11 @@ def test_in_16_bits_errors_are_those_of_a_plain_16_bit_forward(family, dtype):
     ways = both_ways(model, trainable, batch, (1,))
     for side, exact_model in enumerate(exact):
         expected = plain_logits(exact_model, batch)
-        rounding = (
-            (plain_logits(exact_model.to(dtype), batch).float() - expected).pow(2).mean().sqrt()
-        )
-        assert (expected - plain).pow(2).mean().sqrt() > 5 * rounding
+        rounding = distance(plain_logits(exact_model.to(dtype), batch), expected)
+        assert distance(expected, plain) > 5 * rounding
         for logits in ways:
             assert logits[side].dtype == dtype
-            assert (logits[side].float() - expected).pow(2).mean().sqrt() < 1.5 * rounding
+            assert distance(logits[side], expected) < 1.5 * rounding
     assert_same_weights(model, before)
 
 
@@ -272,9 +262,8 @@ def test_a_16_bit_norm_is_computed_with_float32_vectors_that_keep_the_perturbati
     vectors = {"weight": torch.ones(16), "bias": torch.zeros(16)}
     trainable = []
     for parameter_id, name in enumerate(only):
-        parameter = getattr(norm, name)
-        elements = Elements.all_of(parameter_id, parameter.shape)
-        trainable.append(TrainedParameter(name, parameter, 99, elements))
+        elements = Elements.all_of(parameter_id, (16,))
+        trainable.append(TrainedParameter(name, getattr(norm, name), 99, elements))
         vectors[name] += 1e-3 * draw("normal", SEED, parameter_id, 0, 16)
     model, batch = nn.Sequential(norm), MicroBatch({"input": HIDDEN}, len(HIDDEN))
     perturbed = PerturbedForward(model, trainable, directions=DIRECTIONS)

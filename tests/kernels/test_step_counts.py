@@ -42,9 +42,8 @@ class Operators(TorchDispatchMode):
 def count_step(directory, num_ranks, dtype, sparsity, partition_size):
     """Return the counts of a step of two micro-batches."""
     distributed.init_distributed()
-    engine = start_engine(
-        directory, dtype, num_ranks, sparsity=sparsity, partition_size=partition_size
-    )
+    settings = {"sparsity": sparsity, "partition_size": partition_size}
+    engine = start_engine(directory, dtype, num_ranks, **settings)
     train(engine, WARM_UP_STEPS, num_micro_batches=2)
     batch, counts = make_batch(WARM_UP_STEPS, 2), Counter()
 
@@ -79,9 +78,8 @@ def test_a_step_asks_no_more_of_the_host(
     num_ranks, dtype, sparsity, partition_size, calls, operators, tmp_path
 ):
     write_model(TINY_OPT, tmp_path)
-    for counts in run_ranks(
-        count_step, num_ranks, tmp_path, num_ranks, dtype, sparsity, partition_size
-    ):
+    settings = tmp_path, num_ranks, dtype, sparsity, partition_size
+    for counts in run_ranks(count_step, num_ranks, *settings):
         found = counts.pop("Python calls"), counts.pop("operators")
         assert calls / 2 < found[0] <= calls and operators / 2 < found[1] <= operators, found
         # 4 blocks, 2 embeddings and the last norm are gathered one ahead of their use.

@@ -18,15 +18,8 @@ from lezo_ds.sharding.quantized_shards import QuantizedShard
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 128  # two groups, one for each rank of two
 NUM_BLOCKS = 3
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": NUM_BLOCKS,
-    "num_attention_heads": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-}
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": NUM_BLOCKS}
+SHAPE |= {"num_attention_heads": 4, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 OPT = OPTConfig(**SHAPE, word_embed_proj_dim=WIDTH, ffn_dim=2 * WIDTH, max_position_embeddings=62)
 LLAMA = LlamaConfig(**SHAPE, intermediate_size=2 * WIDTH, num_key_value_heads=2)
 GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_head=4)
@@ -36,10 +29,10 @@ GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_hea
 def models(tmp_path_factory):
     """Tiny models whose rows are whole groups, also on two ranks that split them."""
     root = tmp_path_factory.mktemp("models")
+    configs = {"opt": OPT, "llama": LLAMA, "gpt2": GPT2}
     return {
-        "opt": write_model(OPT, root / "opt"),
-        "llama": write_model(LLAMA, root / "llama", torch.bfloat16),
-        "gpt2": write_model(GPT2, root / "gpt2"),
+        name: write_model(config, root / name, DTYPES["bf16" if name == "llama" else "fp32"])
+        for name, config in configs.items()
     }
 
 
@@ -155,24 +148,19 @@ def test_a_run_computes_with_the_dequantized_weights_and_is_the_same_on_any_numb
     itemsize = DTYPES[dtype].itemsize
     num_elements = sum(weights[name].numel() for name in changed)
     assert stored == num_elements // GROUP * (GROUP * bits // 8 + 2 * itemsize)
-    for num_ranks in (2, 4):
-        results = run_ranks(run, num_ranks, models[family], dtype, num_ranks, bits, options)
-        for result in results:
+    for num_ranks, of_model, changes in ((2, 2, {}), (4, 4, {}), (2, 1, {"partition_size": 1})):
+        settings = models[family], dtype, num_ranks, bits, {**options, **changes}
+        for result in run_ranks(run, num_ranks, *settings):
             assert_same_run(result, alone)
-            assert stored / num_ranks <= result[2] <= stored / num_ranks * 1.01 + 2000
-    for result in run_ranks(
-        run, 2, models[family], dtype, 2, bits, {**options, "partition_size": 1}
-    ):
-        assert_same_run(result, alone)
+            assert stored / of_model <= result[2] <= stored / of_model * 1.01 + 2000
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", [thorough("opt"), "llama"])
 def test_tensor_parallel_ranks_split_the_codes(models, family):
-    alone = run_ranks(run, 1, models[family], "fp32", 1, 4, {"family": family})[0]
-    results = run_ranks(
-        run, 2, models[family], "fp32", 2, 4, {"family": family, "ds_changes": SPLIT}
-    )
+    own = {"family": family}
+    alone = run_ranks(run, 1, models[family], "fp32", 1, 4, own)[0]
+    results = run_ranks(run, 2, models[family], "fp32", 2, 4, own | {"ds_changes": SPLIT})
     for base, weights, stored, logits, records, digest in results:
         assert base == alone[0]
         assert all(torch.equal(weights[name], alone[1][name]) for name in weights)
@@ -204,11 +192,8 @@ def count_bytes(directory, bits):
 
 @pytest.mark.distributed
 def test_codes_travel_and_the_matrix_of_a_module_is_freed_when_it_has_run(models):
-    for (whole, _, _), (codes, held, frozen) in zip(
-        run_ranks(count_bytes, 2, models["opt"], None),
-        run_ranks(count_bytes, 2, models["opt"], 4),
-        strict=True,
-    ):
+    plain, quantized = (run_ranks(count_bytes, 2, models["opt"], bits) for bits in (None, 4))
+    for (whole, _, _), (codes, held, frozen) in zip(plain, quantized, strict=True):
         assert held == []
         # 4.5 instead of 16 bits for each element, half of which the rank has itself.
         assert whole - codes == frozen * (16 - 4.5) / 8 / 2
@@ -270,11 +255,8 @@ def train_codes(directory, dtype, num_ranks, rank, options, snapshots, records=(
     engine.check_weights()
     assert not engine.weights.unlike_replicas()
     values = values_of(engine)
-    moved = [
-        float((codes != start[name]).float().mean())
-        for name, codes in values.items()
-        if codes.dtype == torch.uint8
-    ]
+    codes = {name: own for name, own in values.items() if own.dtype == torch.uint8}
+    moved = [float((own != start[name]).float().mean()) for name, own in codes.items()]
     same = engine.base.fingerprint, records, engine.weights.ends_share(), engine.weights.digest()
     return same, values, min(moved)
 

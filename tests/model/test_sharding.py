@@ -52,8 +52,7 @@ from lezo_ds.zo.updates import step_updates
 pytestmark = pytest.mark.distributed
 
 
-# What this package knows of DeepSpeed's inside, checked against the installed version.
-
+JSON = json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
 DIRECTIONS = DenseDirections(DenseLaw())
 SHAPES = {"matrix": (7, 3), "vector": (5,), "single": (1,), "even": (4, 6)}
 
@@ -76,9 +75,7 @@ class _Holder(nn.Module):
 def _describe_shards(num_ranks):
     distributed.init_distributed()
     model = _Holder()
-    zero3.shard_model(
-        model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
-    )
+    zero3.shard_model(model, JSON)
     parameters = [FlatShard(p, n, 99, 0) for n, p in model.named_parameters()]
     for p in parameters:
         stored, numbers = p.parameter.ds_tensor, torch.arange(p.numel, dtype=torch.int16)
@@ -140,8 +137,7 @@ def _count_gathers(directory):
         waited.clear()
     hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in engine.module.modules())
     held = [p.name for p in engine.weights.shards if p.parameter.numel()]
-    sizes = {p.name: p.numel for p in engine.weights.shards}
-    return passes, hooks, held, most, sizes
+    return passes, hooks, held, most, {p.name: p.numel for p in engine.weights.shards}
 
 
 def test_a_block_is_one_message_every_weight_is_gathered_once_a_pass_and_one_block_ahead(
@@ -245,9 +241,7 @@ def shard(directory, dtype, precision):
     model, layout = build_checked(Path(directory), dtype)
     aliases = parameter_names(model)
     ids = parameter_ids(aliases)
-    zero3.shard_model(
-        model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
-    )
+    zero3.shard_model(model, JSON)
     parameters = [
         FlatShard(parameter, name, layout.block_of(name), ids[name])
         for name, parameter in model.named_parameters()
@@ -286,8 +280,7 @@ LARGE = OPTConfig(vocab_size=2000, num_hidden_layers=8, max_position_embeddings=
 
 
 def _peak_memory_of_loading(small, large, bits):
-    """Return bytes: peak of this process's memory above that before, its share of the model, and
-    the largest parameter."""
+    """Return bytes: this process's peak above that before, its share, and the largest weight."""
     options = {"bits": bits, "peft": peft_config("lora")} if bits else {}
     start_engine(small, num_ranks=2, **options)  # what libraries take on first use
     before = forget_peak()
@@ -344,14 +337,11 @@ TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"config": TRAINS | {"examples_per_direction": 1}}, "needs directions of low rank"),
         ({"config": TRAINS | {"estimator": "fzoo", "directions": 3}}, "this estimator needs 4"),
         ({"config": TRAINS | {"lr_schedule": "cosine"}}, "depends on the number of steps, which"),
-        ({"config": TRAINS | {"warmup_steps": 5}, "num_steps": 5}, "zo.warmup_steps=5 is not"),
         ({"config": TRAINS | {"sparsity": None}}, "training needs zo.sparsity; fix: set"),
         ({"config": TRAINS | {"rate": 1}}, "unknown key zo.rate in lezo_ds.initialize; fix: "),
         ({"config": 1e-6}, "zo=1e-06 in .* instance of ZoConfig; fix: write its keys, such as zo"),
-        ({"bits": 4}, "training its codes diverges"),
         ({"bits": 3}, "model.bits=3 in lezo_ds.initialize: .* 4 or 8; fix: write"),
         ({"dtype": "float16"}, "dtype=float16 .*'bf16' or 'fp16'; fix: did you mean fp16"),
         ({"partition_size": 3}, "partition_size=3 does not divide 1 ranks"),

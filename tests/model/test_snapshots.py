@@ -28,8 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _train_and_save(model, root, dtype, num_ranks):
-    """Train, with a snapshot after steps 2 and 4, and one step more; return what the snapshots
-    must hold."""
+    """Train with two snapshots, and one step more; return what the snapshots must hold."""
     engine = start_engine(model, dtype, num_ranks)
     records, weights, logits, digests = [], None, None, []
     for step in (2, 4):
@@ -85,8 +84,7 @@ def test_plain_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_
 
 
 def _save_in_turn(model, root, fails):
-    """Write a snapshot of several files; on rank 1, writing may fail. Return what went wrong, and
-    which files this rank has written."""
+    """Write a snapshot of several files. Return what went wrong, and what this rank has written."""
     snapshots.MAX_FILE_BYTES = 20_000
     engine = start_engine(model, num_ranks=2)
     save = snapshots.save_file
@@ -137,12 +135,8 @@ DAMAGES = {
     "a missing file": lambda directory: (directory / "config.json").unlink(),
     "half a manifest": lambda directory: (directory / MANIFEST).write_text('{"files": {'),
     "a deep manifest": lambda directory: (directory / MANIFEST).write_text("[" * 9000),
-    "no file": lambda directory: change_json(
-        directory / MANIFEST, files={"/dev/zero": {"bytes": 0}}
-    ),
-    "not yet renamed": lambda directory: directory.rename(
-        directory.with_name(f".{directory.name}.tmp")
-    ),
+    "no file": lambda directory: change_json(directory / MANIFEST, files=DEVICE),
+    "not yet renamed": lambda path: path.rename(path.with_name(f".{path.name}.tmp")),
 }
 
 
@@ -193,17 +187,6 @@ def test_a_damaged_snapshot_is_not_resumed_from_and_wrong_weights_in_a_valid_one
         assert f"have digest {digests[0]}, not that of the manifest, 0000" in message
 
 
-WEIGHTS = "model.safetensors"
-
-
-def write_small_snapshot(root, step):
-    directory = snapshot_path(root, step)
-    directory.mkdir()
-    (directory / WEIGHTS).write_bytes(b"weights")
-    facts = {WEIGHTS: {"bytes": 7, "sha256": sha256_file(directory / WEIGHTS)}}
-    (directory / MANIFEST).write_text(json.dumps({"files": facts}))
-
-
 @pytest.mark.parametrize(
     ("keep", "protected", "left"), [(2, (), [20, 30]), (1, (10,), [10, 30]), (9, (), [10, 20, 30])]
 )
@@ -211,12 +194,15 @@ def test_the_newest_and_the_protected_snapshots_are_kept(tmp_path, keep, protect
     (tmp_path / ".step-00000040.tmp").mkdir()
     (tmp_path / "step-of-another-kind").mkdir()
     for step in (10, 20, 30):
-        write_small_snapshot(tmp_path, step)
+        weights = snapshot_path(tmp_path, step) / "model.safetensors"
+        weights.parent.mkdir()
+        weights.write_bytes(b"weights")
+        facts = {weights.name: {"bytes": 7, "sha256": sha256_file(weights)}}
+        weights.with_name(MANIFEST).write_text(json.dumps({"files": facts}))
     prune_snapshots(tmp_path, keep, protected)
     assert snapshots.snapshot_steps(tmp_path) == left
-    assert {p.name for p in tmp_path.iterdir() if not p.name.startswith("step-0")} == {
-        "step-of-another-kind"
-    }
+    expected = {*(f"step-000000{step}" for step in left), "step-of-another-kind"}
+    assert {path.name for path in tmp_path.iterdir()} == expected
 
 
 def test_neither_weights_nor_code_of_the_base_model_are_copied(tmp_path):
