@@ -131,9 +131,8 @@ def result(backend_of, case, device="cpu"):
 
 
 def perturbed(noise, dtype, out_dtype, device):
-    thetas = [
-        values_of_every_size(math.prod(shape)).to(dtype).view(shape).to(device) for shape in SHAPES
-    ]
+    values = [values_of_every_size(math.prod(shape)).view(shape) for shape in SHAPES]
+    thetas = [each.to(device, dtype) for each in values]
     # Vectors have copies in fp32, as in models.
     weights = [
         weight(theta, place, torch.float32 if place % 3 == 1 else out_dtype)

@@ -32,9 +32,7 @@ def first_use(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("first_use")
 @pytest.mark.parametrize("reason", ["built without g++", "cannot compile this", "Not a directory"])
-def test_where_the_kernels_cannot_be_built_one_line_says_what_to_install(
-    reason, tmp_path, monkeypatch
-):
+def test_where_kernels_cannot_be_built_one_line_says_what_to_install(reason, tmp_path, monkeypatch):
     fix = "apt-get install g\\+\\+, or conda install gxx"
     if reason == "Not a directory":
         (tmp_path / "cache").write_text("a file")
@@ -50,9 +48,7 @@ def test_where_the_kernels_cannot_be_built_one_line_says_what_to_install(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("first_use")
-def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
-    monkeypatch, tmp_path, caplog
-):
+def test_ranks_that_build_at_once_share_one_library_and_reuse_it(monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(cpu, "FLAGS", [flag.replace("-O3", "-O0") for flag in cpu.FLAGS])
     with ThreadPoolExecutor(2) as ranks:

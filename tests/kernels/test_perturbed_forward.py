@@ -220,9 +220,8 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     model = tiny_model(family)
     mask = torch.ones(rows, TOKENS, dtype=torch.int64)
     mask[0, :4] = 0
-    selection = LogitSelection(
-        torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5]), torch.tensor([40, 3])
-    )
+    places = torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5])
+    selection = LogitSelection(*places, torch.tensor([40, 3]))
     trainable = tunable(model, in_blocks(model) if is_shared else None)
     probes = (KeyedProbe((7,), SCALE), KeyedProbe((8,), -SCALE), KeyedProbe((8,), 0.0))
     change = Perturbation(probes, frozenset({0}))

@@ -32,6 +32,8 @@ from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.zo.keys import adapter_key
 
+pytestmark = pytest.mark.distributed
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPTS = [(0, 5, 9, 30), (0, 7), (0, 11, 12, 13, 14, 15, 16, 17)]
 SETTINGS = GenerationSettings(max_new_tokens=6, stop_ids=(2,), pad_id=1)
@@ -78,7 +80,6 @@ def _lora(directory, family, dtype, num_ranks, root):
     return first, logits, engine.forward(whole_batch()), engine.save_checkpoint(root)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "dtype", "num_ranks"), [("gpt2", "fp32", 1), ("llama", "bf16", 2)]
 )
@@ -122,7 +123,6 @@ def _start(directory, peft):
     return before, engine.forward(whole_batch())
 
 
-@pytest.mark.distributed
 def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
     directory = write_family("llama", tmp_path)
     lora = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"])
@@ -210,7 +210,6 @@ BERT = small_config("bert")
 """Its head has a tied bias, too."""
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("config", "targets"),
     [
@@ -227,9 +226,8 @@ def test_a_merged_adapter_of_a_tied_head_is_that_of_the_head_alone(config, targe
     peft = PeftConfig(kind="lora", lora_rank=2, lora_targets=targets)
     (logits,) = run_ranks(_merge, 1, directory, peft, tmp_path)
     adapted = PeftModel.from_pretrained(load(directory), tmp_path / "adapter").eval()
-    merged, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "merged", output_loading_info=True
-    )
+    opened = tmp_path / "merged"
+    merged, info = AutoModelForCausalLM.from_pretrained(opened, output_loading_info=True)
     assert not any(info.values())
     embedding = load(directory).get_input_embeddings().weight
     adapts_head = "lm_head" in targets or "decoder" in targets
@@ -305,7 +303,6 @@ def continue_by_hand(model, prefix, prompt):
     return new
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", thorough("opt"), thorough("qwen3")])
 def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp_path):
     dtype, num_ranks = ("bf16", 2) if family == "llama" else ("fp32", 1)
@@ -357,7 +354,6 @@ def _resumed_digests(directory, roots, records):
     return digests
 
 
-@pytest.mark.distributed
 def test_the_first_values_in_a_snapshot_count_not_those_computed_again(opt_directory, tmp_path):
     (records, digest), _ = run_ranks(_first_values_of_another_machine, 2, opt_directory, tmp_path)
     roots = [tmp_path, tmp_path / "none"]

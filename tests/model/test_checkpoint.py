@@ -6,7 +6,6 @@ import shutil
 import socket
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,15 +18,16 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, MIXTURES, tiny_model
 from tiny_runs import start_engine
 from transformers import (
-    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BertConfig,
     BertGenerationConfig,
     CpmAntConfig,
     Gemma3Config,
+    Gemma3TextConfig,
     Gemma4Config,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
 )
 
 from lezo_ds.checkpoints.checkpoint import (
@@ -126,15 +126,10 @@ def test_the_checkpoints_of_every_family_are_read(family, tmp_path):
     assert_reads(tmp_path, model)
 
 
-def test_weights_in_several_files_or_of_the_base_model_alone_are_read(model, sharded, tmp_path):
-    assert len(list(sharded.glob("*.safetensors"))) > 2
-    assert_reads(sharded, model)
-    model.model.save_pretrained(tmp_path)
-    assert_reads(tmp_path, model)
-
-
 def test_the_files_that_transformers_would_read_are_read(model, sharded, tmp_path):
     """Saving a model again as one file may leave the old shards and their index in place."""
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert_reads(sharded, model)
     index = "model.safetensors.index.json"
     newer = tiny_model("opt", torch.bfloat16, seed=1)
     newer.save_pretrained(tmp_path / "newer")
@@ -189,13 +184,7 @@ def test_files_of_torch_are_read_as_by_transformers_where_there_are_no_others(si
     assert_reads(tmp_path, AutoModelForCausalLM.from_pretrained(single))
 
 
-class Pickled:
-    def __reduce__(self):
-        return Path.touch, (Path("code-ran"),)
-
-
 UNREADABLE = {
-    "code": {"code": Pickled()},
     "the format before torch 1.6": {},
     "cut short": {},
     "sparse": {"x": torch.zeros(4).to_sparse()},
@@ -205,19 +194,15 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_file_of_torch_that_cannot_be_mapped_or_runs_code_is_refused(
-    kind, model, single, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(single / "config.json", tmp_path)
-    file = tmp_path / "pytorch_model.bin"
+def test_a_file_of_torch_that_cannot_be_mapped_is_refused(kind, model, single):
+    (single / "model.safetensors").unlink()
+    file = single / "pytorch_model.bin"
     tensors = model.state_dict() | UNREADABLE[kind]
     torch.save(tensors, file, _use_new_zipfile_serialization="before" not in kind)
     if kind == "cut short":
         file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(UserError, match=r"pytorch_model.bin cannot be read .*; fix: .* convert it"):
-        assert_reads(tmp_path, model)
-    assert not (tmp_path / "code-ran").exists()
+        assert_reads(single, model)
 
 
 def test_a_tied_parameter_is_read_under_whichever_of_its_names_it_is_stored(model, changed):
@@ -226,9 +211,7 @@ def test_a_tied_parameter_is_read_under_whichever_of_its_names_it_is_stored(mode
 
 
 @pytest.mark.parametrize("are_alike", [True, False])
-def test_a_head_that_the_config_ties_is_its_own_if_the_checkpoint_has_another_as_in_transformers(
-    changed, are_alike
-):
+def test_a_tied_head_is_its_own_if_the_checkpoint_has_another(changed, are_alike):
     def add_head(_, tensors):
         values = tensors[EMBEDDING]
         tensors[LM_HEAD] = values.clone() if are_alike else values.flip(0)
@@ -242,8 +225,6 @@ def test_a_head_that_the_config_ties_is_its_own_if_the_checkpoint_has_another_as
     assert saved_config(built, directory)["tie_word_embeddings"] is are_alike
 
 
-INT8 = torch.zeros(24, dtype=torch.int8)
-COMPLEX = torch.zeros(24, dtype=torch.complex64)
 METHOD = {"quant_method": "compressed-tensors"}
 MXFP4 = {"quant_method": "mxfp4"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [0, 1]}
@@ -272,23 +253,19 @@ def test_a_config_of_other_weights_is_refused_before_loading(changed, config, me
     ("tensors", "message"),
     [
         ({BIAS: torch.zeros(64)}, r"shape \(64,\), .* needs \(24,\)"),
-        ({BIAS: INT8}, f"{BIAS} in .* is I8, and a weight is a floating-point number"),
-        ({BIAS: COMPLEX}, f"{BIAS} in .* is C64"),
+        ({BIAS: torch.zeros(24, dtype=torch.int8)}, f"{BIAS} in .* is I8, and a weight is a float"),
+        ({BIAS: torch.zeros(24, dtype=torch.complex64)}, f"{BIAS} in .* is C64"),
         ({f"{BIAS}_scale": torch.ones(24, 1)}, f"quantized: {BIAS}_scale says what the values of"),
         ({"score.weight": torch.ones(2, 16)}, "alone: it has score.weight, as a classifier"),
         ({"x.fc1.lora_A.weight": torch.ones(2, 16)}, "an adapter that is not merged"),
     ],
 )
-def test_tensors_that_are_not_the_models_weights_are_refused_before_loading(
-    changed, tensors, message
-):
+def test_tensors_that_are_no_weights_of_the_model_are_refused(changed, tensors, message):
     with pytest.raises(UserError, match=message):
         build_checked(changed(lambda _, held: held.update(tensors)), "fp32")
 
 
-def test_tensors_that_no_parameter_has_are_named_and_layers_of_them_are_not_counted(
-    changed, caplog
-):
+def test_tensors_that_no_parameter_has_are_named_and_their_layers_not_counted(changed, caplog):
     def add(config, tensors):
         config["num_hidden_layers"] = 1
         config["num_nextn_predict_layers"] = 2
@@ -311,12 +288,14 @@ def test_a_list_of_more_tensors_than_a_model_can_have_is_not_read(single):
         build_checked(single, "fp32")
 
 
-def test_what_a_config_says_of_its_text_model_counts(single):
+def test_a_config_of_several_models_says_the_dtype_of_its_text_model_and_what_is_not_there(single):
     Gemma3Config(text_config={"num_hidden_layers": 1}).save_pretrained(single)
     path = single / "config.json"
     text_config = change_json(path)["text_config"] | {"dtype": "bfloat16"}
     change_json(path, dtype=None, text_config=text_config)
     assert stored_dtype(single) == "bf16"
+    Gemma4Config(audio_config=None).save_pretrained(single)
+    assert load_model_config(single).audio_config is None
 
 
 @pytest.mark.parametrize(
@@ -363,32 +342,29 @@ def test_a_cut_or_missing_file_of_weights_is_refused_with_its_name(sharded):
             WeightFiles(sharded)
 
 
-BROKEN = ('{"weight_map": {"a": "../other/model.safetensors"}}', "[]", "{broken", "[" * 9000)
-
-
-@pytest.mark.parametrize("index", BROKEN)
-def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_path, index):
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(UserError, match=r"\.index\.json cannot be read: \w+Error"):
-        WeightFiles(tmp_path)
-
-
-def test_an_encoder_is_refused_because_its_tokens_see_the_answer():
-    build_on_meta(BertConfig(is_decoder=True), torch.float32)
-    for config in (BertConfig(), BertGenerationConfig(), CpmAntConfig()):
-        with pytest.raises(UserError, match="has an encoder"):
-            build_on_meta(config, torch.float32)
+def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_path):
+    for index in ('{"weight_map": {"a": "../model.safetensors"}}', "[]", "{broken", "[" * 9000):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match=r"\.index\.json cannot be read: \w+Error"):
+            WeightFiles(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("family", "both_ways"),
-    [("qwen2", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})],
+    ("config_class", "causal", "both_ways", "message"),
+    [
+        (BertConfig, {"is_decoder": True}, {}, "has an encoder"),
+        (Qwen2Config, {}, {"is_causal": False}, "reads texts in both directions"),
+        (Gemma3TextConfig, {}, {"use_bidirectional_attention": True}, "in both directions"),
+    ],
 )
-def test_a_decoder_that_reads_texts_in_both_directions_is_refused(family, both_ways):
-    """Models of embeddings are, such as EmbeddingGemma. Padding would be seen."""
-    build_on_meta(CONFIG_MAPPING[family](num_hidden_layers=1), torch.float32)
-    with pytest.raises(UserError, match="reads texts in both directions"):
-        build_on_meta(CONFIG_MAPPING[family](num_hidden_layers=1, **both_ways), torch.float32)
+def test_a_model_whose_tokens_see_the_answer_is_refused(config_class, causal, both_ways, message):
+    """As models of embeddings are, such as EmbeddingGemma. Padding would be seen, too."""
+    build_on_meta(config_class(num_hidden_layers=1, **causal), torch.float32)
+    with pytest.raises(UserError, match=message):
+        build_on_meta(config_class(num_hidden_layers=1, **both_ways), torch.float32)
+    for always in (BertGenerationConfig(), CpmAntConfig()):
+        with pytest.raises(UserError, match="has an encoder"):
+            build_on_meta(always, torch.float32)
 
 
 def test_no_loss_that_balances_experts_is_asked_for():
@@ -401,16 +377,12 @@ def test_no_loss_that_balances_experts_is_asked_for():
     assert config.output_router_logits  # as an export has it
 
 
-def test_an_export_of_a_bare_decoder_has_the_names_of_the_whole_model(tmp_path):
+def test_a_bare_decoder_is_read_and_its_export_has_the_names_of_the_whole_model(tmp_path):
     model = tiny_model("qwen2")
     model.model.save_pretrained(tmp_path / "base")
+    assert_reads(tmp_path / "base", model)
     tensors, _ = exported(start_engine(tmp_path / "base"), tmp_path / "exported")
     assert set(tensors) == model.state_dict().keys() - {LM_HEAD}
-
-
-def test_a_part_that_a_multimodal_model_does_not_have_is_none(tmp_path):
-    Gemma4Config(audio_config=None).save_pretrained(tmp_path)
-    assert load_model_config(tmp_path).audio_config is None
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "exaone_moe"])
@@ -483,9 +455,7 @@ IN_FOLDERS = json.dumps({"weight_map": {"a": "w/1.safetensors", "b": "w/2.safete
         (IN_FOLDERS, INDEXED, {"w/3.safetensors", "consolidated.safetensors", "pytorch_model.bin"}),
     ],
 )
-def test_all_that_transformers_reads_is_downloaded_and_no_second_copy_of_the_weights(
-    index, read, other, tmp_path, monkeypatch
-):
+def test_no_second_copy_of_the_weights_is_downloaded(index, read, other, tmp_path, monkeypatch):
     asked = set()
 
     def download(name, revision, allow_patterns, ignore_patterns=None, **_):

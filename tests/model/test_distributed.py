@@ -29,6 +29,8 @@ from lezo_ds.distributed.start import (
 )
 from lezo_ds.errors import UserError
 
+pytestmark = pytest.mark.distributed
+
 QUICK = Path(__file__).parents[1] / "helpers" / "quick_heartbeat_train.py"
 
 # Meeting.
@@ -42,7 +44,6 @@ def _listening(address):
     return addresses, distributed.sum_vector(torch.tensor([1]))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.2"])
 def test_ranks_listen_at_the_address_where_they_meet_and_on_the_loopback_only(address):
     """127.0.0.2 stands for a machine's second interface."""
@@ -71,9 +72,7 @@ def test_a_listener_has_its_address_and_one_of_another_machine_is_left_to_torch(
     ("address", "users", "interface"),
     [("127.0.0.1", "", "lo"), ("localhost", "eth7", "eth7"), ("10.0.0.1", "", "none")],
 )
-def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(
-    address, users, interface, monkeypatch
-):
+def test_the_libraries_stay_on_the_loopback_unless_told(address, users, interface, monkeypatch):
     variables = {"GLOO_SOCKET_IFNAME": users, "NCCL_SOCKET_IFNAME": users} if users else {}
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": "29500"}
     monkeypatch.setattr(os, "environ", meeting | variables)
@@ -100,7 +99,6 @@ def _changes_beside_threads():
     return changes
 
 
-@pytest.mark.distributed
 def test_the_environment_does_not_change_once_threads_may_read_it():
     """glibc's getenv, which resolves names, may read memory that setenv has freed: a crash."""
     assert run_ranks(_changes_beside_threads, 2) == [[], []]
@@ -153,7 +151,6 @@ def _ranks_of_one_process_a_node():
     return distributed.world_size(), distributed.local_rank()
 
 
-@pytest.mark.distributed
 def test_ranks_of_one_process_a_node_need_no_local_rank():
     assert run_ranks(_ranks_of_one_process_a_node, 2) == [(2, 0)] * 2
 
@@ -197,7 +194,6 @@ def _be_slow(seconds):
     return distributed.sum_vector(torch.tensor([1]))
 
 
-@pytest.mark.distributed
 def test_a_rank_that_is_slow_is_not_lost():
     assert run_ranks(_be_slow, 2, 2.5) == [[2]] * 2
 
@@ -210,17 +206,13 @@ def _end_beside_a_hung_rank():
     distributed.shut_down()
 
 
-@pytest.mark.distributed
 def test_a_rank_that_hangs_at_the_end_of_a_command_is_found():
     with pytest.raises(AssertionError, match="rank 0: died without an answer"):
         run_ranks(_end_beside_a_hung_rank, 2, timeout=30)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_never_joins_ends_the_start_long_before_the_timeout_of_a_message(
-    victim, recipe, tmp_path
-):
+def test_a_rank_that_never_joins_ends_the_start_in_seconds(victim, recipe, tmp_path):
     arguments = ["--config", recipe, f"run_dir={tmp_path / 'run'}"]
     kill = {"grace": 60, "meanwhile": lambda ranks: ranks[victim].kill(), "LIMIT_SECONDS": "3"}
     lost = run_forked(arguments, QUICK, num_ranks=2, **kill)
@@ -228,10 +220,7 @@ def test_a_rank_that_never_joins_ends_the_start_long_before_the_timeout_of_a_mes
     assert f"waiting for rank {victim} to join at 127.0.0.1, port " in lost.err
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "num_ranks", [2, 3], ids=["after the meeting", "while another has not joined"]
-)
+@pytest.mark.parametrize("num_ranks", [2, 3], ids=["after the meeting", "while another joins"])
 def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ranks, recipe):
     port, ends = free_port(), []
 

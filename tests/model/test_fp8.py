@@ -18,6 +18,8 @@ from lezo_ds.checkpoints.checkpoint import build_checked, load_model_config, ope
 from lezo_ds.errors import UserError
 from lezo_ds.noise import Region
 
+pytestmark = pytest.mark.distributed
+
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
 WIDE = Qwen3Config(**SIZES, bos_token_id=0, eos_token_id=2, pad_token_id=1)
@@ -114,7 +116,6 @@ def load(directories, dtype, num_ranks, bits, ds_changes):
     return [e.base.fingerprint for e in engines], [e.forward(whole_batch()) for e in engines]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("ds_changes", [(), SPLIT], ids=["zero3", "tensor_parallel"])
 def test_two_ranks_read_what_one_rank_reads_of_the_plain_weights(wide, bits, ds_changes):
@@ -133,7 +134,6 @@ def train_and_export(directory, target, kind, bits):
     return engine.forward(whole_batch())
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("kind", "bits"), [("lora", None), ("none", None), ("lora", 4)])
 def test_a_trained_model_is_exported_as_a_plain_one(wide, tmp_path, kind, bits):
     (trained,) = run_ranks(train_and_export, 1, wide[1], tmp_path / "out", kind, bits)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -94,13 +94,13 @@ def test_a_batch_is_continued_as_each_of_its_prompts_alone(family):
     assert ended(tokens, settings) == expected
 
 
-@pytest.mark.parametrize("family", ["bamba", "llama4_text"])
-def test_padding_is_not_read_by_a_bias_before_a_state_or_by_a_temperature(family):
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("bamba", {"mamba_proj_bias": True}), ("llama4_text", {"floor_scale": 2, "attn_scale": 2.0})],
+)
+def test_padding_is_not_read_by_a_bias_before_a_state_or_by_a_temperature(family, changes):
     config = small_config(family)
-    if family == "bamba":
-        config.mamba_proj_bias = True
-    else:
-        config.floor_scale, config.attn_scale = 2, 2.0
+    config.update(changes)
     model, prompts = random_model(config), prompts_of()
     tokens = generate(model, prompt_batch(prompts, GenerationSettings(MAX_NEW_TOKENS, (), PAD)))
     assert tokens.tolist() == [plain(model, prompt) for prompt in prompts]
@@ -109,11 +109,8 @@ def test_padding_is_not_read_by_a_bias_before_a_state_or_by_a_temperature(family
 def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
     (model, settings), prompts = start("llama"), prompts_of()
     expected = generate(model, prompt_batch(prompts, settings))
-    model.generation_config.do_sample = True
-    model.generation_config.repetition_penalty = 9.0
-    model.generation_config.num_beams = 4
-    model.generation_config.max_length = 5
-    model.generation_config.eos_token_id = int(expected[3, 0])
+    own = {"do_sample": True, "repetition_penalty": 9.0, "num_beams": 4, "max_length": 5}
+    model.generation_config.update(**own, eos_token_id=int(expected[3, 0]))
     tokens = generate(model, prompt_batch(prompts, settings))
     assert torch.equal(tokens, expected)
 
@@ -122,7 +119,7 @@ CASES = [("opt", False, 3), ("llama", True, 0), ("llama", True, 3), ("mistral", 
 
 
 @pytest.mark.parametrize(("family", "shares_start", "num_common"), [*CASES, ("gemma2", True, 3)])
-def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
+def test_all_probes_are_decoded_as_by_perturbed_models(
     family, shares_start, num_common, monkeypatch
 ):
     (model, settings), common = start(family), (7, 8, 9)[:num_common]
@@ -142,10 +139,8 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
         made.update((w.elements.parameter_id, key, scale) for w in weights if w.rows is None)
         return perturb(entries, weights, key, scale, *args)
 
-    def write(**inputs):
-        return generate(model, batch, **inputs)
-
     monkeypatch.setattr(kernels, "perturb", counted)
+    write = partial(generate, model, batch)
     together = perturbed(batch, perturbation((1, -1, 2), dropped, SCALE), write)
     assert {*made.values()} == {1}  # once for all tokens
     shared = len(prompts)
@@ -223,9 +218,9 @@ def read_by(words, decoder, split=ISOLATED, begin_ids=(0,)):
     return PromptTokenizer(fast, begin_ids=begin_ids, pad_id=PAD, end_ids=(2,))
 
 
-WORDS_AND_BYTES = ["a", "b", "ab", " a", "\u00e9"]
-WORDS_AND_BYTES += [f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80)]
-BYTES = read_by(WORDS_AND_BYTES, decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
+WORDS = ["a", "b", "ab", " a", "\u00e9"]
+WORDS += [f"<0x{byte:02X}>" for byte in "\u00e9\U0001f600".encode()]
+BYTES = read_by(WORDS, decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
 """A tokenizer with tokens of words, letters and single bytes, as LLaMA's."""
 
 

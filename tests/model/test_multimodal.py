@@ -48,9 +48,7 @@ def _train(directory, root):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
-def test_training_on_text_leaves_the_rest_alone_and_its_snapshot_lacks_nothing(
-    family, published, tmp_path
-):
+def test_training_on_text_leaves_the_rest_alone_and_saves_it(family, published, tmp_path):
     settings = published[family].directory, tmp_path / "saved"
     ((before, after, snapshot),) = run_ranks(_train, 1, *settings)
     model = published[family].opened_whole(snapshot)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from test_generation import prompts_of
 from tiny_models import VOCABULARY, greedy, random_model
 from transformers import LlamaConfig, Phi3Config, PhimoeConfig
 
@@ -35,17 +36,11 @@ CONFIGS = {
 LENGTHS = (5, 40, 15, 16, 17, 61, 3)
 
 
-def texts_of(lengths):
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
-    return [tuple(ids.tolist()) for ids in drawn]
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_text_has_the_logits_that_it_has_alone(family):
     model = random_model(CONFIGS[family])
     examples = []
-    for ids in texts_of(LENGTHS):
+    for ids in prompts_of(LENGTHS):
         mask = (False,) * (len(ids) - 1) + (True,) * 2
         examples.append(EncodedExample(((*ids, 7),), (mask,), 0))
     batch = token_batch(all_candidates(examples), 1).with_logits()
@@ -63,7 +58,7 @@ def test_a_text_has_the_logits_that_it_has_alone(family):
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_an_answer_that_passes_the_limit_is_that_of_whole_passes(family):
     model = random_model(CONFIGS[family])
-    prompts = texts_of((5, 15, 9, 30))
+    prompts = prompts_of((5, 15, 9, 30))
     settings = GenerationSettings(max_new_tokens=12, stop_ids=(2,), pad_id=1, stops=())
     plain = random_model(CONFIGS[family])
     expected = [greedy(plain, prompt, 12, stop_ids=(2,)) for prompt in prompts]

@@ -99,10 +99,8 @@ def assets(tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_ranks(assets):
     """Results of all cases: {number of ranks: [{(case, batch size): result} of each rank]}."""
-    return {
-        1: run_ranks(evaluate_all, 1, assets, SIZES),
-        2: run_ranks(evaluate_all, 2, assets, SIZES[:1]),
-    }
+    alone = run_ranks(evaluate_all, 1, assets, SIZES)
+    return {1: alone, 2: run_ranks(evaluate_all, 2, assets, SIZES[:1])}
 
 
 def load(assets, case):
@@ -125,8 +123,7 @@ def evaluate_all(assets, sizes):
 
 @torch.no_grad()
 def token_logs(model, encoded):
-    """Return the log-probability of every token of every candidate, and whether it is the most
-    probable."""
+    """Return the log-probability of every token, and whether it is the most probable."""
     logs, firsts = [], []
     for number, ids in enumerate(encoded.sequences):
         rows = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)

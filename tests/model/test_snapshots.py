@@ -60,9 +60,7 @@ def copied(saved, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_plain_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_digest(
-    saved, dtype
-):
+def test_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_digest(saved, dtype):
     root, (_, weights, logits, digests) = saved[dtype]
     directory = snapshot_path(root, 4)
     manifest = read_manifest(directory)
@@ -104,9 +102,7 @@ def _save_in_turn(model, root, fails):
     return "", written
 
 
-def test_ranks_write_the_files_in_turn_and_all_report_what_one_cannot_write(
-    opt_directory, tmp_path
-):
+def test_ranks_write_files_in_turn_and_all_report_what_one_cannot_write(opt_directory, tmp_path):
     (_, first), (_, second) = run_ranks(_save_in_turn, 2, opt_directory, tmp_path / "good", False)
     directory = snapshot_path(tmp_path / "good", 0)
     files = sorted(directory.glob("*.safetensors"))
@@ -176,9 +172,7 @@ def _resume(model, root, records):
     return engine.weights.digest()
 
 
-def test_a_damaged_snapshot_is_not_resumed_from_and_wrong_weights_in_a_valid_one_are_refused(
-    copied, opt_directory
-):
+def test_a_damaged_snapshot_is_passed_over_and_wrong_weights_are_refused(copied, opt_directory):
     root, (records, _, _, digests) = copied
     _flip_a_byte(snapshot_path(root, 4))
     assert run_ranks(_resume, 2, opt_directory, root, records) == [digests[2]] * 2

@@ -113,9 +113,7 @@ def _run(directory, size, num_ranks, settings, snapshots, records=()):
         ("fp32", "stochastic", "lora", 2),
     ],
 )
-def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(
-    dtype, precision, kind, rank, opt, tmp_path
-):
+def test_a_journal_gives_the_same_bits_in_any_layout(dtype, precision, kind, rank, opt, tmp_path):
     settings = {"dtype": dtype, "update_precision": precision}
     settings |= {"noise_rank": rank, "directions": 1 + rank}
     if kind == "lora":

@@ -19,6 +19,8 @@ from lezo_ds import distributed
 from lezo_ds.config import ZoConfig, load_config
 from lezo_ds.data.objectives import classification_loss
 
+pytestmark = pytest.mark.distributed
+
 
 def test_the_reference_is_mezos_algorithm():
     distributed.init_distributed()
@@ -51,7 +53,6 @@ def measured_rows(recipe):
     return measure(inputs, variants, rounds=1)
 
 
-@pytest.mark.distributed
 def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
     rows, _ = run_ranks(measured_rows, 2, write_recipe(tmp_path))
     assert (rows["seconds"] > 0).all()
@@ -60,7 +61,6 @@ def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
     assert published["tokens"] > ours["tokens"] == recipe["tokens"]
 
 
-@pytest.mark.distributed
 def test_two_ranks_measure_random_inputs_and_write_a_table(tmp_path):
     words = ["--shape", "opt-tiny", "--rounds", "1", "train.batch_size=4", "ours:0.75"]
     words += ["train.micro_batch_size=2", "tensor_parallel", "--out", tmp_path / "rows.csv"]
@@ -82,7 +82,6 @@ def files_of_random_model(root):
     return names, list(own.iterdir())
 
 
-@pytest.mark.distributed
 def test_each_node_has_the_random_model(tmp_path):
     found = run_ranks(files_of_random_model, 2, tmp_path)
     for names, left in found:

@@ -27,13 +27,9 @@ from lezo_ds.data.packing import pack
 from lezo_ds.data.reader import load_reader
 from lezo_ds.errors import UserError
 
-TURNS = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Où?"},
-    {"role": "assistant", "content": "Là-bas, señor."},
-    {"role": "user", "content": "Sure?"},
-    {"role": "assistant", "content": " Yes \n"},
-]
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Où?"}]
+TURNS += [{"role": "assistant", "content": "Là-bas, señor."}]
+TURNS += [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": " Yes \n"}]
 SPACED = (
     "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -88,9 +84,8 @@ def by_transformers(reader, turns, **options):
 def test_the_mask_of_a_template_that_marks_its_turns_is_that_of_transformers(tmp_path):
     reader = reader_of(write_chat_model(tmp_path, MARKED), messages="turns")
     (encoded,) = encode_turns(reader)
-    expected = reader.tokenizer.backend.apply_chat_template(
-        TURNS, return_dict=True, return_assistant_tokens_mask=True
-    )
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = reader.tokenizer.backend.apply_chat_template(TURNS, **options)
     assert list(encoded.sequences[0]) == expected["input_ids"]
     assert list(encoded.masks[0]) == list(map(bool, expected["assistant_masks"]))
     # Transformers has no mask for some of the turns.

@@ -22,17 +22,10 @@ def write_json(tmp_path, **sections):
 def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
     monitor = {"csv_monitor": {"enabled": True, "output_path": "x"}}
     path = write_json(tmp_path, _comment=["a"], train_batch_size=16, **monitor)
-    expected = {
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "memory_efficient_linear": False,
-            "allgather_sequential": True,
-        },
-        "train_micro_batch_size_per_gpu": 8,
-        "train_batch_size": 16,
-        **monitor,
-    }
+    zero = {"stage": 3, "memory_efficient_linear": False, "allgather_sequential": True}
+    zero["stage3_param_persistence_threshold"] = 0
+    expected = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 8}
+    expected |= {"train_batch_size": 16, **monitor}
     if dtype != "fp32":
         expected[dtype] = {"enabled": True}
     assert load_ds_config(path, dtype, 2, 8) == expected
@@ -57,14 +50,11 @@ def test_a_section_that_does_not_fit_is_refused(sections, expected, tmp_path):
     assert str(path) in str(caught.value) and "; fix: " in str(caught.value)
 
 
+ZERO = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto"}
+ZERO |= {"stage3_gather_16bit_weights_on_model_save": True}
+ZERO |= {"stage3_param_persistence_threshold": "auto"}
 FOR_TRAINER = {
-    "zero_optimization": {
-        "stage": 3,
-        "overlap_comm": True,
-        "reduce_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
+    "zero_optimization": ZERO,
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},

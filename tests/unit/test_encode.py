@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from assets import change_json
 from own_data import SWITCHED, write_chat_model
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -14,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lezo_ds.checkpoints.tokenizer_check import refuse_second_begin, warn_of_other_tokens
 from lezo_ds.data.encode import encode_candidates, encode_prompt, load_tokenizer, prompt_room
 from lezo_ds.data.examples import Example
 from lezo_ds.errors import UserError
@@ -180,3 +182,43 @@ def test_a_tokenizer_of_mistral_alone_is_refused(tmp_path):
     (tmp_path / "m" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"as tekken\.json, .* add the tokenizer\.json"):
         load_tokenizer(model)
+
+
+def listed(directory, kind, normalizer=None):
+    """Return the tokenizer of a tokenizer.json that lists letters, opened as one of a class."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *letters])}
+    alone = Tokenizer(models.BPE(vocabulary, []))
+    alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alone.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        alone.normalizer = normalizer
+    begin = [("<s>", 0)]
+    alone.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
+    saved = PreTrainedTokenizerFast(tokenizer_object=alone, bos_token="<s>", eos_token="</s>")
+    saved.save_pretrained(directory)
+    change_json(directory / "tokenizer_config.json", tokenizer_class=kind)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalizer", "warning"),
+    [
+        ("PreTrainedTokenizerFast", normalizers.Lowercase(), ""),
+        ("GPT2Tokenizer", None, ""),
+        ("GPT2Tokenizer", normalizers.Lowercase(), "reads 'Hello World!' as ['H', 'e',"),
+        ("GPTNeoXTokenizer", None, "and tokenizer.json as ['<s>', 'H',"),
+    ],
+)
+def test_a_class_that_changes_tokenizer_json_is_named(kind, normalizer, warning, tmp_path, caplog):
+    warn_of_other_tokens(tmp_path, listed(tmp_path, kind, normalizer))
+    assert warning in caplog.text
+    assert bool(caplog.text) == bool(warning)
+
+
+def test_a_prompt_that_begins_with_what_begins_every_text_is_refused(tmp_path):
+    tokenizer = listed(tmp_path, "PreTrainedTokenizerFast")
+    with pytest.raises(UserError, match=r"begins with <s>, .*; fix: remove <s> from data.prompt"):
+        refuse_second_begin(tokenizer, "<s>{text} Label:", (0,))
+    refuse_second_begin(tokenizer, "{text} Label:", (0,))
+    refuse_second_begin(tokenizer, "<s>{text} Label:", ())

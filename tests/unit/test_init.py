@@ -192,9 +192,7 @@ OPT_30B |= {"num_hidden_layers": 48, "num_attention_heads": 56, "vocab_size": 50
         (1, 22.5, ("fp32_master", None, 8)),
     ],
 )
-def test_on_gpus_the_plan_shares_the_weights(
-    gpus, gigabytes, found, write_recipe, tmp_path, monkeypatch
-):
+def test_gpus_share_the_weights(gpus, gigabytes, found, write_recipe, tmp_path, monkeypatch):
     write_tickets(tmp_path / "tickets.csv")
     change_json(tmp_path / "model" / "config.json", **OPT_30B)
     memory = SimpleNamespace(total_memory=int(gigabytes * 2**30))

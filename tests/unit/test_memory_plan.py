@@ -97,9 +97,7 @@ def measure_steps(config, options):
     ],
     ids=["ZeRO-3", "tensor parallelism", "long answers"],
 )
-def test_the_formula_is_within_a_fifth_of_the_measured_peak(
-    words, options, inputs, tmp_path, monkeypatch
-):
+def test_the_formula_is_within_a_fifth_of_the_peak(words, options, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_plan, "MAX_FILE_BYTES", MAX_FILE_BYTES)
     shape = {"hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096}
     shape |= {"num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 20000}

@@ -31,12 +31,9 @@ def test_a_record_becomes_the_text_of_the_protocol(golden):
     assert found == Example(*made, references=golden.references)
 
 
-def test_every_task_has_goldens():
+def test_every_task_has_goldens_and_a_record_without_a_right_answer_has_no_label():
     names = [golden.task for golden in GOLDEN]
     assert {name: names.count(name) >= 2 for name in names} == dict.fromkeys(TASKS, True)
-
-
-def test_a_record_without_a_right_answer_has_no_label():
     record = {"passage": "", "query": "", "entities": ["Rome"], "answers": ["Oslo", "Rome"]}
     assert TASKS["record"].example(record).label is None
     record = {"passage": "", "question": "", "answers_spans": {"spans": []}}

@@ -76,13 +76,7 @@ def test_a_batch_script_starts_its_ranks_in_the_container(name, options, tmp_pat
     variables = {"PATH": f"{tmp_path}:{os.defpath}", "VIRTUAL_ENV": "here", "SLURM_JOB_ID": "1"}
     variables |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "1"}
     (tmp_path / "lighthouse-1").write_text("http://h:1")
-    command = [
-        "bash",
-        REPOSITORY / "launch" / "slurm" / f"{name}.sbatch",
-        *options,
-        "--config",
-        "c",
-    ]
+    command = ["bash", f"{REPOSITORY}/launch/slurm/{name}.sbatch", *options, "--config", "c"]
     words = subprocess.check_output(command, cwd=tmp_path, env=variables, text=True).splitlines()
     if name == "sweep":
         *sweep, ranks = words

@@ -14,19 +14,11 @@ from lezo_ds.replicas import patience as patience_module
 from lezo_ds.replicas.member import Member, is_far, leader_of, read_members, right_checksum
 from lezo_ds.replicas.patience import Patience
 
-MEMBER = Member(
-    run="0a1b2c3d",
-    lines=7,
-    learning_rate=0.1 + 0.2,  # all of its bits
-    workers=2,
-    evaluations=(EvaluationRecord(4, "dev", 0.5, {"accuracy": 0.75}),),
-    age=3,
-    longest=1.5,
-    group="g",
-    next_group="h",
-    address="10.0.0.1:40001",
-    store="10.0.0.1:40002",
-)
+FACTS = {"run": "0a1b2c3d", "lines": 7, "workers": 2, "age": 3, "longest": 1.5}
+FACTS |= {"learning_rate": 0.1 + 0.2}  # all of its bits
+FACTS |= {"evaluations": (EvaluationRecord(4, "dev", 0.5, {"accuracy": 0.75}),)}
+FACTS |= {"group": "g", "next_group": "h"}
+MEMBER = Member(**FACTS, address="10.0.0.1:40001", store="10.0.0.1:40002")
 OTHER = replace(MEMBER, address="10.0.0.2:40001")
 
 

@@ -27,28 +27,12 @@ def finish(tmp_path):
     def write(name, *words, answers=(), test=0.9, journal=None, **changes):
         directory = tmp_path / name
         config = load_config(RECIPE, [*words, f"run_dir={directory}"])
-        results = {
-            "task": config.data.task,
-            "method": method_name(config),
-            "peft": config.peft.kind,
-            "metric": "accuracy",
-            "protocol": config.data.protocol,
-            "finished": True,
-            "zero_shot": 0.5,
-            "test": test,
-            "majority_class": 0.6,
-            "best_step": 100,
-            "best_dev_loss": 0.5,
-            "steps": 200,
-            "early_stop_step": None,
-            "seed": config.seed,
-            "seconds": 60.0,
-            "peak_memory_bytes": 10**9,
-            "skipped_steps": 0,
-            "model_fingerprint": "f",
-            "weights_digest": "d",
-            "world_size": 1,
-        }
+        results = {"task": config.data.task, "protocol": config.data.protocol, "seed": config.seed}
+        results |= {"method": method_name(config), "peft": config.peft.kind, "metric": "accuracy"}
+        results |= {"zero_shot": 0.5, "test": test, "majority_class": 0.6, "best_dev_loss": 0.5}
+        results |= {"finished": True, "steps": 200, "best_step": 100, "early_stop_step": None}
+        results |= {"seconds": 60.0, "peak_memory_bytes": 10**9, "world_size": 1}
+        results |= {"skipped_steps": 0, "model_fingerprint": "f", "weights_digest": "d"}
         results = RunResults(**(results | changes))
         directory.mkdir(parents=True)
         (directory / "config.yaml").write_text(dump_yaml(config.model_dump()))
@@ -192,17 +176,8 @@ def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(tmp_p
     assert rates == [3e-6, 9e-6, 3e-5, 9e-5, 3e-4]
 
 
-def test_a_run_is_done_when_it_is_finished_with_its_own_settings(finish, tmp_path):
-    (run,) = sweep.plan(arguments_of_sweep(tmp_path, "seed=0"))
-    assert not run.is_done()
-    finish("sweep/seed=0", "train.keep_snapshots=0")
-    assert run.is_done()
-    (longer,) = sweep.plan(arguments_of_sweep(tmp_path, "seed=0", overrides=["train.steps=3000"]))
-    assert longer.directory == run.directory and not longer.is_done()
-
-
-def test_a_run_that_fails_shows_its_cause_and_a_refused_first_run_is_the_last(
-    finish, tmp_path, monkeypatch, caplog
+def test_a_sweep_shows_why_runs_fail_and_ends_if_the_first_is_refused(
+    finish, tmp_path, monkeypatch
 ):
     runs = list(sweep.plan(arguments_of_sweep(tmp_path, "seed=0,1,2")))
     codes = iter([UserError.exit_code, 7, 7, 7, DivergenceError.exit_code])
@@ -218,7 +193,11 @@ def test_a_run_that_fails_shows_its_cause_and_a_refused_first_run_is_the_last(
     with pytest.raises(LezoError, match=r"1 of 3 runs failed: seed=0 \(exit code 2\): error: no d"):
         sweep.do(runs, "python", may_diverge=False)
     assert started == ["seed=0"]
+    assert not runs[0].is_done()
     finish("sweep/seed=0", "train.keep_snapshots=0")
+    assert runs[0].is_done()  # and with other settings it is not
+    (longer,) = sweep.plan(arguments_of_sweep(tmp_path, "seed=0", overrides=["train.steps=3000"]))
+    assert longer.directory == runs[0].directory and not longer.is_done()
     with pytest.raises(LezoError, match="2 of 3 runs failed"):
         sweep.do(runs, "python", may_diverge=False)
     assert started == ["seed=0", "seed=1", "seed=2"]

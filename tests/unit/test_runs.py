@@ -20,12 +20,8 @@ from lezo_ds.runs.evaluations import best_evaluation, is_worse_than_base, stoppi
 from lezo_ds.runs.export import read_file
 from lezo_ds.runs.records import assert_same_run
 
-VALUES = {
-    "run_dir": "runs/x",
-    "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"},
-    "zo": {"learning_rate": 1e-6, "sparsity": 0.75},
-    "train": {"steps": 100},
-}
+VALUES = {"run_dir": "runs/x", "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"}}
+VALUES |= {"zo": {"learning_rate": 1e-6, "sparsity": 0.75}, "train": {"steps": 100}}
 
 
 def config(*overrides):
@@ -36,14 +32,8 @@ def header(*overrides):
     values = config(*overrides).model_dump(exclude={"run_dir"})
     values["model_config"] = {"rope": {"theta": 1e4}}
     values["data_fingerprints"] = {"train": "a", "dev": "b"}
-    return Header(
-        noise_version=1,
-        model_fingerprint="a1b2",
-        parameter_table_hash="c3d4",
-        config=values,
-        libraries={"lezo_ds": __version__},
-        arithmetic={"processor": "H100"},
-    )
+    environment = {"libraries": {"lezo_ds": __version__}, "arithmetic": {"processor": "H100"}}
+    return Header(1, "a1b2", "c3d4", values, **environment)
 
 
 MAY_DIFFER = keys_with("may_differ_on_resume")
@@ -54,16 +44,13 @@ def inputs(**changes):
     return replace(RECORDED, config={**RECORDED.config, **changes})
 
 
-OTHER_ROPE = {"rope": {"theta": 1e6}}
-
-
 @pytest.mark.parametrize(
     ("ours", "message"),
     [
         (replace(RECORDED, noise_version=3), "noise_version differs .*: it is 3, and was 1"),
         (replace(RECORDED, model_fingerprint="ff"), "model_fingerprint differs .* was 'a1b2'"),
         (replace(RECORDED, parameter_table_hash="ee"), "parameters differs .* was 'c3d4'"),
-        (inputs(model_config=OTHER_ROPE), "model_config.rope.theta differs .* was 10000.0"),
+        (inputs(model_config={"rope": {"theta": 1e6}}), "config.rope.theta differs .* was 10000.0"),
         (inputs(data_fingerprints={"train": "a"}), "data_fingerprints.dev differs .* was 'b'"),
         (header("train.batch_size=32"), "train.batch_size differs .*: it is 32, and was 16"),
     ],
@@ -146,16 +133,14 @@ def test_some_keys_may_differ_and_libraries_and_processors_may_with_a_warning(ca
     libraries = {"lezo_ds": __version__, "torch": "3"}
     ours = replace(ours, libraries=libraries, arithmetic={"processor": "H200"})
     assert_same_run(RECORDED, ours, MAY_DIFFER)
-    assert caplog.messages == [
-        "processor was 'H100' when the journal was started and is 'H200' now",
-        "torch was 'absent' when the journal was started and is '3' now",
+    assert [text.partition(" when")[0] for text in caplog.messages] == [
+        "processor was 'H100'",
+        "torch was 'absent'",
     ]
 
 
 def test_the_number_of_steps_may_differ_unless_the_learning_rate_depends_on_it():
-    """Finding 57: the refusal names the schedule."""
-    longer = header("train.steps=300")
-    assert_same_run(RECORDED, longer, may_differ_on_resume(config()))
+    assert_same_run(RECORDED, header("train.steps=300"), may_differ_on_resume(config()))
     linear = "zo.lr_schedule=linear"
     may_differ = may_differ_on_resume(config(linear))
     with pytest.raises(UserError, match=r"train\.steps differs .* zo\.lr_schedule depends"):

@@ -141,10 +141,8 @@ def test_splits_are_those_of_mezos_own_code(tmp_path):
     for split, count in (("train", 2000), ("validation", 1500)):
         rows = [{"sentence": f"review {n}", "label": n % 2} for n in range(count)]
         write_records(tmp_path / f"{split}.jsonl", rows)
-    np.random.seed(seed)
-    drawn = np.random.permutation(2000).tolist()[:1500]
-    np.random.seed(seed)
-    scored = np.random.permutation(1500).tolist()[:1000]
+    drawn = np.random.RandomState(seed).permutation(2000).tolist()[:1500]
+    scored = np.random.RandomState(seed).permutation(1500).tolist()[:1000]
     rows_of = {"train": drawn[:-500], "dev": drawn[-500:], "test": scored}
     expected = {split: [f"review {n} It was" for n in rows] for split, rows in rows_of.items()}
     for protocol in ("clean", "mezo"):
@@ -214,7 +212,6 @@ def test_one_file_for_all_splits_and_one_label_are_said(tmp_path, caplog):
     assert caplog.messages[0] == "all 20 training records have the same label"
     for split, message in zip(("dev", "test"), caplog.messages[1:], strict=True):
         assert f"20 of 20 {split} records repeat the text" in message
-        assert message.endswith("20 stay")
 
 
 def test_choices_whose_numbers_begin_at_1_are_refused_with_the_labels_that_read_them(tmp_path):
@@ -239,12 +236,9 @@ def test_data_path_is_a_folder_with_one_file_of_each_split(tmp_path):
 
 def mezo_draws(num_questions, num_records, count):
     """The rows that MeZO's sample_train_sets draws without a seed for each question."""
-    np.random.seed(0)
-    drawn = []
-    for seed in np.random.randint(0, 10000, num_questions):
-        np.random.seed(seed)
-        drawn.append(tuple(np.random.permutation(num_records).tolist()[:count]))
-    return drawn
+    seeds = np.random.RandomState(0).randint(0, 10000, num_questions)
+    drawn = (np.random.RandomState(seed).permutation(num_records) for seed in seeds)
+    return [tuple(rows.tolist()[:count]) for rows in drawn]
 
 
 def solved(rows):

@@ -81,17 +81,11 @@ def test_sums_over_the_ranks_tell_whether_all_state_the_same(num_ranks):
 def test_a_digest_of_a_batch_sees_tokens_labels_weights_order_and_the_needed_logits():
     (batch,) = batch_of(1, 2)
     place = torch.tensor([0])
-    batches = [
-        [batch],
-        batch_of(2, 1),
-        batch_of(1, 2, weight=2.0),
-        batch_of(1, 2, label=1),
-        batch_of(1) + batch_of(2),
-        batch_of(2) + batch_of(1),
-        [replace(batch, selection=LogitSelection(place, place))],
-        [replace(batch, selection=LogitSelection(place, place + 1))],
-        [replace(batch, selection=LogitSelection(place, place, torch.tensor([3])))],
-    ]
+    selections = [LogitSelection(place, place), LogitSelection(place, place + 1)]
+    selections.append(LogitSelection(place, place, torch.tensor([3])))
+    batches = [[replace(batch, selection=selection)] for selection in selections]
+    batches += [[batch], batch_of(2, 1), batch_of(1, 2, weight=2.0), batch_of(1, 2, label=1)]
+    batches += [batch_of(1) + batch_of(2), batch_of(2) + batch_of(1)]
     assert len({batch_digest(batch) for batch in batches}) == len(batches)
     assert batch_digest(batch_of(1, 2)) == batch_digest(batch_of(1, 2))
 

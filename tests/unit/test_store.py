@@ -33,10 +33,8 @@ def write_run(directory, count=40):
 
 
 def content_of(data):
-    return [
-        (split.fingerprint(), list(split.encoded), [e.prompt for e in split.examples])
-        for split in (data.train, data.dev, data.test)
-    ]
+    splits = data.train, data.dev, data.test
+    return [(s.fingerprint(), list(s.encoded), [e.prompt for e in s.examples]) for s in splits]
 
 
 def left_over(directory):

@@ -72,9 +72,7 @@ def test_what_examples_begin_with_is_once_in_a_row_if_they_share_directions(asse
 
 
 @pytest.mark.parametrize(("task", "changes"), [("cb", {}), ("squad", {"train__objective": "f1"})])
-def test_the_examples_of_a_step_are_those_drawn_sorted_by_length_before_they_are_cut(
-    assets, task, changes
-):
+def test_the_examples_of_a_step_are_sorted_by_length_before_they_are_cut(assets, task, changes):
     config = config_of(assets, task, **changes)
     data = load_task_data(config)
     train = data.train
@@ -120,9 +118,7 @@ def test_prompts_are_encoded_for_the_splits_that_are_answered_only_and_leave_roo
 
 
 @pytest.mark.parametrize("protocol", ["clean", "mezo"])
-def test_mezos_protocol_strips_texts_and_cuts_gold_answers_earlier(
-    assets, tmp_path, protocol, caplog
-):
+def test_mezos_protocol_strips_texts_and_cuts_answers_earlier(assets, tmp_path, protocol, caplog):
     record = {"premise": "\n\t\u00a0 \u3000It rains.", "hypothesis": "it is wet", "label": 0}
     for split in ("train", "validation"):
         write_records(tmp_path / "rte" / f"{split}.jsonl", [record] * 24)
