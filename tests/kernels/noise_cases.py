@@ -74,10 +74,7 @@ def hashed(count):
 
 
 def values_of_every_size(count):
-    """fp32 values from far below fp16's smallest to its overflow.
-
-    The first are zeros of both signs, infinities, NaN, and values about fp16's largest.
-    """
+    """fp32 values from far below fp16's smallest to its overflow, and first some special ones."""
     bits = hashed(count)
     exponents = 97 + (bits >> 8) % 49  # 2**-30 to 2**18
     values = ((bits & 0x807FFFFF) | (exponents << 23)).to(torch.int32).view(torch.float32)
@@ -121,10 +118,7 @@ def drawn(noise, key, parameter_id, start, count, device="cpu"):
 
 
 def result(backend_of, case, device="cpu"):
-    """All tensors that an operation returns or writes.
-
-    `backend_of(law)` returns a backend for `device`.
-    """
+    """All tensors that an operation of `backend_of(law)` returns or writes."""
     operation, distribution, dtype, other = case
     run = perturbed if operation == "perturb" else updated
     return run(backend_of(DenseLaw(distribution)), dtype, other, device)

@@ -1,7 +1,6 @@
 """Every operation of the noise gives the same bits in every backend, and always gave them.
 
-Triton's backend needs a GPU (pytest -m gpu) or Triton's interpreter, in which test_noise_triton.py
-runs it.
+Triton needs a GPU (pytest -m gpu), or its interpreter, in which test_noise_triton.py runs it.
 """
 
 import math

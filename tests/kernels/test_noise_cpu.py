@@ -18,8 +18,6 @@ from lezo_ds.noise.low_bits import split_master
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def first_use(monkeypatch, tmp_path):
@@ -43,7 +41,7 @@ def test_where_kernels_cannot_be_built_one_line_says_what_to_install(reason, tmp
         (tmp_path / "g++").write_text("#!/bin/sh\necho cannot compile this >&2\nexit 1\n")
         (tmp_path / "g++").chmod(0o755)
     with pytest.raises(UserError, match=f"{re.escape(reason)}(.|\n)*; fix: .*{fix}"):
-        kernels_of(CPU)
+        kernels_of(torch.device("cpu"))
 
 
 @pytest.mark.thorough

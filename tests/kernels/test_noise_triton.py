@@ -103,8 +103,7 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
 
 
 def compiled_for_hopper(kernel, types, constants, aligned=()):
-    """What a kernel becomes for compute capability 9.0, and for some arguments that are multiples
-    of 16 bytes. It needs no GPU."""
+    """Compile for compute capability 9.0; some arguments are multiples of 16 bytes."""
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     types = types | dict.fromkeys(constants, "constexpr")
@@ -119,8 +118,7 @@ def compiled_for_hopper(kernel, types, constants, aligned=()):
 
 
 def assert_rounds_every_operation(ptx, num_normals, num_fused=0):
-    """No operations are fused, but in four normals two of each logarithm, two of each root, and one
-    of each cosine; and `num_fused` others."""
+    """None are fused, but two of a logarithm or root, one of a cosine, and `num_fused` others."""
     num_fused += num_normals // 4 * 2 * (2 + 2 + 1)
     assert len(re.findall(r"\bfma\.rn\.f32\b", ptx)) == num_fused
     approximate = set(re.findall(r"\S*\.(?:approx|ftz)\S*", ptx))

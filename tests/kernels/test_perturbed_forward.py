@@ -27,9 +27,6 @@ SEED = 0x0123456789ABCDEF
 SCALE = 0.05
 ROWS, TOKENS = 3, 10
 PLUS, MINUS, BOTH = (1,), (-1,), (1, -1)
-SELECTION = LogitSelection(
-    torch.tensor([0, 1, 2, 2, 2]), torch.tensor([9, 3, 0, 0, 5]), torch.tensor([40, 3, 47, 3])
-)
 
 
 def record_rows(block, rows):
@@ -232,7 +229,7 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
 
 
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
-    model, batch = tiny_model("opt"), token_batch(SELECTION)
+    model, batch = tiny_model("opt"), token_batch()
     before = bits(model)
     perturbed = wrapped(model, tunable(model))
     changes = [None, perturbation(MINUS), perturbation(BOTH)]

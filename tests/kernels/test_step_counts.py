@@ -1,5 +1,4 @@
-"""What a step asks of the host: its Python calls, collectives and operators, on a small fixed
-model.
+"""What a step asks of the host: its Python calls, collectives and operators.
 
 The limits are 10 % above what a step took when they were written; the collectives are exact. A step
 that has become slower mostly shows here first: most of the time of a small step is the host's.
@@ -26,8 +25,7 @@ NO_KERNELS |= {"lift_fresh", "new_empty"}
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that launch a kernel on a GPU: no views, and none that only allocate
-    memory."""
+    """Counts the operators that launch a kernel on a GPU: none of views or of memory alone."""
 
     def __init__(self):
         super().__init__()

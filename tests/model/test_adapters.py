@@ -268,13 +268,10 @@ def _prefix(directory, family, dtype, num_ranks, root):
     engine = start_engine(directory, peft, dtype, num_ranks, learning_rate=3.0)
 
     def values():
-        """Return the keys and values of each block."""
-        found = {"key": [], "value": []}
-        for name, tensor in full_weights(engine).items():
-            kind = name.rpartition(".")[2]
-            if ".prefix." in name and kind in found:  # and no low bits
-                found[kind].append(tensor)
-        return list(zip(*found.values(), strict=True))
+        """Return the keys and values of each block, without low bits."""
+        found = full_weights(engine)
+        keys = [name for name in found if name.endswith(".prefix.key")]
+        return [(found[name], found[name.removesuffix("key") + "value"]) for name in keys]
 
     first = values()
     train(engine, 3)

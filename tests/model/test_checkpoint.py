@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from assets import change_json
 from family_models import small_config
 from huggingface_hub import constants
@@ -17,31 +18,14 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, MIXTURES, tiny_model
 from tiny_runs import start_engine
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertGenerationConfig,
-    CpmAntConfig,
-    Gemma3Config,
-    Gemma3TextConfig,
-    Gemma4Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from lezo_ds.checkpoints import checkpoint
 from lezo_ds.checkpoints.checkpoint import (
     build_checked,
-    build_on_meta,
-    check_files,
-    hub_problem,
-    load_model_config,
-    num_positions,
-    open_weights,
     parameter_names,
     resolve_model,
     saved_config,
-    stored_dtype,
 )
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.records import read_hub
@@ -57,8 +41,8 @@ LM_HEAD = "lm_head.weight"
 
 def assert_reads(directory, model):
     """Check that all parameters of a model are read from a directory, in slices, bit for bit."""
-    check_files(model, directory)
-    files = open_weights(model, directory)
+    checkpoint.check_files(model, directory)
+    files = checkpoint.open_weights(model, directory)
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     stored = files.find(parameter_names(model), shapes)
@@ -289,13 +273,13 @@ def test_a_list_of_more_tensors_than_a_model_can_have_is_not_read(single):
 
 
 def test_a_config_of_several_models_says_the_dtype_of_its_text_model_and_what_is_not_there(single):
-    Gemma3Config(text_config={"num_hidden_layers": 1}).save_pretrained(single)
+    transformers.Gemma3Config(text_config={"num_hidden_layers": 1}).save_pretrained(single)
     path = single / "config.json"
     text_config = change_json(path)["text_config"] | {"dtype": "bfloat16"}
     change_json(path, dtype=None, text_config=text_config)
-    assert stored_dtype(single) == "bf16"
-    Gemma4Config(audio_config=None).save_pretrained(single)
-    assert load_model_config(single).audio_config is None
+    assert checkpoint.stored_dtype(single) == "bf16"
+    transformers.Gemma4Config(audio_config=None).save_pretrained(single)
+    assert checkpoint.load_model_config(single).audio_config is None
 
 
 @pytest.mark.parametrize(
@@ -312,7 +296,7 @@ def test_scaled_positions_go_further_than_the_model_before_it_was_scaled(rope, e
     bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if "llama3" in str(rope) else {}
     parameters = {"rope_type": "default", "rope_theta": 1e4} | rope | bounds
     config = LlamaConfig(max_position_embeddings=64, rope_parameters=parameters)
-    assert num_positions(config) == expected
+    assert checkpoint.num_positions(config) == expected
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -352,26 +336,31 @@ def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_
 @pytest.mark.parametrize(
     ("config_class", "causal", "both_ways", "message"),
     [
-        (BertConfig, {"is_decoder": True}, {}, "has an encoder"),
-        (Qwen2Config, {}, {"is_causal": False}, "reads texts in both directions"),
-        (Gemma3TextConfig, {}, {"use_bidirectional_attention": True}, "in both directions"),
+        (transformers.BertConfig, {"is_decoder": True}, {}, "has an encoder"),
+        (transformers.Qwen2Config, {}, {"is_causal": False}, "reads texts in both directions"),
+        (
+            transformers.Gemma3TextConfig,
+            {},
+            {"use_bidirectional_attention": True},
+            "in both directions",
+        ),
     ],
 )
 def test_a_model_whose_tokens_see_the_answer_is_refused(config_class, causal, both_ways, message):
     """As models of embeddings are, such as EmbeddingGemma. Padding would be seen, too."""
-    build_on_meta(config_class(num_hidden_layers=1, **causal), torch.float32)
+    checkpoint.build_on_meta(config_class(num_hidden_layers=1, **causal), torch.float32)
     with pytest.raises(UserError, match=message):
-        build_on_meta(config_class(num_hidden_layers=1, **both_ways), torch.float32)
-    for always in (BertGenerationConfig(), CpmAntConfig()):
+        checkpoint.build_on_meta(config_class(num_hidden_layers=1, **both_ways), torch.float32)
+    for always in (transformers.BertGenerationConfig(), transformers.CpmAntConfig()):
         with pytest.raises(UserError, match="has an encoder"):
-            build_on_meta(always, torch.float32)
+            checkpoint.build_on_meta(always, torch.float32)
 
 
 def test_no_loss_that_balances_experts_is_asked_for():
     """Some fine-tuned models ask for it. It fails where the rows of a mask are not the model's."""
     config = copy.deepcopy(FAMILIES["mixtral"][0])
     config.output_router_logits = True
-    model = build_on_meta(config, torch.float32).to_empty(device="cpu")
+    model = checkpoint.build_on_meta(config, torch.float32).to_empty(device="cpu")
     output = model(input_ids=torch.ones(2, 3, dtype=torch.int64))
     assert output.aux_loss is None and output.router_logits is None
     assert config.output_router_logits  # as an export has it
@@ -494,10 +483,10 @@ def test_a_hub_that_does_not_answer_is_given_up_within_seconds(monkeypatch):
         silent.listen()
         for port in (silent.getsockname()[1], 9):
             monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
-            hub_problem.cache_clear()
+            checkpoint.hub_problem.cache_clear()
             start = time.perf_counter()
             for ask in (partial(resolve_model, "facebook/opt-1.3b"), partial(read_hub, *SST2)):
                 with pytest.raises(HubError, match=f"127.0.0.1:{port} does not answer within 2 s"):
                     list(ask())
             assert time.perf_counter() - start < 5
-    hub_problem.cache_clear()
+    checkpoint.hub_problem.cache_clear()

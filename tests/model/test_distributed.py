@@ -18,15 +18,8 @@ from ranks import free_port, run_ranks
 from torch.distributed import TCPStore
 
 from lezo_ds import distributed
-from lezo_ds.distributed import heartbeat
+from lezo_ds.distributed import heartbeat, start
 from lezo_ds.distributed.accelerator import describe_arithmetic, fix_arithmetic
-from lezo_ds.distributed.start import (
-    is_loopback,
-    launcher_of,
-    listen_at,
-    prepare_rendezvous,
-    slurm_rank_variables,
-)
 from lezo_ds.errors import UserError
 
 pytestmark = pytest.mark.distributed
@@ -55,17 +48,17 @@ def test_ranks_listen_at_the_address_where_they_meet_and_on_the_loopback_only(ad
 
 def test_a_listener_has_its_address_and_one_of_another_machine_is_left_to_torch(monkeypatch):
     port = free_port()
-    with socket.socket(fileno=listen_at("127.0.0.1", port)) as listener:
-        assert is_loopback(listener.getsockname()[0])
+    with socket.socket(fileno=start.listen_at("127.0.0.1", port)) as listener:
+        assert start.is_loopback(listener.getsockname()[0])
         with pytest.raises(UserError, match=rf"cannot listen on .*, port {port}.*master_port"):
-            listen_at("127.0.0.1", port)
-    assert listen_at("192.0.2.77", free_port()) is None
+            start.listen_at("127.0.0.1", port)
+    assert start.listen_at("192.0.2.77", free_port()) is None
     with pytest.raises(UserError, match=r"rank 0 cannot listen on no\.such\.host\.invalid"):
-        listen_at("no.such.host.invalid", 29500)
+        start.listen_at("no.such.host.invalid", 29500)
     # A machine's own name may stand for its loopback, and its peers know it by another address.
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
-    assert listen_at("node-1", 29500) is None
+    assert start.listen_at("node-1", 29500) is None
 
 
 @pytest.mark.parametrize(
@@ -76,12 +69,12 @@ def test_the_libraries_stay_on_the_loopback_unless_told(address, users, interfac
     variables = {"GLOO_SOCKET_IFNAME": users, "NCCL_SOCKET_IFNAME": users} if users else {}
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": "29500"}
     monkeypatch.setattr(os, "environ", meeting | variables)
-    assert prepare_rendezvous() == "lezo://"
+    assert start.prepare_rendezvous() == "lezo://"
     assert os.environ.get("NCCL_SOCKET_IFNAME", "none").startswith(interface)
     # gloo alone has to be told which of the others it is.
     assert os.environ.get("GLOO_SOCKET_IFNAME", "none").startswith("lo") == (interface == "lo")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    assert prepare_rendezvous() == "env://"
+    assert start.prepare_rendezvous() == "env://"
 
 
 def _changes_beside_threads():
@@ -118,8 +111,8 @@ def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, f
     own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}
     ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
     meeting = {"MASTER_ADDR": first, "MASTER_PORT": "10112"}
-    assert slurm_rank_variables(task) == ranks | meeting
-    assert slurm_rank_variables(task | own) == ranks | own
+    assert start.slurm_rank_variables(task) == ranks | meeting
+    assert start.slurm_rank_variables(task | own) == ranks | own
 
 
 @pytest.mark.parametrize(
@@ -141,7 +134,7 @@ def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, f
     ],
 )
 def test_srun_is_told_from_mpirun_and_a_single_rank_needs_neither(variables, launcher):
-    assert launcher_of(dict(word.split("=") for word in variables.split())) == launcher
+    assert start.launcher_of(dict(word.split("=") for word in variables.split())) == launcher
 
 
 def _ranks_of_one_process_a_node():

@@ -25,16 +25,10 @@ from tiny_runs import TINY_OPT, start_engine, write_model
 from tokenizers import decoders, pre_tokenizers
 
 from lezo_ds.config.schema import GenerationConfig
-from lezo_ds.data import packing
+from lezo_ds.data import generation, packing
 from lezo_ds.data.chat import TurnEnd
 from lezo_ds.data.encode import PromptTokenizer
-from lezo_ds.data.generation import (
-    generate,
-    generation_settings,
-    prompt_batch,
-    read_answers,
-    uniforms,
-)
+from lezo_ds.data.generation import generate, prompt_batch, read_answers
 from lezo_ds.forward.answer_cache import RoomyLayer
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.noise import kernels_of
@@ -197,16 +191,16 @@ def test_drawn_tokens_have_the_models_probabilities():
 
 
 def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
-    drawn = uniforms(7, 3, 100_001)
-    assert (uniforms(7, 3, 5) == drawn[:5]).all()
+    drawn = generation.uniforms(7, 3, 100_001)
+    assert (generation.uniforms(7, 3, 5) == drawn[:5]).all()
     assert 0 < drawn.min() < 1e-4 < 1 - 1e-4 < drawn.max() < 1
     for key, position in ((8, 3), (7, 4)):
-        assert (uniforms(key, position, 100_001) != drawn).mean() > 0.99
+        assert (generation.uniforms(key, position, 100_001) != drawn).mean() > 0.99
 
 
 def settings_of(tokenizer, max_new_tokens, *stops):
     config = GenerationConfig(max_new_tokens=max_new_tokens, stop=list(stops))
-    return generation_settings(tokenizer, config, TurnEnd(), in_chat=False)
+    return generation.generation_settings(tokenizer, config, TurnEnd(), in_chat=False)
 
 
 ISOLATED = pre_tokenizers.Split("", "isolated")

@@ -1,16 +1,9 @@
 import pytest
 import torch
+import transformers
 from family_checks import CONTEXT_LENGTHS, PAD, examples_of, with_start
 from family_models import small_config
 from tiny_models import FAMILIES, tiny_model
-from transformers import (
-    FalconConfig,
-    Gemma3Config,
-    Llama4Config,
-    OPTConfig,
-    Qwen3_5Config,
-    RobertaConfig,
-)
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.packing import can_pack, pack
@@ -60,13 +53,13 @@ def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
     "config",
     [
         *map(small_config, ("bloom", "jamba", "falcon_h1", "mamba", "mistral", "gemma2")),
-        FalconConfig(alibi=True),
-        RobertaConfig(is_decoder=True),
+        transformers.FalconConfig(alibi=True),
+        transformers.RobertaConfig(is_decoder=True),
         # Published configs, whose text model is a section of them.
-        Qwen3_5Config(),
-        Gemma3Config(text_config={"sliding_window": 8}),
-        Llama4Config(text_config={"attention_chunk_size": 8}),
-        Llama4Config(text_config={"floor_scale": 8}),
+        transformers.Qwen3_5Config(),
+        transformers.Gemma3Config(text_config={"sliding_window": 8}),
+        transformers.Llama4Config(text_config={"attention_chunk_size": 8}),
+        transformers.Llama4Config(text_config={"floor_scale": 8}),
         # Layers that choose some of the tokens, or keep a state besides keys and values.
         *map(small_config, ("deepseek_v32", "zaya")),
     ],
@@ -79,7 +72,7 @@ def test_models_that_mix_tokens_otherwise_or_see_few_of_them_are_not_packed(conf
 def test_a_window_that_no_sequence_fills_does_not_hinder_but_another_attention_does():
     assert can_pack(FAMILIES["mistral"][0], 8)
     assert not can_pack(FAMILIES["mistral"][0], 9)
-    assert can_pack(Gemma3Config(text_config={"sliding_window": 8}), 8)
-    config = OPTConfig()
+    assert can_pack(transformers.Gemma3Config(text_config={"sliding_window": 8}), 8)
+    config = transformers.OPTConfig()
     config._attn_implementation = "eager"
     assert not can_pack(config, 64)

@@ -1,9 +1,8 @@
 """Scoring in batches shared among ranks gives what plain PyTorch gives for one sequence alone."""
 
-from collections.abc import Mapping
+import types
 from statistics import fmean
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def worth(answer):
 class Case(NamedTuple):
     folder: str
     model: str = "writer"
-    changes: Mapping[str, Any] = MappingProxyType({})
+    changes: dict = types.MappingProxyType({})
 
 
 # Candidates of one token each.

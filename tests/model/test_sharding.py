@@ -8,6 +8,7 @@ from pathlib import Path
 
 import deepspeed
 import pytest
+import tiny_runs
 import torch
 from deepspeed.accelerator import get_accelerator
 from eager_noise import draw, join_master
@@ -19,15 +20,7 @@ from safetensors.torch import load_file
 from thorough import thorough
 from tiny_adapters import peft_config
 from tiny_models import FAMILIES, MIXTURES
-from tiny_runs import (
-    DS_CONFIG,
-    NUM_BLOCKS,
-    full_weights,
-    gathered_low_bits,
-    start_engine,
-    train,
-    write_model,
-)
+from tiny_runs import NUM_BLOCKS, full_weights, start_engine, train, write_model
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
@@ -53,14 +46,13 @@ from lezo_ds.zo.updates import step_updates
 pytestmark = pytest.mark.distributed
 
 
-JSON = json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
+JSON = json.loads(tiny_runs.DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
 DIRECTIONS = DenseDirections(DenseLaw())
 SHAPES = {"matrix": (7, 3), "vector": (5,), "single": (1,), "even": (4, 6)}
 
 
 class _Holder(nn.Module):
-    """Parameters whose sizes the ranks do not divide, one tied, one frozen, one in 16 bits; and
-    a buffer."""
+    """Parameters that the ranks do not divide; one is tied, one frozen, one in 16 bits."""
 
     def __init__(self):
         super().__init__()
@@ -248,7 +240,10 @@ def shard(directory, dtype, precision):
 
 def gather(weights):
     """Return the full values in float32 as stored, by name. A collective."""
-    return {p.name: join_master(p.gather(), gathered_low_bits(weights, p)) for p in weights.shards}
+    return {
+        p.name: join_master(p.gather(), tiny_runs.gathered_low_bits(weights, p))
+        for p in weights.shards
+    }
 
 
 def _load(directory, dtype, precision):
@@ -330,7 +325,6 @@ TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"config": TRAINS | {"estimator": "fzoo", "directions": 3}}, "this estimator needs 4"),
         ({"config": TRAINS | {"lr_schedule": "cosine"}}, "depends on the number of steps, which"),
         ({"config": TRAINS | {"sparsity": None}}, "training needs zo.sparsity; fix: set"),
         ({"config": TRAINS | {"rate": 1}}, "unknown key zo.rate in lezo_ds.initialize; fix: "),

@@ -12,13 +12,7 @@ from tiny_runs import VOCABULARY, full_weights, start_engine, train
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.checkpoints import snapshots
-from lezo_ds.checkpoints.snapshots import (
-    MANIFEST,
-    newest_snapshot,
-    prune_snapshots,
-    read_manifest,
-    snapshot_path,
-)
+from lezo_ds.checkpoints.snapshots import MANIFEST, read_manifest, snapshot_path
 from lezo_ds.errors import LezoError
 from lezo_ds.files import sha256_file
 
@@ -139,11 +133,11 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", list(DAMAGES))
 def test_a_damaged_snapshot_is_passed_over_for_the_one_before(copied, damage):
     root, _ = copied
-    assert [newest_snapshot(root, step) for step in (1, 2, 3, 4, 5)] == [None, 2, 2, 4, 4]
+    assert [snapshots.newest_snapshot(root, step) for step in (1, 2, 3, 4, 5)] == [None, 2, 2, 4, 4]
     DAMAGES[damage](snapshot_path(root, 4))
-    assert newest_snapshot(root, 5) == 2
+    assert snapshots.newest_snapshot(root, 5) == 2
     DAMAGES[damage](snapshot_path(root, 2))
-    assert newest_snapshot(root, 5) is None
+    assert snapshots.newest_snapshot(root, 5) is None
 
 
 def test_a_snapshot_that_cannot_be_replaced_stays(opt_directory, tmp_path, monkeypatch):
@@ -193,7 +187,7 @@ def test_the_newest_and_the_protected_snapshots_are_kept(tmp_path, keep, protect
         weights.write_bytes(b"weights")
         facts = {weights.name: {"bytes": 7, "sha256": sha256_file(weights)}}
         weights.with_name(MANIFEST).write_text(json.dumps({"files": facts}))
-    prune_snapshots(tmp_path, keep, protected)
+    snapshots.prune_snapshots(tmp_path, keep, protected)
     assert snapshots.snapshot_steps(tmp_path) == left
     expected = {*(f"step-000000{step}" for step in left), "step-of-another-kind"}
     assert {path.name for path in tmp_path.iterdir()} == expected

@@ -3,19 +3,11 @@
 import json
 from itertools import pairwise
 
+import own_data
 import pytest
 import torch
 from assets import write_records
-from own_data import (
-    MARKED,
-    NEEDS_SYSTEM,
-    PLAIN,
-    SWITCHED,
-    THINKING,
-    WITHOUT_SYSTEM,
-    own_config,
-    write_chat_model,
-)
+from own_data import MARKED, PLAIN, SWITCHED, own_config, write_chat_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lezo_ds.data.batches import teacher_forcing_batch
@@ -94,7 +86,7 @@ def test_the_mask_of_a_template_that_marks_its_turns_is_that_of_transformers(tmp
     assert learned(reader, encoded) == " Yes \n</s>\n"
 
 
-@pytest.mark.parametrize("template", [PLAIN, THINKING, SWITCHED, AT_ONCE, TRIMMING])
+@pytest.mark.parametrize("template", [PLAIN, own_data.THINKING, SWITCHED, AT_ONCE, TRIMMING])
 def test_each_turn_ends_a_sequence_that_begins_with_what_asks_for_it(template, tmp_path):
     options = {"enable_thinking": False} if template == SWITCHED else {}
     model = write_chat_model(tmp_path, template)
@@ -124,8 +116,8 @@ def test_a_space_that_asks_for_an_answer_may_begin_its_first_token(tmp_path):
     [
         (UNLIKE, TURNS, "does not begin turn 3 with the prompt"),
         (PLAIN, TURNS[2:], "first turn is the assistant's, with no turn"),
-        (WITHOUT_SYSTEM, TURNS, "refuses the conversation: .*no system"),
-        (NEEDS_SYSTEM, TURNS[1:], "set or remove data.system_prompt"),
+        (own_data.WITHOUT_SYSTEM, TURNS, "refuses the conversation: .*no system"),
+        (own_data.NEEDS_SYSTEM, TURNS[1:], "set or remove data.system_prompt"),
         (PLAIN.replace("turn['content']", "''"), TURNS, "does not write turn 1, of system"),
         (None, TURNS, "has no chat template; fix: use a model that was trained for"),
         (PLAIN, [*TURNS[:2], {**TURNS[2], "content": "a" * 300}], "has 3.. tokens; at most 2"),
@@ -190,7 +182,9 @@ def test_the_loss_is_that_of_transformers_with_the_other_tokens_masked(packed, t
 LABELS = {"prompt": "{text}", "label_field": "y", "labels": ["là", "ici"], "chat_template": True}
 
 
-@pytest.mark.parametrize(("template", "system"), [(AT_ONCE, None), (NEEDS_SYSTEM, "Be brief.")])
+@pytest.mark.parametrize(
+    ("template", "system"), [(AT_ONCE, None), (own_data.NEEDS_SYSTEM, "Be brief.")]
+)
 def test_labels_are_answers_in_the_template(template, system, tmp_path):
     reader = reader_of(write_chat_model(tmp_path, template), **LABELS, system_prompt=system)
     (encoded,) = encode(reader, {"text": "Où?", "y": "ici"}).encoded

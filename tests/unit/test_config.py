@@ -9,20 +9,8 @@ from assets import REPOSITORY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lezo_ds.config import (
-    check_training,
-    check_world,
-    config_from_dict,
-    describe,
-    dump_yaml,
-    eval_every,
-    load_config,
-    load_yaml,
-    make_law,
-    num_passes,
-    probes_per_pass,
-    with_steps,
-)
+import lezo_ds.config
+from lezo_ds.config import check_training, check_world, config_from_dict, load_config, load_yaml
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.config.load import default_of, expected
 from lezo_ds.config.schema import KEYS, SECTIONS
@@ -30,7 +18,6 @@ from lezo_ds.errors import UserError
 from lezo_ds.registry import FOLDERS
 from lezo_ds.zo.laws import LowRankLaw
 
-RECIPES = sorted((REPOSITORY / "launch" / "recipes").glob("*.yaml"))
 REQUIRED = {"run_dir": "runs/x", "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"}}
 REQUIRED |= {"zo": {"learning_rate": 1e-6, "sparsity": 0.75}}
 REQUIRED |= {"train": {"steps": 100, "eval_every": 10}}
@@ -158,12 +145,6 @@ def test_a_broken_recipe_is_refused_by_its_name(text, message, tmp_path):
     assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
 
 
-def test_every_integer_of_a_recipe_has_an_upper_limit():
-    for key in KEYS:
-        words = expected(key)
-        assert "integer" not in words or re.search(r"integer from \d+ to \d+", words), key
-
-
 PLAIN = st.text(min_size=1).filter(lambda text: "\\" not in text)
 LABELS = st.dictionaries(st.text(min_size=1), PLAIN, min_size=2)
 
@@ -176,7 +157,8 @@ def test_a_config_survives_dicts_yaml_and_json(learning_rate, seed, labels):
     config = config_from_dict(values, "test")
     assert (config.zo.learning_rate, config.seed) == (learning_rate, seed)
     assert (config.data.labels, config.data.prompt) == (labels, "{a}\nb")
-    for read in (load_yaml(dump_yaml(config.model_dump())), json.loads(json.dumps(values))):
+    as_yaml = lezo_ds.config.dump_yaml(config.model_dump())
+    for read in (load_yaml(as_yaml), json.loads(json.dumps(values))):
         assert config_from_dict(read, "text") == config
 
 
@@ -206,20 +188,20 @@ class OwnLaw(LowRankLaw):
 )
 def test_a_pass_runs_as_many_probes_as_the_law_says(words, found):
     config = config_with(*words.split())
-    assert probes_per_pass(config.zo) == found
-    assert make_law(config.zo).rank == config.zo.noise_rank
+    assert lezo_ds.config.probes_per_pass(config.zo) == found
+    assert lezo_ds.config.make_law(config.zo).rank == config.zo.noise_rank
 
 
 def test_epochs_are_steps_once_the_examples_are_counted():
     config = config_with("train.steps=null", "train.epochs=2.5", "zo.lr_schedule=linear")
-    train = with_steps(config, num_examples=100).train
+    train = lezo_ds.config.with_steps(config, num_examples=100).train
     assert (train.steps, train.epochs) == (16, 2.5)  # 250 examples in batches of 16
-    assert with_steps(config_with(), num_examples=100) == config_with()
+    assert lezo_ds.config.with_steps(config_with(), num_examples=100) == config_with()
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_refused_and_the_fix_works():
     config = config_with("zo.directions=4", "zo.probes_per_pass=4", "train.micro_batch_size=8")
-    assert num_passes(config) == 4
+    assert lezo_ds.config.num_passes(config) == 4
     with pytest.raises(UserError, match=r"set train.micro_batch_size to one of 1, 2, 4, 8"):
         check_world(config_with(), 2)
     check_world(config_with("train.micro_batch_size=8"), 2)
@@ -256,11 +238,11 @@ def test_a_path_may_be_relative_to_the_recipe(tmp_path, monkeypatch):
 
 def test_a_shipped_recipe_is_valid_and_found_by_its_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for path in RECIPES:
+    for path in (REPOSITORY / "launch" / "recipes").glob("*.yaml"):
         config = load_config(path.stem)
         check_training(config)
         assert config == load_config(path)
-        assert eval_every(config) <= config.train.steps
+        assert lezo_ds.config.eval_every(config) <= config.train.steps
         load_ds_config(config.deepspeed, config.model.dtype, 2, config.train.micro_batch_size)
     config = load_config("paper-opt-13b-lora", ["data.task=copa", "zo.sparsity=0"])
     assert (config.data.task, config.peft.kind, config.train.steps) == ("copa", "lora", 20_000)
@@ -268,13 +250,15 @@ def test_a_shipped_recipe_is_valid_and_found_by_its_name_from_any_folder(tmp_pat
         load_config("demoo")
 
 
-def test_the_help_has_every_key_with_what_it_takes_and_means():
-    text = "\n".join(map(describe, (None, *SECTIONS)))
+def test_the_help_has_every_key_and_integers_have_limits():
+    text = "\n".join(map(lezo_ds.config.describe, (None, *SECTIONS)))
     for key, field in KEYS.items():
         assert re.search(rf"^{key} \(", text, re.M), key
         assert str(field.description).split()[0] in text
+        words = expected(key)
+        assert "integer" not in words or re.search(r"integer from \d+ to \d+", words), key
     with pytest.raises(UserError, match="did you mean train"):
-        describe("trian")
+        lezo_ds.config.describe("trian")
 
 
 def test_the_page_lists_every_key_with_its_default():

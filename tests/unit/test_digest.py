@@ -19,12 +19,6 @@ STARTS = st.integers(0, 2**40)
 PARAMETER_IDS = st.integers(0, 2**32 - 1)
 
 
-def from_bits(patterns, dtype):
-    """Return the low bits of each integer as a floating-point bit pattern: NaN and infinities
-    among them."""
-    return torch.tensor(patterns, dtype=torch.int64).to(BITS.get(dtype, dtype)).view(dtype)
-
-
 def wrapped(value):
     """Return an integer as a signed 64-bit one."""
     return (value + 2**63) % 2**64 - 2**63
@@ -49,7 +43,8 @@ def reference_digest(values, start, parameter_id):
 @settings(deadline=None)
 @given(PATTERNS, st.lists(st.integers(0, 60)), DTYPES, STARTS, PARAMETER_IDS)
 def test_digests_are_those_defined_and_slices_add_up(patterns, cuts, dtype, start, parameter_id):
-    values = from_bits(patterns, dtype)
+    # The low bits of each integer as a number: NaN and infinities among them.
+    values = torch.tensor(patterns, dtype=torch.int64).to(BITS.get(dtype, dtype)).view(dtype)
     expected = reference_digest(values, start, parameter_id)
     assert shard_digest(values, start, parameter_id) == expected
     edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]

@@ -8,8 +8,6 @@ from assets import REPOSITORY
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.errors import UserError
 
-DS_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
-
 
 def write_json(tmp_path, **sections):
     path = tmp_path / "ds.json"
@@ -105,7 +103,7 @@ def test_a_broken_json_is_refused(text, tmp_path):
 
 def test_a_shipped_json_is_valid_and_read_from_any_folder_by_name_and_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for path in DS_CONFIGS:
+    for path in (REPOSITORY / "ds_configs").glob("*.json"):
         dtype = "fp16" if "fp16" in path.stem else "bf16"
         (tmp_path / path.stem).mkdir()  # a folder of that name is no file
         for name in (path.stem, f"ds_configs/{path.name}"):

@@ -3,17 +3,11 @@
 import json
 
 import pytest
+import transformers
 from assets import change_json
 from own_data import SWITCHED, write_chat_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    GPT2Config,
-    LlamaConfig,
-    OPTConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 
 from lezo_ds.checkpoints.tokenizer_check import refuse_second_begin, warn_of_other_tokens
 from lezo_ds.data.encode import encode_candidates, encode_prompt, load_tokenizer, prompt_room
@@ -104,7 +98,7 @@ def test_answers_end_at_eos_and_at_every_token_with_a_newline(tmp_path):
 def test_answers_end_at_every_end_token_of_the_model_as_in_generate(tmp_path, listed, expected):
     config = LlamaConfig(vocab_size=len(WORDS), eos_token_id=None)
     path = save_tokenizer(tmp_path, config, bos="<s>")
-    GenerationConfig(eos_token_id=listed).save_pretrained(path)
+    transformers.GenerationConfig(eos_token_id=listed).save_pretrained(path)
     tokenizer = load_tokenizer(path)
     assert tokenizer.end_ids == expected
     assert tokenizer.stop_ids(()) == expected
@@ -159,7 +153,7 @@ def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_
     assert (tokenizer.end_ids, tokenizer.end_text) == ((2,), "</s>")
     path = save_tokenizer(tmp_path, LlamaConfig(), words=[*WORDS, "<BOS>"], bos="<BOS>")
     assert load_tokenizer(path).encode(["a joy"]) == [(len(WORDS), 4, 5)]
-    config = GPT2Config(vocab_size=len(WORDS) - 2)
+    config = transformers.GPT2Config(vocab_size=len(WORDS) - 2)
     path = save_tokenizer(tmp_path, config, words=[*WORDS[2:], "<pad>", "<end>"], eos="<end>")
     tokenizer = load_tokenizer(path)
     assert (tokenizer.begin_ids, tokenizer.pad_id, tokenizer.end_ids) == ((), 0, ())

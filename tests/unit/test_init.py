@@ -21,13 +21,8 @@ from lezo_ds.config import load_config
 from lezo_ds.errors import UserError
 from lezo_ds.tools import init
 
-REWARD = """
-from lezo_ds import reward
-
-@reward
-def brevity(answers, records):
-    return [1 / (1 + len(answer.split())) for answer in answers]
-"""
+REWARD = "from lezo_ds import reward\n@reward\ndef brevity(answers, records):\n"
+REWARD += "    return [1 / (1 + len(answer.split())) for answer in answers]\n"
 TEXTS = [f"ticket number {number} says" for number in range(40)]
 CLASSES = ["bug", "billing"] * 20
 TURNS = [[{"role": "user", "content": "hi"}]] * 40
@@ -112,7 +107,11 @@ def test_what_is_not_clear_or_cannot_be_learned_is_refused(columns, words, messa
     assert not Path("recipe.yaml").exists()
 
 
-def test_the_layout_of_a_table_is_found_and_written_down(write_recipe, caplog):
+def test_the_layout_of_a_table_is_found_and_written_down_if_it_has_records(write_recipe, caplog):
+    for content, message in (("", "No columns to parse"), ("text,label\n", "has no records")):
+        Path("own.csv").write_text(content)
+        with pytest.raises(UserError, match=message):
+            write_recipe(None, name="own.csv")
     pairs = zip(TEXTS, CLASSES, strict=True)
     rows = ["text;label", *(f"Größe {text}, ja;{name}" for text, name in pairs)]
     Path("own.csv").write_text("\n".join(rows), encoding="cp1252")
@@ -123,15 +122,6 @@ def test_the_layout_of_a_table_is_found_and_written_down(write_recipe, caplog):
     Path("own.csv").write_text(commas, encoding="utf-8-sig")
     config, _ = write_recipe(None, name="own.csv")
     assert (config.data.separator, config.data.encoding) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [("", "No columns to parse"), ("text,label\n", "has no records")]
-)
-def test_a_table_without_records_is_refused(content, message, write_recipe):
-    Path("own.csv").write_text(content)
-    with pytest.raises(UserError, match=message):
-        write_recipe(None, name="own.csv")
 
 
 def test_a_reward_has_a_population_and_texts_have_room_for_the_longest_answer(write_recipe):

@@ -12,7 +12,8 @@ from lezo_ds.journal import EvaluationRecord, Header, Journal, read_journal
 from lezo_ds.zo.records import StepRecord
 
 CONFIG = {"model": "facebook/opt-125m", "train": {"steps": 200}, "tags": ["x", None]}
-HEADER = Header(1, "a1b2", "c3d4", CONFIG, libraries={"torch": "2.13.0"})
+IDS = {"noise_version": 1, "model_fingerprint": "a1b2", "parameter_table_hash": "c3d4"}
+HEADER = Header(**IDS, config=CONFIG, libraries={"torch": "2.13.0"})
 
 
 def step_record(step, **changes):

@@ -28,16 +28,7 @@ from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools import memory_plan
 from lezo_ds.tools.dry_run import dry_run, measured_step
 from lezo_ds.tools.examples import example_lines
-from lezo_ds.tools.memory_plan import (
-    CPU_RESERVE,
-    GIB,
-    USABLE,
-    InputSizes,
-    ModelSizes,
-    measured_inputs,
-    memory_of,
-    ways,
-)
+from lezo_ds.tools.memory_plan import GIB, InputSizes, ModelSizes
 
 MAX_FILE_BYTES = 150 << 20  # of a snapshot of 330 MB
 INPUTS = InputSizes(64)
@@ -55,7 +46,7 @@ def recipe(path="opt-30b", *words):
 
 
 def memory(config, num_ranks=1, inputs=INPUTS, on_gpu=True):
-    return memory_of(config, ModelSizes(config), inputs, num_ranks, on_gpu=on_gpu)
+    return memory_plan.memory_of(config, ModelSizes(config), inputs, num_ranks, on_gpu=on_gpu)
 
 
 def peak(*args, **kwargs):
@@ -106,7 +97,7 @@ def test_the_formula_is_within_a_fifth_of_the_peak(words, options, inputs, tmp_p
     config = recipe(tmp_path, *words)
     planned = peak(config, 2, inputs, on_gpu=False)
     before, with_snapshot = run_ranks(measure_steps, 2, config, options)[0]
-    assert planned - CPU_RESERVE == pytest.approx(with_snapshot - before, rel=0.2)
+    assert planned - memory_plan.CPU_RESERVE == pytest.approx(with_snapshot - before, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +158,8 @@ def test_the_terms_are_sums_by_hand(num_ranks, words, name, expected):
 
 
 def ways_of(config, gigabytes, num_ranks=4):
-    found = ways(config, ModelSizes(config), INPUTS, num_ranks, USABLE * GIB * gigabytes)
+    usable = memory_plan.USABLE * GIB * gigabytes
+    found = memory_plan.ways(config, ModelSizes(config), INPUTS, num_ranks, usable)
     return [keys for keys, _ in found]
 
 
@@ -218,11 +210,11 @@ def test_every_token_of_every_label_is_counted(tmp_path):
     values = own_values(tmp_path / "model", train=str(tickets), **described)
     config = config_from_dict({**values, "run_dir": str(tmp_path / "run")}, "the test")
     data = load_task_data(config)
-    inputs = measured_inputs(config, replace(data, packed=False))
+    inputs = memory_plan.measured_inputs(config, replace(data, packed=False))
     assert inputs.targets == sum(1 + len(label) for label in labels)
     assert 2.5 < inputs.rows < 4  # with padding
     # Examples that share rows run fewer tokens, and as many of them count.
-    packed = measured_inputs(config, replace(data, packed=True))
+    packed = memory_plan.measured_inputs(config, replace(data, packed=True))
     assert packed.targets == inputs.targets and packed.rows <= inputs.rows
 
 

@@ -10,18 +10,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import f1_score, precision_recall_fscore_support
 
+from lezo_ds.data import metrics
 from lezo_ds.data.examples import Example, TokenCounts
-from lezo_ds.data.metrics import (
-    METRICS,
-    accuracy,
-    best_f1,
-    label_scores,
-    load_score,
-    macro_f1,
-    majority_score,
-    token_accuracy,
-    try_metric,
-)
 from lezo_ds.data.mezo import TASKS
 from lezo_ds.errors import UserError
 
@@ -49,10 +39,11 @@ TEXTS = [*WESTERN, *NUMBERS, *CHINESE, "\u201ctower\u201d", "L'\u00c9cole", "a\t
 @pytest.mark.parametrize("answer", TEXTS)
 def test_f1_and_exact_match_are_those_of_squads_script(answer):
     for reference in TEXTS:
-        assert best_f1(answer, [reference]) == pytest.approx(squad_f1(answer, reference), abs=1e-12)
+        f1 = pytest.approx(squad_f1(answer, reference), abs=1e-12)
+        assert metrics.best_f1(answer, [reference]) == f1
         example = Example("", (" x",), 0, references=(reference, "other"))
         is_equal = normalize_answer(answer) in (normalize_answer(reference), "other")
-        assert METRICS["exact_match"]([answer], [example]) == is_equal
+        assert metrics.METRICS["exact_match"]([answer], [example]) == is_equal
 
 
 LABELS = [0, 0, 0, 1, 2, 2]
@@ -62,8 +53,8 @@ LABELED = [Example("", (" a", " b", " c", " d"), label) for label in LABELS]
 
 def test_the_scores_of_labels_are_those_of_scikit_learn():
     macro = f1_score(LABELS, PREDICTED, average="macro")
-    assert macro_f1(PREDICTED, LABELED) == pytest.approx(macro)
-    scores = label_scores(LABELS, PREDICTED)
+    assert metrics.macro_f1(PREDICTED, LABELED) == pytest.approx(macro)
+    scores = metrics.label_scores(LABELS, PREDICTED)
     assert list(scores) == [0, 2, 1, 3]  # the most frequent label first
     found = [(each.precision, each.recall, each.f1, each.examples) for each in scores.values()]
     theirs = precision_recall_fscore_support(LABELS, PREDICTED, labels=[*scores], zero_division=0)
@@ -72,13 +63,13 @@ def test_the_scores_of_labels_are_those_of_scikit_learn():
 
 def test_a_candidate_is_right_by_its_text():
     several = [Example("", (" a", " b", " c"), 0, references=(" a", " c"))] * 2
-    assert accuracy([2, 1], several) == 0.5
+    assert metrics.accuracy([2, 1], several) == 0.5
     repeated = [Example("", (" a", " a", " b"), 1)] * 2
-    assert accuracy([0, 2], repeated) == 0.5
-    assert majority_score(accuracy, LABELED) == 3 / 6
+    assert metrics.accuracy([0, 2], repeated) == 0.5
+    assert metrics.majority_score(metrics.accuracy, LABELED) == 3 / 6
     unlike = [Example("", (" a", " b", " c")[:size], size - 1) for size in (2, 3, 3)]
-    assert majority_score(accuracy, unlike) == 2 / 3
-    assert token_accuracy([TokenCounts(1, 2), TokenCounts(5, 6)], several) == 6 / 8
+    assert metrics.majority_score(metrics.accuracy, unlike) == 2 / 3
+    assert metrics.token_accuracy([TokenCounts(1, 2), TokenCounts(5, 6)], several) == 6 / 8
 
 
 @pytest.mark.parametrize(("metric", "name"), [("f1", "cb"), ("accuracy", "squad")])
@@ -86,7 +77,7 @@ def test_a_metric_that_does_not_fit_the_kind_of_task_is_refused(metric, name):
     task = TASKS[name]
     expected = f"data.metric={metric} does not fit a task of the kind {task.kind}"
     with pytest.raises(UserError, match=expected):
-        load_score(replace(task, metric=metric))
+        metrics.load_score(replace(task, metric=metric))
 
 
 def count_right(predicted, examples):
@@ -120,15 +111,15 @@ def own(name):
 def test_a_metric_that_fails_on_right_answers_is_refused(metric, message):
     examples = [Example("", (" a", " b"), 0, references=("x",))] * 2
     with pytest.raises(UserError, match=f"data.metric=test_metrics:{metric} {message}"):
-        try_metric(own(metric), examples)
+        metrics.try_metric(own(metric), examples)
 
 
 def test_the_score_of_a_metric_is_a_float_of_the_examples_themselves():
-    found = load_score(own("count_right"))(PREDICTED, LABELED)
+    found = metrics.load_score(own("count_right"))(PREDICTED, LABELED)
     assert (found, type(found)) == (4.0, float)
 
 
 def test_a_metric_without_a_score_of_constant_predictions_has_no_majority_class():
-    score = load_score(own("correlation"))
+    score = metrics.load_score(own("correlation"))
     assert -1 <= score(PREDICTED, LABELED) <= 1
-    assert majority_score(score, LABELED) is None
+    assert metrics.majority_score(score, LABELED) is None

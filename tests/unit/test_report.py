@@ -118,7 +118,7 @@ def test_two_runs_are_compared_on_the_same_test_examples(finish):
     assert comparison(named(first, first)) == ""
 
 
-def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys):
+def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys, monkeypatch):
     answers = [("It was <i>", "good" if n < 9 else "<bad>") for n in range(20)]
     run = finish("a", answers=answers, macro_f1=2 / 3)
     arguments = Namespace(runs=[str(run)], html=None, json=False)
@@ -139,6 +139,9 @@ def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys):
     assert "&lt;b&gt;0" in text and "&lt;b&gt;2" in text and "&lt;b&gt;1" not in text
     assert text.count("<svg") == 2 and "Validation score" in text
     assert not any(loads in text for loads in ('src="', "<script", "<link", "<?xml", "<i>"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"fix: pip install 'lezo_ds\[report\]'"):
+        report.main(arguments)
 
 
 def test_a_directory_that_is_no_run_or_damaged_is_named_and_alone_refused(finish, tmp_path, caplog):
@@ -149,12 +152,6 @@ def test_a_directory_that_is_no_run_or_damaged_is_named_and_alone_refused(finish
     assert "not a run" in caplog.text and str(damaged) in caplog.text
     with pytest.raises(UserError, match="none of these directories holds a run"):
         read_runs([tmp_path / "none", tmp_path / "other"])
-
-
-def test_a_page_without_matplotlib_is_refused_with_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"fix: pip install 'lezo_ds\[report\]'"):
-        report.main(Namespace(runs=[str(tmp_path)], html=tmp_path / "page.html", json=False))
 
 
 def arguments_of_sweep(tmp_path, *grid, overrides=(), tune=None):

@@ -32,8 +32,9 @@ def header(*overrides):
     values = config(*overrides).model_dump(exclude={"run_dir"})
     values["model_config"] = {"rope": {"theta": 1e4}}
     values["data_fingerprints"] = {"train": "a", "dev": "b"}
-    environment = {"libraries": {"lezo_ds": __version__}, "arithmetic": {"processor": "H100"}}
-    return Header(1, "a1b2", "c3d4", values, **environment)
+    facts = {"noise_version": 1, "model_fingerprint": "a1b2", "parameter_table_hash": "c3d4"}
+    facts |= {"libraries": {"lezo_ds": __version__}, "arithmetic": {"processor": "H100"}}
+    return Header(config=values, **facts)
 
 
 MAY_DIFFER = keys_with("may_differ_on_resume")

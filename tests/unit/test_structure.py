@@ -21,7 +21,6 @@ FLOORS += " | sharding | forward | checkpoints | data | agreement | engine | run
 """The rooms of the package from the ground up. A room uses only those below it."""
 
 KNOW_DEEPSPEED = {"config", "sharding", "distributed"}
-"""The rooms that import DeepSpeed: for its configuration, ZeRO-3's inside, and messages."""
 DISTRIBUTED_LIBRARIES = ("deepspeed", "torch.distributed", "mpi4py")
 LIGHT_ROOMS = ("errors", "registry", "user_code", "zo", "journal", "config", "cli")
 HEAVY_LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "pandas")
