@@ -83,7 +83,7 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
         pytest.skip("no GPU")
     if words == "all radii":
         # Of a word, 23 bits decide about the radius. An angle of 0 gives the radius itself, and 0.
-        radii = torch.arange(0, 1 << 23, 32 if IS_INTERPRETED else 1) << 9  # which is slow
+        radii = torch.arange(0, 1 << 23, 32 if IS_INTERPRETED else 1) << 9  # it is slow
         first, second = (radii | (radii * 0x9E3779B9 >> 20) % 512).view(2, -1)
         chosen = torch.stack([first, torch.zeros_like(first), second, torch.zeros_like(first)])
     else:

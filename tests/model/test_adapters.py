@@ -315,7 +315,6 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
     for (key, value), layer in zip(first, cache[cache_name(model)].layers, strict=True):
         torch.testing.assert_close(key, layer.keys[0])
         torch.testing.assert_close(value, layer.values[0])
-
     expected = logits_by_hand(model, prefix, batch["input_ids"])
     tolerance = 1e-5 if dtype == "fp32" else 0.03
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
@@ -325,7 +324,6 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
         for prompt, row in zip(PROMPTS, tokens.tolist(), strict=True):
             written = continue_by_hand(model, prefix, prompt)
             assert row == written + [SETTINGS.pad_id] * (len(row) - len(written))
-
     load_prefix(model, snapshot)
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, logits)

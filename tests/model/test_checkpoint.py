@@ -473,11 +473,9 @@ def test_an_adapter_of_a_revision_names_it_as_peft_does(tmp_path):
     assert read_adapter(tmp_path)["model"]["path"] == "owner/name@v1.2"
 
 
-SST2 = ("nyu-mll/glue", "sst2", "train")
-
-
 def test_a_hub_that_does_not_answer_is_given_up_within_seconds(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    read = partial(read_hub, "nyu-mll/glue", "sst2", "train")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -485,7 +483,7 @@ def test_a_hub_that_does_not_answer_is_given_up_within_seconds(monkeypatch):
             monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
             checkpoint.hub_problem.cache_clear()
             start = time.perf_counter()
-            for ask in (partial(resolve_model, "facebook/opt-1.3b"), partial(read_hub, *SST2)):
+            for ask in (partial(resolve_model, "facebook/opt-1.3b"), read):
                 with pytest.raises(HubError, match=f"127.0.0.1:{port} does not answer within 2 s"):
                     list(ask())
             assert time.perf_counter() - start < 5

@@ -80,7 +80,6 @@ def test_the_bytes_and_values_are_those_of_the_page_and_parts_together_are_the_w
     if dtype == torch.bfloat16:  # values of a checkpoint are not rounded before
         assert torch.equal(matrix.view(-1, GROUP), as_documented(stored, bits, 10))
         assert not torch.equal(matrix, by_page(values.bfloat16(), bits, dtype))
-
     for num_parts in (2, 3, 4):
         shared = Quantization(bits, dtype, (5, WIDTH), num_parts)
         size = shared.groups_of_part * GROUP
@@ -132,7 +131,6 @@ def test_a_run_has_the_dequantized_weights_on_any_number_of_ranks(
     options = {"family": family, "kind": kind}
     alone = run_ranks(run, 1, models[family], dtype, 1, bits, options)[0]
     _, weights, stored, logits, *_ = alone
-
     # A plain transformers model with the same values has the same logits, bit for bit.
     plain = AutoModelForCausalLM.from_pretrained(models[family], dtype=DTYPES[dtype]).eval()
     originals = dict(plain.named_parameters())
@@ -144,7 +142,6 @@ def test_a_run_has_the_dequantized_weights_on_any_number_of_ranks(
             originals[name].copy_(value)
         if kind == "lora":  # which starts at the model; a prefix does not
             assert torch.equal(plain(**whole_batch().inputs).logits, logits)
-
     itemsize = DTYPES[dtype].itemsize
     num_elements = sum(weights[name].numel() for name in changed)
     assert stored == num_elements // GROUP * (GROUP * bits // 8 + 2 * itemsize)

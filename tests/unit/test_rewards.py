@@ -170,7 +170,6 @@ def test_what_is_no_number_for_each_answer_is_refused(values):
 
 
 PAD = 1
-VOCABULARY = 64
 
 
 ENCODED = [
@@ -185,7 +184,7 @@ def test_losses_and_finite_gradients_are_computed_in_float32_whatever_the_logits
     objective = LOSSES[loss]
     batch = objective.build_batch(ENCODED, PAD)
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(len(batch.selection.rows), VOCABULARY, generator=generator)
+    logits = torch.randn(len(batch.selection.rows), 64, generator=generator)
     logits = logits.to(dtype).requires_grad_()
     losses = objective.loss(logits, batch)
     torch.testing.assert_close(losses, objective.loss(logits.float(), batch), rtol=0, atol=0)

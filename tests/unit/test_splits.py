@@ -18,7 +18,6 @@ from lezo_ds.data.splits import draw_splits, json_text, read_split, sources_of, 
 from lezo_ds.errors import UserError
 
 LABELS = {"prompt": "{text}", "label_field": "topic", "labels": ["bug", "billing", "shipping"]}
-CHOICES = {"prompt": "{text}", "label_field": "topic", "choices": ["{a}", "{b}", "{c}"]}
 
 
 def tickets(count, labels=("bug", "billing"), **more):
@@ -217,7 +216,8 @@ def test_one_file_for_all_splits_and_one_label_are_said(tmp_path, caplog):
 def test_choices_whose_numbers_begin_at_1_are_refused_with_the_labels_that_read_them(tmp_path):
     rows = [{"text": f"q{n}", "a": "x", "b": "y", "c": "z", "topic": 1 + n % 2} for n in range(30)]
     write_records(tmp_path / "t.jsonl", rows)
-    data = DataConfig(train=str(tmp_path / "t.jsonl"), **CHOICES)
+    keys = {"prompt": "{text}", "label_field": "topic", "choices": ["{a}", "{b}", "{c}"]}
+    data = DataConfig(train=str(tmp_path / "t.jsonl"), **keys)
     assert "indices count from 0; fix: list in data.labels" in refusal_of(data)
     assert sizes_of(draw(data.model_copy(update={"labels": ["1", "2", "3"]}))) == (18, 6, 6)
 
