@@ -277,11 +277,10 @@ def _peak_memory_of_loading(small, large, bits):
 @needs_peak
 @pytest.mark.parametrize("bits", [None, thorough(4)])
 def test_no_rank_holds_more_than_its_share_while_loading(bits, tmp_path):
+    shape = {"vocab_size": 2000, "max_position_embeddings": 64}
     small, large = (
-        write_model(
-            OPTConfig(2000, num_hidden_layers=size, max_position_embeddings=64), tmp_path / name
-        )
-        for name, size in (("small", 1), ("large", 8))
+        write_model(OPTConfig(**shape, num_hidden_layers=size), tmp_path / str(size))
+        for size in (1, 8)
     )
     for peak, stored, largest in run_ranks(_peak_memory_of_loading, 2, small, large, bits):
         assert stored < peak < 1.2 * stored + 4 * largest

@@ -170,8 +170,6 @@ def test_what_is_no_number_for_each_answer_is_refused(values):
 
 
 PAD = 1
-
-
 ENCODED = [
     EncodedExample(((0, 5, 8), (0, 5, 9, 10)), ((0, 0, 1), (0, 0, 1, 1)), 0),
     EncodedExample(((0, 6, 11, 12),), ((0, 0, 1, 1),), 0),
