@@ -18,7 +18,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, MIXTURES, tiny_model
 from tiny_runs import start_engine
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from lezo_ds.checkpoints import checkpoint
 from lezo_ds.checkpoints.checkpoint import (
@@ -338,12 +338,7 @@ def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_
     [
         (transformers.BertConfig, {"is_decoder": True}, {}, "has an encoder"),
         (transformers.Qwen2Config, {}, {"is_causal": False}, "reads texts in both directions"),
-        (
-            transformers.Gemma3TextConfig,
-            {},
-            {"use_bidirectional_attention": True},
-            "in both directions",
-        ),
+        (Gemma3TextConfig, {}, {"use_bidirectional_attention": True}, "in both directions"),
     ],
 )
 def test_a_model_whose_tokens_see_the_answer_is_refused(config_class, causal, both_ways, message):
