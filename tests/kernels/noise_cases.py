@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 from pathlib import Path
 
@@ -73,10 +74,7 @@ def hashed(count):
 
 
 def values_of_every_size(count):
-    """fp32 values from far below fp16's smallest to its overflow.
-
-    The first are zeros of both signs, infinities, NaN, and values about fp16's largest.
-    """
+    """fp32 values from far below fp16's smallest to its overflow, and first some special ones."""
     bits = hashed(count)
     exponents = 97 + (bits >> 8) % 49  # 2**-30 to 2**18
     values = ((bits & 0x807FFFFF) | (exponents << 23)).to(torch.int32).view(torch.float32)
@@ -103,10 +101,8 @@ def target(values, parameter_id, start=0, low=None):
 
 def weight(theta, parameter_id, out_dtype=None, rows=None, region=None):
     """A parameter to perturb, whose copies have its own dtype by default."""
-    region = region or Region.run(0, theta.numel())
-    return Weight(
-        theta, Elements(parameter_id, theta.shape, region), out_dtype or theta.dtype, rows
-    )
+    elements = Elements(parameter_id, theta.shape, region or Region.run(0, theta.numel()))
+    return Weight(theta, elements, out_dtype or theta.dtype, rows)
 
 
 def at(*scales):
@@ -122,20 +118,15 @@ def drawn(noise, key, parameter_id, start, count, device="cpu"):
 
 
 def result(backend_of, case, device="cpu"):
-    """All tensors that an operation returns or writes.
-
-    `backend_of(law)` returns a backend for `device`.
-    """
+    """All tensors that an operation of `backend_of(law)` returns or writes."""
     operation, distribution, dtype, other = case
     run = perturbed if operation == "perturb" else updated
     return run(backend_of(DenseLaw(distribution)), dtype, other, device)
 
 
 def perturbed(noise, dtype, out_dtype, device):
-    thetas = [
-        values_of_every_size(torch.Size(shape).numel()).to(dtype).view(shape).to(device)
-        for shape in SHAPES
-    ]
+    values = [values_of_every_size(math.prod(shape)).view(shape) for shape in SHAPES]
+    thetas = [each.to(device, dtype) for each in values]
     # Vectors have copies in fp32, as in models.
     weights = [
         weight(theta, place, torch.float32 if place % 3 == 1 else out_dtype)

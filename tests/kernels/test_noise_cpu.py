@@ -18,8 +18,6 @@ from lezo_ds.noise.low_bits import split_master
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def first_use(monkeypatch, tmp_path):
@@ -32,9 +30,7 @@ def first_use(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("first_use")
 @pytest.mark.parametrize("reason", ["built without g++", "cannot compile this", "Not a directory"])
-def test_where_the_kernels_cannot_be_built_one_line_says_what_to_install(
-    reason, tmp_path, monkeypatch
-):
+def test_where_kernels_cannot_be_built_one_line_says_what_to_install(reason, tmp_path, monkeypatch):
     fix = "apt-get install g\\+\\+, or conda install gxx"
     if reason == "Not a directory":
         (tmp_path / "cache").write_text("a file")
@@ -45,14 +41,12 @@ def test_where_the_kernels_cannot_be_built_one_line_says_what_to_install(
         (tmp_path / "g++").write_text("#!/bin/sh\necho cannot compile this >&2\nexit 1\n")
         (tmp_path / "g++").chmod(0o755)
     with pytest.raises(UserError, match=f"{re.escape(reason)}(.|\n)*; fix: .*{fix}"):
-        kernels_of(CPU)
+        kernels_of(torch.device("cpu"))
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("first_use")
-def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
-    monkeypatch, tmp_path, caplog
-):
+def test_ranks_that_build_at_once_share_one_library_and_reuse_it(monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(cpu, "FLAGS", [flag.replace("-O3", "-O0") for flag in cpu.FLAGS])
     with ThreadPoolExecutor(2) as ranks:
@@ -71,9 +65,8 @@ def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
 def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instruction_set):
     if instruction_set == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX2")
-    monkeypatch.setattr(
-        cpu, "FLAGS", [flag.replace("native", instruction_set) for flag in cpu.FLAGS]
-    )
+    flags = [flag.replace("native", instruction_set) for flag in cpu.FLAGS]
+    monkeypatch.setattr(cpu, "FLAGS", flags)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, case in CASES.items():
         assert digest(result(DenseDirections, case)) == GOLDEN["results"][name]

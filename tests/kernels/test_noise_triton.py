@@ -54,13 +54,11 @@ def test_the_triton_backend_passes_its_tests_in_the_interpreter(selection, num_t
     files = [str(here.with_name(name)) for name in ("test_noise.py", "test_parts.py", here.name)]
     own = ["--noconftest", "-p", "noise_cases"]
     places = [here.parents[2], here.parents[1] / "helpers", here.parent]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *own, *files, "-k", f"triton and ({selection})", "-q"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, places))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pytest", *own, *files, "-q"]
+    command += ["-k", f"triton and ({selection})"]
+    path = os.pathsep.join(map(str, places))
+    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    result = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= num_tests
 
@@ -85,16 +83,12 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
         pytest.skip("no GPU")
     if words == "all radii":
         # Of a word, 23 bits decide about the radius. An angle of 0 gives the radius itself, and 0.
-        radii = (
-            torch.arange(0, 1 << 23, 32 if IS_INTERPRETED else 1) << 9
-        )  # the interpreter is slow
+        radii = torch.arange(0, 1 << 23, 32 if IS_INTERPRETED else 1) << 9  # it is slow
         first, second = (radii | (radii * 0x9E3779B9 >> 20) % 512).view(2, -1)
         chosen = torch.stack([first, torch.zeros_like(first), second, torch.zeros_like(first)])
     else:
         bounds = torch.arange(8)[:, None] * (1 << 29) + torch.arange(-2, 3)
-        angles = torch.cat(
-            [bounds.flatten() % (1 << 32), torch.arange(1 << 16) * 0x9E3779B1 % (1 << 32)]
-        )
+        angles = torch.cat([bounds.flatten(), torch.arange(1 << 16) * 0x9E3779B1]) % (1 << 32)
         radii = angles * 0x85EBCA6B % (1 << 32)
         chosen = torch.stack([radii, angles, radii.flip(0), angles.flip(0)])
     device = "cpu" if IS_INTERPRETED else "cuda"
@@ -109,8 +103,7 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
 
 
 def compiled_for_hopper(kernel, types, constants, aligned=()):
-    """What a kernel becomes for compute capability 9.0, and for some arguments that are multiples
-    of 16 bytes. It needs no GPU."""
+    """Compile for compute capability 9.0; some arguments are multiples of 16 bytes."""
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     types = types | dict.fromkeys(constants, "constexpr")
@@ -125,8 +118,7 @@ def compiled_for_hopper(kernel, types, constants, aligned=()):
 
 
 def assert_rounds_every_operation(ptx, num_normals, num_fused=0):
-    """No operations are fused, but in four normals two of each logarithm, two of each root, and one
-    of each cosine; and `num_fused` others."""
+    """None are fused, but two of a logarithm or root, one of a cosine, and `num_fused` others."""
     num_fused += num_normals // 4 * 2 * (2 + 2 + 1)
     assert len(re.findall(r"\bfma\.rn\.f32\b", ptx)) == num_fused
     approximate = set(re.findall(r"\S*\.(?:approx|ftz)\S*", ptx))
@@ -137,19 +129,12 @@ def dense(storage, distribution, operation):
     """A kernel of dense directions: "perturb", "rectangle", "rows" or the storage of an update."""
     is_update = operation in ("fp32", "stochastic", "fp32_master", "codes")
     kernel = kernels.update_kernel if is_update else kernels.perturb_kernel
-    constants = {
-        "dtype": STORAGE[storage],
-        "out_dtype": STORAGE[storage],
-        "distribution": distribution,
-        "per_block": PER_BLOCK[distribution],
-        "num_blocks": gpu.BLOCKS_OF_TILE[distribution],
-        "layout": "aligned rows" if operation == "rectangle" else "aligned",
-        "unit": 16,
-        "num_columns": 16,
-        "storage": operation,
-        "low_dtype": LOW_TYPES.get(operation, STORAGE[storage]),
-        "two_signs": True,
-    }
+    dtype = STORAGE[storage]
+    constants = {"dtype": dtype, "out_dtype": dtype, "storage": operation, "two_signs": True}
+    constants |= {"low_dtype": LOW_TYPES.get(operation, dtype), "unit": 16, "num_columns": 16}
+    constants |= {"distribution": distribution, "per_block": PER_BLOCK[distribution]}
+    constants["num_blocks"] = gpu.BLOCKS_OF_TILE[distribution]
+    constants["layout"] = "aligned rows" if operation == "rectangle" else "aligned"
     if operation != "rows":
         constants["rows_ptr"] = None
     pointers = [name for name in TYPES if name.endswith("_ptr") and name not in constants]
@@ -176,18 +161,15 @@ COMPILED = [
 
 @compiles
 @pytest.mark.parametrize(("storage", "distribution", "operation", "most"), COMPILED)
-def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
-    storage, distribution, operation, most, tmp_path
-):
+def test_gpu_code_is_short_and_fuses_nothing(storage, distribution, operation, most, tmp_path):
     if Version(triton.__version__) < Version("3.7"):
         pytest.skip("older compilers write longer code")
     compiled = dense(storage, distribution, operation)
     num_elements = gpu.BLOCKS_OF_TILE[distribution] * PER_BLOCK[distribution] // 128
     has_low_bits = storage == "fp16" and operation == "fp32_master"  # read and written
     num_normals = num_elements if distribution == "normal" else 0
-    assert_rounds_every_operation(
-        compiled["ptx"], num_normals, 2 * num_elements if has_low_bits else 0
-    )
+    num_fused = 2 * num_elements if has_low_bits else 0
+    assert_rounds_every_operation(compiled["ptx"], num_normals, num_fused)
     if operation in ("perturb", "rectangle"):
         assert ".global.v2." in compiled["ptx"] or ".global.v4." in compiled["ptx"]
         assert ".global.b16" not in compiled["ptx"]
@@ -224,9 +206,7 @@ def test_kernels_of_low_rank_compile_and_round_every_operation_on_its_own(storag
 @compiles
 def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypatch):
     launched = []
-    monkeypatch.setattr(
-        gpu.Launch, "run", lambda launch, *_: launched.append(launch.kernel.constants)
-    )
+    monkeypatch.setattr(gpu.Launch, "run", lambda launch, *_: launched.append(launch.kernel))
     matrix, vector, odd = (torch.zeros(shape).bfloat16() for shape in ((16, 16), (16,), (3,)))
     alike = [weight(matrix, 1), weight(vector, 2, torch.float32)]
     others = [weight(odd, 3, torch.float32), weight(torch.zeros(16), 4)]
@@ -234,15 +214,14 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
     noise = DenseDirections(DenseLaw(), kernels_of=lambda _: kernels_on_cpu)
     for num_others in (0, 1, 2):
         weights = alike + others[:num_others]
+        targets = [target(each.theta.view(-1), each.elements.parameter_id) for each in weights]
         for _ in range(2):
             noise.perturb(weights, at(0.1, -0.1))
-            targets = [target(each.theta.view(-1), each.elements.parameter_id) for each in weights]
             noise.update(targets, [Update(5, 0.1)], "stochastic")
         first, second = launched[: len(launched) // 2], launched[len(launched) // 2 :]
         assert len(first) == 2 * (1 + num_others)
-        assert all(
-            constants is again for constants, again in zip(first, second, strict=True)
-        )  # reused
+        # Kernels are used again.
+        assert all(a.constants is b.constants for a, b in zip(first, second, strict=True))
         launched.clear()
 
 

@@ -45,18 +45,11 @@ SHAPE = (13, 307)
 SHAPE_OF_CODES = (21, 192)  # three groups a row
 FLAT = [(0, 13 * 307), (5, 300), (300, 1000), (1228, 3991), (5, 5), (614, 614)]
 RECTANGLES = [((2, 9), (3, 240)), ((0, 13), (128, 133)), ((10, 11), (5, 6)), ((4, 4), (3, 9))]
-UPDATES = [
-    Update(KEY, 0.01, 0.999),
-    Update(2**64 - 1, -0.3, begins_step=False),
-    Update(7, 0.2, begins_step=False),
-    Update(11, 0.5),
-]
+UPDATES = [Update(KEY, 0.01, 0.999), Update(2**64 - 1, -0.3, begins_step=False)]
+UPDATES += [Update(7, 0.2, begins_step=False), Update(11, 0.5)]
 """Of a step of three directions, and of one of one."""
-UPDATES_OF_CODES = [
-    Update(KEY, 0.002, 0.99),
-    Update(2**64 - 1, -3e-5, begins_step=False),
-    Update(7, 0.02),  # often beyond the end of a grid
-]
+UPDATES_OF_CODES = [Update(KEY, 0.002, 0.99), Update(2**64 - 1, -3e-5, begins_step=False)]
+UPDATES_OF_CODES += [Update(7, 0.02)]  # often beyond the end of a grid
 
 
 def rectangle(rows, columns, width):

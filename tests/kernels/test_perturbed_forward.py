@@ -1,7 +1,5 @@
 """A forward pass at perturbed weights equals that of a model whose weights hold theta + mu z."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
@@ -9,14 +7,7 @@ import pytest
 import torch
 from eager_noise import draw
 from peft import LoraConfig, get_peft_model
-from tiny_models import (
-    FAMILIES,
-    MIXTURES,
-    NUM_BLOCKS,
-    VOCABULARY,
-    tiny_model,
-    tunable,
-)
+from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model, tunable
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,14 +27,10 @@ SEED = 0x0123456789ABCDEF
 SCALE = 0.05
 ROWS, TOKENS = 3, 10
 PLUS, MINUS, BOTH = (1,), (-1,), (1, -1)
-SELECTION = LogitSelection(
-    torch.tensor([0, 1, 2, 2, 2]), torch.tensor([9, 3, 0, 0, 5]), torch.tensor([40, 3, 47, 3])
-)
 
 
 def record_rows(block, rows):
-    """Append, whenever a block runs, the number of sequences that its first module with weights
-    gets."""
+    """Append how many sequences the first module with weights gets, whenever a block runs."""
     first = next(module for module in block.modules() if hasattr(module, "weight"))
     first.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
 
@@ -54,9 +41,8 @@ def blocks_of(model):
 
 def in_blocks(model):
     layout = find_blocks(model)
-    return {
-        name for name, _ in model.named_parameters() if layout.block_of(name) < layout.num_blocks
-    }
+    names = [name for name, _ in model.named_parameters()]
+    return {name for name in names if layout.block_of(name) < layout.num_blocks}
 
 
 def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
@@ -65,11 +51,9 @@ def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
 
 
 def reference(model, trainable, change, dtype=torch.float32):
-    """A copy whose active parameters hold theta + mu z, in `dtype`; independent of the code
-    under test.
+    """A copy whose active parameters hold theta + mu z, in `dtype`, without the code under test.
 
-    They are rounded to the model's own dtype first, but for those of norms, which are used in
-    float32.
+    But for those of norms, which are used in float32, they are rounded to the model's dtype first.
     """
     # A copy of a wrapped model would run the original's modules.
     assert not any("forward" in vars(module) for module in model.modules())
@@ -117,11 +101,9 @@ def expected_logits(model, trainable, batch, change):
 
 def assert_equal_to_rounding(actual, expected):
     """Equal but for the order of sums in float32."""
-    assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(
-            mine, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max().clamp(min=1))
-        )
+        near = 1e-6 * float(theirs.abs().max().clamp(min=1))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=near)
 
 
 def bits(model):
@@ -139,16 +121,10 @@ def wrapped(model, trainable, **options):
 
 
 def both_ways(model, trainable, batch, dropped):
-    """(both probes in one pass, each in a pass of its own): the logits at theta + mu z and theta
-    - mu z."""
+    """Return the logits at theta + mu z and theta - mu z, by one pass and by a pass for each."""
     perturbed = wrapped(model, trainable)
     singles = [run(perturbed, model, batch, perturbation(sign, dropped)) for sign in (PLUS, MINUS)]
-    return run(perturbed, model, batch, perturbation(BOTH, dropped)), [
-        single for (single,) in singles
-    ]
-
-
-# Models of transformers.
+    return run(perturbed, model, batch, perturbation(BOTH, dropped)), [plus for (plus,) in singles]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "opt with LoRA"])
@@ -191,13 +167,14 @@ def test_a_block_is_perturbed_by_one_call_a_pair_in_memory_that_stays():
     assert all(addresses == kernels.addresses[0] for addresses in kernels.addresses)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        *((family, torch.bfloat16) for family in FAMILIES if family not in MIXTURES),
-        ("opt", torch.float16),
-    ],
-)
+def distance(some, others):
+    return (some.float() - others.float()).pow(2).mean().sqrt()
+
+
+IN_16_BITS = [(family, torch.bfloat16) for family in FAMILIES if family not in MIXTURES]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*IN_16_BITS, ("opt", torch.float16)])
 def test_in_16_bits_errors_are_those_of_a_plain_16_bit_forward(family, dtype):
     model, batch = tiny_model(family, dtype), token_batch()
     trainable, before = tunable(model), bits(model)
@@ -206,17 +183,13 @@ def test_in_16_bits_errors_are_those_of_a_plain_16_bit_forward(family, dtype):
     ways = both_ways(model, trainable, batch, (1,))
     for side, exact_model in enumerate(exact):
         expected = plain_logits(exact_model, batch)
-        rounding = (
-            (plain_logits(exact_model.to(dtype), batch).float() - expected).pow(2).mean().sqrt()
-        )
-        assert (expected - plain).pow(2).mean().sqrt() > 5 * rounding
+        rounding = distance(plain_logits(exact_model.to(dtype), batch), expected)
+        assert distance(expected, plain) > 5 * rounding
         for logits in ways:
             assert logits[side].dtype == dtype
-            assert (logits[side].float() - expected).pow(2).mean().sqrt() < 1.5 * rounding
+            assert distance(logits[side], expected) < 1.5 * rounding
     assert_same_weights(model, before)
 
-
-# The part of a pass that all probes share.
 
 SOME_FAMILIES = ("opt_projected", "gpt2", "llama", "gpt_neox", "phi", "mixtral", "gemma2")
 
@@ -244,9 +217,8 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     model = tiny_model(family)
     mask = torch.ones(rows, TOKENS, dtype=torch.int64)
     mask[0, :4] = 0
-    selection = LogitSelection(
-        torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5]), torch.tensor([40, 3])
-    )
+    places = torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5])
+    selection = LogitSelection(*places, torch.tensor([40, 3]))
     trainable = tunable(model, in_blocks(model) if is_shared else None)
     probes = (KeyedProbe((7,), SCALE), KeyedProbe((8,), -SCALE), KeyedProbe((8,), 0.0))
     change = Perturbation(probes, frozenset({0}))
@@ -256,11 +228,8 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
 
 
-# What holds for any model.
-
-
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
-    model, batch = tiny_model("opt"), token_batch(SELECTION)
+    model, batch = tiny_model("opt"), token_batch()
     before = bits(model)
     perturbed = wrapped(model, tunable(model))
     changes = [None, perturbation(MINUS), perturbation(BOTH)]
@@ -280,9 +249,6 @@ def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_the
             assert all(map(torch.equal, run(perturbed, model, batch, again), logits))
 
 
-# One module of 16 bits.
-
-
 HIDDEN = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
@@ -292,9 +258,8 @@ def test_a_16_bit_norm_is_computed_with_float32_vectors_that_keep_the_perturbati
     vectors = {"weight": torch.ones(16), "bias": torch.zeros(16)}
     trainable = []
     for parameter_id, name in enumerate(only):
-        parameter = getattr(norm, name)
-        elements = Elements.all_of(parameter_id, parameter.shape)
-        trainable.append(TrainedParameter(name, parameter, 99, elements))
+        elements = Elements.all_of(parameter_id, (16,))
+        trainable.append(TrainedParameter(name, getattr(norm, name), 99, elements))
         vectors[name] += 1e-3 * draw("normal", SEED, parameter_id, 0, 16)
     model, batch = nn.Sequential(norm), MicroBatch({"input": HIDDEN}, len(HIDDEN))
     perturbed = PerturbedForward(model, trainable, directions=DIRECTIONS)

@@ -1,10 +1,7 @@
-"""LoRA and prefix tuning: where they start, what they compute, and that other libraries open
-what is saved.
+"""LoRA and prefix tuning: where they start, what they compute, and what peft makes of them.
 
 tests/runs/test_matrix.py trains, resumes, replays and exports them.
 """
-
-from __future__ import annotations
 
 import hashlib
 import os
@@ -18,20 +15,10 @@ from peft.tuners.lora import LoraLayer
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from thorough import thorough
-from tiny_adapters import (
-    PREFIX_LENGTH,
-    peft_config,
-    start_engine,
-    train,
-    whole_batch,
-)
+from tiny_adapters import PREFIX_LENGTH, peft_config, start_engine, train, whole_batch
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tiny_runs import SEED, full_weights, write_model
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    MistralConfig,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
 from lezo_ds.config import PeftConfig
 from lezo_ds.data.generation import prompt_batch
@@ -44,6 +31,8 @@ from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.zo.keys import adapter_key
+
+pytestmark = pytest.mark.distributed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPTS = [(0, 5, 9, 30), (0, 7), (0, 11, 12, 13, 14, 15, 16, 17)]
@@ -68,10 +57,9 @@ def test_what_is_no_file_of_weights_is_refused_and_not_waited_for(make, tmp_path
         WeightFiles(tmp_path, single="adapter_model.safetensors")
 
 
-# LoRA.
-
-
 def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
+    assert initial_ids(0, 5, 50272) == [31280, 569, 31140, 33440, 12490]  # of a prefix
+    assert initial_ids(1, 5, 50272)[:3] != initial_ids(0, 3, 50272) == [31280, 569, 31140]
     places = torch.arange(40_000)
     values = uniform(adapter_key(3), 7, places)
     assert values.min() >= -1 and values.max() < 1
@@ -85,23 +73,20 @@ def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
 
 def _lora(directory, family, dtype, num_ranks, root):
     """Return weights and logits before 3 steps, logits after them, and a snapshot's directory."""
-    engine = start_engine(
-        directory, peft_config("lora", family), dtype, num_ranks, learning_rate=1.0
-    )
+    peft = peft_config("lora", family)
+    engine = start_engine(directory, peft, dtype, num_ranks, learning_rate=1.0)
     first, logits = full_weights(engine), engine.forward(whole_batch())
     train(engine, 3)
     return first, logits, engine.forward(whole_batch()), engine.save_checkpoint(root)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "dtype", "num_ranks"), [("gpt2", "fp32", 1), ("llama", "bf16", 2)]
 )
 def test_lora_starts_at_the_model_and_is_opened_by_peft(family, dtype, num_ranks, tmp_path):
     directory = write_family(family, tmp_path)
-    *_, (first, first_logits, logits, snapshot) = run_ranks(
-        _lora, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved"
-    )
+    settings = (directory, family, dtype, num_ranks, tmp_path / "saved")
+    *_, (first, first_logits, logits, snapshot) = run_ranks(_lora, num_ranks, *settings)
     bound = 16**-0.5  # kaiming_uniform_(a=sqrt(5)), as peft starts A
     for name, value in first.items():
         if name.endswith(".lora_A.weight"):
@@ -111,9 +96,8 @@ def test_lora_starts_at_the_model_and_is_opened_by_peft(family, dtype, num_ranks
     batch = whole_batch().inputs
     with torch.no_grad():
         torch.testing.assert_close(first_logits, load(directory, dtype)(**batch).logits)
-        opened = PeftModel.from_pretrained(
-            load(directory, dtype), snapshot, autocast_adapter_dtype=False
-        )
+        base = load(directory, dtype)
+        opened = PeftModel.from_pretrained(base, snapshot, autocast_adapter_dtype=False)
         assert opened.peft_config["default"].base_model_name_or_path == str(directory)
         torch.testing.assert_close(opened.eval()(**batch).logits, logits)
     assert float((logits - first_logits).abs().max()) > 0.01
@@ -121,14 +105,14 @@ def test_lora_starts_at_the_model_and_is_opened_by_peft(family, dtype, num_ranks
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
 def test_all_linear_adapts_the_modules_that_peft_does(family):
-    adapted = []
     ours, theirs = tiny_model(family), tiny_model(family)
     make_adapter(PeftConfig(kind="lora", lora_targets="all-linear")).attach(ours, find_blocks(ours))
     get_peft_model(theirs, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    for model in (ours, theirs):
-        names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-        adapted.append(names)
-    assert adapted[0] == adapted[1] != []
+    adapted, by_peft = (
+        [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+        for model in (ours, theirs)
+    )
+    assert adapted == by_peft != []
 
 
 def _start(directory, peft):
@@ -139,12 +123,10 @@ def _start(directory, peft):
     return before, engine.forward(whole_batch())
 
 
-@pytest.mark.distributed
 def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
     directory = write_family("llama", tmp_path)
-    model = load(directory)
     lora = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"])
-    theirs = get_peft_model(model, lora).eval()
+    theirs = get_peft_model(load(directory), lora).eval()
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
@@ -169,18 +151,14 @@ def test_a_run_starts_from_an_adapter_that_peft_has_written(tmp_path):
 
 def test_factors_of_an_adapter_that_the_model_lacks_are_named(tmp_path, caplog):
     """As those of the vision tower of a model that is trained on text."""
-    directory = write_family("llama", tmp_path)
-    start = tmp_path / "start"
-    lora = LoraConfig(r=3, target_modules=["q_proj"])
-    get_peft_model(load(directory), lora).save_pretrained(start)
-    file = start / "adapter_model.safetensors"
+    _saved_by_peft(tmp_path / "start", target_modules=["q_proj"])
+    file = tmp_path / "start" / "adapter_model.safetensors"
     tensors = load_file(file)
     name = "base_model.model.vision_tower.q_proj.lora_A.weight"
     save_file({**tensors, name: torch.ones(3, 4)}, file)
-    peft = PeftConfig(
-        kind="lora", path=str(start), lora_rank=3, lora_alpha=8.0, lora_targets="q_proj"
-    )
-    start_engine(directory, peft)
+    settings = {"lora_rank": 3, "lora_alpha": 8.0, "lora_targets": "q_proj"}
+    peft = PeftConfig(kind="lora", path=str(tmp_path / "start"), **settings)
+    start_engine(write_family("llama", tmp_path), peft)
     expected = f"1 of {len(tensors) + 1} tensors are left out, such as {name}: no text"
     assert expected in caplog.text
 
@@ -193,10 +171,13 @@ def _saved_by_peft(root, **changes):
     return read_adapter(root)["peft"], theirs
 
 
-def test_the_targets_of_a_pattern_are_the_modules_that_peft_adapted(tmp_path):
+def test_targets_are_the_modules_that_peft_adapted_and_settings_without_effect_are_read(tmp_path):
     found, theirs = _saved_by_peft(tmp_path, target_modules=r".*\.(self_attn\.[qv]|mlp\.up)_proj")
     adapted = {name.split(".")[-4] for name in theirs.state_dict() if ".lora_A." in name}
     assert set(found["lora_targets"].split(",")) == adapted == {"q_proj", "v_proj", "up_proj"}
+    plain, _ = _saved_by_peft(tmp_path)
+    for setting in ({"init_lora_weights": "gaussian"}, {"modules_to_save": []}):
+        assert _saved_by_peft(tmp_path, **setting)[0] == plain
 
 
 @pytest.mark.parametrize(
@@ -216,12 +197,6 @@ def test_what_peft_would_not_read_as_plain_lora_is_refused(changes, named, tmp_p
         _saved_by_peft(tmp_path, **changes)
 
 
-def test_settings_of_peft_that_change_no_product_are_read(tmp_path):
-    plain, _ = _saved_by_peft(tmp_path)
-    for setting in ({"init_lora_weights": "gaussian"}, {"modules_to_save": []}):
-        assert _saved_by_peft(tmp_path, **setting)[0] == plain
-
-
 def _merge(directory, peft, root):
     """Return the logits of a model with a trained adapter, and write both as a user does."""
     engine = start_engine(directory, peft, learning_rate=1.0)
@@ -235,7 +210,6 @@ BERT = small_config("bert")
 """Its head has a tied bias, too."""
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("config", "targets"),
     [
@@ -288,28 +262,16 @@ def test_targets_that_cannot_be_adapted_are_refused_in_one_line(family, targets,
         adapter.attach(model, find_blocks(model))
 
 
-# Prefix tuning.
-
-
-def test_the_first_tokens_follow_from_the_seed_alone():
-    assert initial_ids(0, 5, 50272) == [31280, 569, 31140, 33440, 12490]
-    assert initial_ids(1, 5, 50272)[:3] != initial_ids(0, 3, 50272) == [31280, 569, 31140]
-
-
 def _prefix(directory, family, dtype, num_ranks, root):
     """Return the first values, and after 3 steps the values, logits, new tokens and a snapshot."""
-    engine = start_engine(
-        directory, peft_config("prefix", family), dtype, num_ranks, learning_rate=3.0
-    )
+    peft = peft_config("prefix", family)
+    engine = start_engine(directory, peft, dtype, num_ranks, learning_rate=3.0)
 
     def values():
-        """Return the keys and values of each block."""
-        found = {"key": [], "value": []}
-        for name, tensor in full_weights(engine).items():
-            kind = name.rpartition(".")[2]
-            if ".prefix." in name and kind in found:  # and no low bits
-                found[kind].append(tensor)
-        return list(zip(*found.values(), strict=True))
+        """Return the keys and values of each block, without low bits."""
+        found = full_weights(engine)
+        keys = [name for name in found if name.endswith(".prefix.key")]
+        return [(found[name], found[name.removesuffix("key") + "value"]) for name in keys]
 
     first = values()
     train(engine, 3)
@@ -318,32 +280,26 @@ def _prefix(directory, family, dtype, num_ranks, root):
 
 
 def logits_by_hand(model, prefix, ids):
-    """Return the logits of right-padded text behind a prefix in the cache, the text's positions
-    from 0."""
+    """Return the logits of text behind a prefix in the cache, its positions from 0."""
     rows, tokens = ids.shape
     cache = DynamicCache(config=model.config)
     for block, (key, value) in enumerate(prefix):
         cache.update(key.expand(rows, -1, -1, -1), value.expand(rows, -1, -1, -1), block)
+    inputs = {cache_name(model): cache, "position_ids": torch.arange(tokens).expand(rows, -1)}
+    mask = torch.ones(rows, PREFIX_LENGTH + tokens, dtype=torch.int64)
     with torch.no_grad():
-        return model(
-            ids,
-            **{cache_name(model): cache},
-            attention_mask=torch.ones(rows, PREFIX_LENGTH + tokens, dtype=torch.int64),
-            position_ids=torch.arange(tokens).expand(rows, -1),
-        ).logits
+        return model(ids, attention_mask=mask, **inputs).logits
 
 
 def continue_by_hand(model, prefix, prompt):
     """Write greedily, the whole text anew for each token."""
-    ids = list(prompt)
-    while len(ids) - len(prompt) < SETTINGS.max_new_tokens and (
-        len(ids) == len(prompt) or ids[-1] != 2
-    ):
-        ids.append(int(logits_by_hand(model, prefix, torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(prompt) :]
+    new = []
+    while len(new) < SETTINGS.max_new_tokens and 2 not in new:
+        ids = torch.tensor([[*prompt, *new]])
+        new.append(int(logits_by_hand(model, prefix, ids)[0, -1].argmax()))
+    return new
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", thorough("opt"), thorough("qwen3")])
 def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp_path):
     dtype, num_ranks = ("bf16", 2) if family == "llama" else ("fp32", 1)
@@ -351,17 +307,14 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
     if family == "mistral":
         config = MistralConfig(**(config.to_dict() | {"sliding_window": None}))
     directory = write_model(config, tmp_path / family)
-    *_, result = run_ranks(
-        _prefix, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved"
-    )
-    first, prefix, logits, tokens, snapshot = result
+    settings = (directory, family, dtype, num_ranks, tmp_path / "saved")
+    *_, (first, prefix, logits, tokens, snapshot) = run_ranks(_prefix, num_ranks, *settings)
     model, batch = load(directory, dtype), whole_batch().inputs
     with torch.no_grad():
         cache = model(torch.tensor([initial_ids(SEED, PREFIX_LENGTH, VOCABULARY)]), use_cache=True)
     for (key, value), layer in zip(first, cache[cache_name(model)].layers, strict=True):
         torch.testing.assert_close(key, layer.keys[0])
         torch.testing.assert_close(value, layer.values[0])
-
     expected = logits_by_hand(model, prefix, batch["input_ids"])
     tolerance = 1e-5 if dtype == "fp32" else 0.03
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
@@ -371,7 +324,6 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
         for prompt, row in zip(PROMPTS, tokens.tolist(), strict=True):
             written = continue_by_hand(model, prefix, prompt)
             assert row == written + [SETTINGS.pad_id] * (len(row) - len(written))
-
     load_prefix(model, snapshot)
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, logits)
@@ -397,7 +349,6 @@ def _resumed_digests(directory, roots, records):
     return digests
 
 
-@pytest.mark.distributed
 def test_the_first_values_in_a_snapshot_count_not_those_computed_again(opt_directory, tmp_path):
     (records, digest), _ = run_ranks(_first_values_of_another_machine, 2, opt_directory, tmp_path)
     roots = [tmp_path, tmp_path / "none"]

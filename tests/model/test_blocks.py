@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -63,9 +61,10 @@ def test_the_largest_part_is_a_block_or_a_larger_module_outside(family):
     config = copy.deepcopy(FAMILIES[family][0])
     config.vocab_size = 1000
     model = AutoModelForCausalLM.from_config(config)
+    weight = model.get_output_embeddings().weight
     head = sum(p.numel() for p in model.get_output_embeddings().parameters())
     assert head > block
-    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight.numel() if is_tied else 0
+    is_tied = weight is model.get_input_embeddings().weight
+    tied = weight.numel() if is_tied else 0
     # A tied embedding stays gathered in a pass, and counts on its own.
     assert gather_sizes(model, layout) == (block if is_tied else head, tied)

@@ -1,7 +1,5 @@
 """How ranks meet and where they listen, what they compute with, and how a lost one is found."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -20,18 +18,12 @@ from ranks import free_port, run_ranks
 from torch.distributed import TCPStore
 
 from lezo_ds import distributed
-from lezo_ds.distributed import heartbeat
+from lezo_ds.distributed import heartbeat, start
 from lezo_ds.distributed.accelerator import describe_arithmetic, fix_arithmetic
-from lezo_ds.distributed.start import (
-    is_loopback,
-    launcher_of,
-    listen_at,
-    prepare_rendezvous,
-    slurm_rank_variables,
-)
 from lezo_ds.errors import UserError
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.distributed
+
 QUICK = Path(__file__).parents[1] / "helpers" / "quick_heartbeat_train.py"
 
 # Meeting.
@@ -45,7 +37,6 @@ def _listening(address):
     return addresses, distributed.sum_vector(torch.tensor([1]))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.2"])
 def test_ranks_listen_at_the_address_where_they_meet_and_on_the_loopback_only(address):
     """127.0.0.2 stands for a machine's second interface."""
@@ -57,37 +48,33 @@ def test_ranks_listen_at_the_address_where_they_meet_and_on_the_loopback_only(ad
 
 def test_a_listener_has_its_address_and_one_of_another_machine_is_left_to_torch(monkeypatch):
     port = free_port()
-    with socket.socket(fileno=listen_at("127.0.0.1", port)) as listener:
-        assert is_loopback(listener.getsockname()[0])
-        with pytest.raises(
-            UserError, match=rf"cannot listen on 127\.0\.0\.1, port {port}.*master_port"
-        ):
-            listen_at("127.0.0.1", port)
-    assert listen_at("192.0.2.77", free_port()) is None
+    with socket.socket(fileno=start.listen_at("127.0.0.1", port)) as listener:
+        assert start.is_loopback(listener.getsockname()[0])
+        with pytest.raises(UserError, match=rf"cannot listen on .*, port {port}.*master_port"):
+            start.listen_at("127.0.0.1", port)
+    assert start.listen_at("192.0.2.77", free_port()) is None
     with pytest.raises(UserError, match=r"rank 0 cannot listen on no\.such\.host\.invalid"):
-        listen_at("no.such.host.invalid", 29500)
+        start.listen_at("no.such.host.invalid", 29500)
     # A machine's own name may stand for its loopback, and its peers know it by another address.
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
-    assert listen_at("node-1", 29500) is None
+    assert start.listen_at("node-1", 29500) is None
 
 
 @pytest.mark.parametrize(
     ("address", "users", "interface"),
     [("127.0.0.1", "", "lo"), ("localhost", "eth7", "eth7"), ("10.0.0.1", "", "none")],
 )
-def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(
-    address, users, interface, monkeypatch
-):
+def test_the_libraries_stay_on_the_loopback_unless_told(address, users, interface, monkeypatch):
     variables = {"GLOO_SOCKET_IFNAME": users, "NCCL_SOCKET_IFNAME": users} if users else {}
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": "29500"}
     monkeypatch.setattr(os, "environ", meeting | variables)
-    assert prepare_rendezvous() == "lezo://"
+    assert start.prepare_rendezvous() == "lezo://"
     assert os.environ.get("NCCL_SOCKET_IFNAME", "none").startswith(interface)
     # gloo alone has to be told which of the others it is.
     assert os.environ.get("GLOO_SOCKET_IFNAME", "none").startswith("lo") == (interface == "lo")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    assert prepare_rendezvous() == "env://"
+    assert start.prepare_rendezvous() == "env://"
 
 
 def _changes_beside_threads():
@@ -105,7 +92,6 @@ def _changes_beside_threads():
     return changes
 
 
-@pytest.mark.distributed
 def test_the_environment_does_not_change_once_threads_may_read_it():
     """glibc's getenv, which resolves names, may read memory that setenv has freed: a crash."""
     assert run_ranks(_changes_beside_threads, 2) == [[], []]
@@ -124,9 +110,9 @@ def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, f
     task |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": nodes}
     own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}
     ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    found = {"MASTER_ADDR": first, "MASTER_PORT": "10112"}
-    assert slurm_rank_variables(task) == ranks | found
-    assert slurm_rank_variables(task | own) == ranks | own
+    meeting = {"MASTER_ADDR": first, "MASTER_PORT": "10112"}
+    assert start.slurm_rank_variables(task) == ranks | meeting
+    assert start.slurm_rank_variables(task | own) == ranks | own
 
 
 @pytest.mark.parametrize(
@@ -148,7 +134,7 @@ def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, f
     ],
 )
 def test_srun_is_told_from_mpirun_and_a_single_rank_needs_neither(variables, launcher):
-    assert launcher_of(dict(word.split("=") for word in variables.split())) == launcher
+    assert start.launcher_of(dict(word.split("=") for word in variables.split())) == launcher
 
 
 def _ranks_of_one_process_a_node():
@@ -158,7 +144,6 @@ def _ranks_of_one_process_a_node():
     return distributed.world_size(), distributed.local_rank()
 
 
-@pytest.mark.distributed
 def test_ranks_of_one_process_a_node_need_no_local_rank():
     assert run_ranks(_ranks_of_one_process_a_node, 2) == [(2, 0)] * 2
 
@@ -170,9 +155,6 @@ def test_a_rank_that_does_not_know_where_to_meet_is_refused_and_not_the_only_one
         distributed.init_distributed()
 
 
-# What a rank computes with.
-
-
 def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     matmul = torch.backends.cuda.matmul  # without GPUs, nothing else reads these
@@ -180,16 +162,13 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
     fix_arithmetic()
     assert not matmul.allow_tf32
     assert not matmul.allow_bf16_reduced_precision_reduction
-    processor, *others = describe_arithmetic(CPU).values()
+    processor, *others = describe_arithmetic(torch.device("cpu")).values()
     assert processor.endswith(f", {torch.backends.cpu.get_cpu_capability()}")
     assert others == ["off", "off", "not set"]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     fix_arithmetic()
-    assert list(describe_arithmetic(CPU).values())[1:] == ["on", "off", ":16:8"]
-
-
-# Lost ranks.
+    assert list(describe_arithmetic(torch.device("cpu")).values())[1:] == ["on", "off", ":16:8"]
 
 
 def _be_slow(seconds):
@@ -208,7 +187,6 @@ def _be_slow(seconds):
     return distributed.sum_vector(torch.tensor([1]))
 
 
-@pytest.mark.distributed
 def test_a_rank_that_is_slow_is_not_lost():
     assert run_ranks(_be_slow, 2, 2.5) == [[2]] * 2
 
@@ -221,31 +199,21 @@ def _end_beside_a_hung_rank():
     distributed.shut_down()
 
 
-@pytest.mark.distributed
 def test_a_rank_that_hangs_at_the_end_of_a_command_is_found():
     with pytest.raises(AssertionError, match="rank 0: died without an answer"):
         run_ranks(_end_beside_a_hung_rank, 2, timeout=30)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_never_joins_ends_the_start_long_before_the_timeout_of_a_message(
-    victim, recipe, tmp_path
-):
+def test_a_rank_that_never_joins_ends_the_start_in_seconds(victim, recipe, tmp_path):
     arguments = ["--config", recipe, f"run_dir={tmp_path / 'run'}"]
     kill = {"grace": 60, "meanwhile": lambda ranks: ranks[victim].kill(), "LIMIT_SECONDS": "3"}
     lost = run_forked(arguments, QUICK, num_ranks=2, **kill)
-    (what,) = re.findall(
-        r"error: another rank has ended, .*?: (.*); last good step: none, the", lost.err
-    )
-    assert what == f"rank {victim} has shown no sign of life for 3 s"
+    assert re.search(f"error: another rank .*: rank {victim} has shown no sign of life", lost.err)
     assert f"waiting for rank {victim} to join at 127.0.0.1, port " in lost.err
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "num_ranks", [2, 3], ids=["after the meeting", "while another has not joined"]
-)
+@pytest.mark.parametrize("num_ranks", [2, 3], ids=["after the meeting", "while another joins"])
 def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ranks, recipe):
     port, ends = free_port(), []
 
@@ -267,6 +235,4 @@ def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ra
     told = {"COMMAND": "evaluate", "LIMIT_SECONDS": "60", "MASTER_PORT": str(port)}
     lost = run_forked(arguments, QUICK, num_ranks, kill_a_joined_rank, grace=30, **told)
     assert ends == [6] and "Traceback" not in lost.err
-    assert re.search(
-        "error: another rank has ended, .*; the command has not finished; fix: ", lost.err
-    )
+    assert re.search("error: another rank has ended, .*; the command has not finish", lost.err)

@@ -1,10 +1,8 @@
 """Answers written in batches are those of plain greedy decoding of one prompt without a cache."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -15,33 +13,24 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from test_perturbed_forward import (
     CPU,
-    DIRECTIONS,
-    MINUS,
-    PLUS,
     blocks_of,
     in_blocks,
     perturbation,
     record_rows,
     reference,
+    wrapped,
 )
 from tiny_models import VOCABULARY, greedy, random_model, tiny_model, tunable
 from tiny_runs import TINY_OPT, start_engine, write_model
 from tokenizers import decoders, pre_tokenizers
 
 from lezo_ds.config.schema import GenerationConfig
-from lezo_ds.data import packing
+from lezo_ds.data import generation, packing
 from lezo_ds.data.chat import TurnEnd
 from lezo_ds.data.encode import PromptTokenizer
-from lezo_ds.data.generation import (
-    generate,
-    generation_settings,
-    prompt_batch,
-    read_answers,
-    uniforms,
-)
+from lezo_ds.data.generation import generate, prompt_batch, read_answers
 from lezo_ds.forward.answer_cache import RoomyLayer
 from lezo_ds.forward.batch import GenerationSettings
-from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.noise import kernels_of
 
 PAD = 1
@@ -66,8 +55,7 @@ def writer(family):
     Most random models write the same to every prompt.
     """
     for seed in range(20):
-        model = tiny_model(family, seed=seed)
-        free = [plain(model, prompt) for prompt in prompts_of()]
+        free = [plain(tiny_model(family, seed=seed), prompt) for prompt in prompts_of()]
         for stop_id in {token for ids in free for token in ids}:
             if len({(*ids, stop_id).index(stop_id) for ids in free}) >= 3:
                 return seed, stop_id
@@ -100,13 +88,13 @@ def test_a_batch_is_continued_as_each_of_its_prompts_alone(family):
     assert ended(tokens, settings) == expected
 
 
-@pytest.mark.parametrize("family", ["bamba", "llama4_text"])
-def test_padding_is_not_read_by_a_bias_before_a_state_or_by_a_temperature(family):
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("bamba", {"mamba_proj_bias": True}), ("llama4_text", {"floor_scale": 2, "attn_scale": 2.0})],
+)
+def test_padding_is_not_read_by_a_bias_before_a_state_or_by_a_temperature(family, changes):
     config = small_config(family)
-    if family == "bamba":
-        config.mamba_proj_bias = True
-    else:
-        config.floor_scale, config.attn_scale = 2, 2.0
+    config.update(changes)
     model, prompts = random_model(config), prompts_of()
     tokens = generate(model, prompt_batch(prompts, GenerationSettings(MAX_NEW_TOKENS, (), PAD)))
     assert tokens.tolist() == [plain(model, prompt) for prompt in prompts]
@@ -115,51 +103,38 @@ def test_padding_is_not_read_by_a_bias_before_a_state_or_by_a_temperature(family
 def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
     (model, settings), prompts = start("llama"), prompts_of()
     expected = generate(model, prompt_batch(prompts, settings))
-    model.generation_config.do_sample = True
-    model.generation_config.repetition_penalty = 9.0
-    model.generation_config.num_beams = 4
-    model.generation_config.max_length = 5
-    model.generation_config.eos_token_id = int(expected[3, 0])
+    own = {"do_sample": True, "repetition_penalty": 9.0, "num_beams": 4, "max_length": 5}
+    model.generation_config.update(**own, eos_token_id=int(expected[3, 0]))
     tokens = generate(model, prompt_batch(prompts, settings))
     assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "shares_start", "num_common"),
-    [
-        ("opt", False, 3),
-        ("llama", True, 0),
-        ("llama", True, 3),
-        ("mistral", False, 3),
-        ("gemma2", True, 3),
-    ],
-)
-def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
+CASES = [("opt", False, 3), ("llama", True, 0), ("llama", True, 3), ("mistral", False, 3)]
+
+
+@pytest.mark.parametrize(("family", "shares_start", "num_common"), [*CASES, ("gemma2", True, 3)])
+def test_all_probes_are_decoded_as_by_perturbed_models(
     family, shares_start, num_common, monkeypatch
 ):
     (model, settings), common = start(family), (7, 8, 9)[:num_common]
     prompts = [common + prompt for prompt in prompts_of()]
     trainable, dropped = tunable(model, in_blocks(model)) if shares_start else tunable(model), (0,)
-    signs = (PLUS, MINUS, (2,))
+    signs = ((1,), (-1,), (2,))
     sides = [reference(model, trainable, perturbation(sign, dropped, SCALE)) for sign in signs]
     expected = [[plain(side, prompt, settings.stop_ids) for prompt in prompts] for side in sides]
     assert expected[0] != expected[1] != expected[2]
-    blocks, num_rows, made = blocks_of(model), [], Counter()
-    perturbed = PerturbedForward(
-        model, trainable, blocks, directions=DIRECTIONS, shares_start=shares_start
-    )
+    num_rows, made = [], Counter()
+    perturbed = wrapped(model, trainable, shares_start=shares_start)
     batch, kernels = prompt_batch(prompts, settings, num_common), kernels_of(CPU)
     perturb = kernels.perturb
-    record_rows(blocks[0], num_rows)
+    record_rows(blocks_of(model)[0], num_rows)
 
     def counted(entries, weights, key, scale, *args):
         made.update((w.elements.parameter_id, key, scale) for w in weights if w.rows is None)
         return perturb(entries, weights, key, scale, *args)
 
-    def write(**inputs):
-        return generate(model, batch, **inputs)
-
     monkeypatch.setattr(kernels, "perturb", counted)
+    write = partial(generate, model, batch)
     together = perturbed(batch, perturbation((1, -1, 2), dropped, SCALE), write)
     assert {*made.values()} == {1}  # once for all tokens
     shared = len(prompts)
@@ -205,12 +180,8 @@ def test_a_drawn_answer_depends_on_its_prompt_and_key_only():
 
 
 def test_drawn_tokens_have_the_models_probabilities():
-    model, settings, prompt, count = (
-        tiny_model("llama"),
-        GenerationSettings(1, (), PAD),
-        prompts_of()[1],
-        2000,
-    )
+    model, prompt, count = tiny_model("llama"), prompts_of()[1], 2000
+    settings = GenerationSettings(1, (), PAD)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
     expected = count * (logits / 0.5).softmax(dim=0)
@@ -220,16 +191,16 @@ def test_drawn_tokens_have_the_models_probabilities():
 
 
 def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
-    drawn = uniforms(7, 3, 100_001)
-    assert (uniforms(7, 3, 5) == drawn[:5]).all()
+    drawn = generation.uniforms(7, 3, 100_001)
+    assert (generation.uniforms(7, 3, 5) == drawn[:5]).all()
     assert 0 < drawn.min() < 1e-4 < 1 - 1e-4 < drawn.max() < 1
     for key, position in ((8, 3), (7, 4)):
-        assert (uniforms(key, position, 100_001) != drawn).mean() > 0.99
+        assert (generation.uniforms(key, position, 100_001) != drawn).mean() > 0.99
 
 
 def settings_of(tokenizer, max_new_tokens, *stops):
     config = GenerationConfig(max_new_tokens=max_new_tokens, stop=list(stops))
-    return generation_settings(tokenizer, config, TurnEnd(), in_chat=False)
+    return generation.generation_settings(tokenizer, config, TurnEnd(), in_chat=False)
 
 
 ISOLATED = pre_tokenizers.Split("", "isolated")
@@ -241,16 +212,14 @@ def read_by(words, decoder, split=ISOLATED, begin_ids=(0,)):
     return PromptTokenizer(fast, begin_ids=begin_ids, pad_id=PAD, end_ids=(2,))
 
 
-WORDS_AND_BYTES = ["a", "b", "ab", " a", "\u00e9"]
-WORDS_AND_BYTES += [f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80)]
-BYTES = read_by(WORDS_AND_BYTES, decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
+WORDS = ["a", "b", "ab", " a", "\u00e9"]
+WORDS += [f"<0x{byte:02X}>" for byte in "\u00e9\U0001f600".encode()]
+BYTES = read_by(WORDS, decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
 """A tokenizer with tokens of words, letters and single bytes, as LLaMA's."""
 
 
-@given(
-    ids=st.lists(st.integers(4, 14), max_size=40), stop=st.sampled_from(["ba", "\u00e9", "b ab"])
-)
-@example(ids=[9, 9, 10, 4], stop="\u00e9")  # bytes that are a character without the one before
+@given(st.lists(st.integers(4, 14), max_size=40), st.sampled_from(["ba", "\u00e9", "b ab"]))
+@example([9, 9, 10, 4], "\u00e9")  # bytes that are a character without the one before
 def test_a_stop_of_several_tokens_is_found_at_the_token_that_completes_it(ids, stop):
     has_ended = settings_of(BYTES, 40, stop).has_ended
     expected = [stop in BYTES.decode(ids[:length]) for length in range(len(ids) + 1)]

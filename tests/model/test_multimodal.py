@@ -1,7 +1,5 @@
 """Models for images and text: a run trains what text can reach, and transformers opens the rest."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from family_checks import Family
@@ -36,9 +34,8 @@ def test_what_is_trained_is_what_has_a_gradient_after_a_text(family, published):
     layout = find_blocks(built)
     assert layout.num_blocks == NUM_LAYERS
     assert all(p.requires_grad for p in built.get_submodule(layout.path).parameters())
-    assert gather_sizes(built, layout).largest < sum(
-        model.get_parameter(n).numel() for n in reached
-    )
+    num_reached = sum(model.get_parameter(name).numel() for name in reached)
+    assert gather_sizes(built, layout).largest < num_reached
 
 
 def _train(directory, root):
@@ -51,12 +48,9 @@ def _train(directory, root):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
-def test_training_on_text_leaves_the_rest_alone_and_its_snapshot_lacks_nothing(
-    family, published, tmp_path
-):
-    ((before, after, snapshot),) = run_ranks(
-        _train, 1, published[family].directory, tmp_path / "saved"
-    )
+def test_training_on_text_leaves_the_rest_alone_and_saves_it(family, published, tmp_path):
+    settings = published[family].directory, tmp_path / "saved"
+    ((before, after, snapshot),) = run_ranks(_train, 1, *settings)
     model = published[family].opened_whole(snapshot)
     of_text = {
         f"{name}.{own}" if name else own

@@ -1,18 +1,9 @@
-from __future__ import annotations
-
 import pytest
 import torch
+import transformers
 from family_checks import CONTEXT_LENGTHS, PAD, examples_of, with_start
 from family_models import small_config
 from tiny_models import FAMILIES, tiny_model
-from transformers import (
-    FalconConfig,
-    Gemma3Config,
-    Llama4Config,
-    OPTConfig,
-    Qwen3_5Config,
-    RobertaConfig,
-)
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.packing import can_pack, pack
@@ -40,9 +31,8 @@ def test_logits_are_those_of_rows_of_their_own(family, start):
     if start:
         # Contexts have 1 to 8 tokens of their own. Of each of two answers, one token is read.
         assert packed.inputs["input_ids"].shape == (1, 12 + 36 + 8 * 2)
-    torch.testing.assert_close(
-        logits_of(model, packed), logits_of(model, batch), rtol=1e-5, atol=1e-5
-    )
+    together, alone = (logits_of(model, each) for each in (packed, batch))
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("opt", torch.bfloat16), ("llama", torch.float32)])
@@ -50,10 +40,7 @@ def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
     model = tiny_model(family, dtype)
     examples = examples_of(1)
     others = examples_of(1, seed=1)
-    mixed = [
-        own if index % 2 else other
-        for index, (own, other) in enumerate(zip(examples, others, strict=True))
-    ]
+    mixed = [(examples if n % 2 else others)[n] for n in range(len(examples))]
     batches = [pack(teacher_forcing_batch(these, PAD)) for these in (examples, mixed)]
     assert torch.equal(batches[0].inputs["attention_mask"], batches[1].inputs["attention_mask"])
     with torch.no_grad():
@@ -66,13 +53,13 @@ def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
     "config",
     [
         *map(small_config, ("bloom", "jamba", "falcon_h1", "mamba", "mistral", "gemma2")),
-        FalconConfig(alibi=True),
-        RobertaConfig(is_decoder=True),
+        transformers.FalconConfig(alibi=True),
+        transformers.RobertaConfig(is_decoder=True),
         # Published configs, whose text model is a section of them.
-        Qwen3_5Config(),
-        Gemma3Config(text_config={"sliding_window": 8}),
-        Llama4Config(text_config={"attention_chunk_size": 8}),
-        Llama4Config(text_config={"floor_scale": 8}),
+        transformers.Qwen3_5Config(),
+        transformers.Gemma3Config(text_config={"sliding_window": 8}),
+        transformers.Llama4Config(text_config={"attention_chunk_size": 8}),
+        transformers.Llama4Config(text_config={"floor_scale": 8}),
         # Layers that choose some of the tokens, or keep a state besides keys and values.
         *map(small_config, ("deepseek_v32", "zaya")),
     ],
@@ -85,7 +72,7 @@ def test_models_that_mix_tokens_otherwise_or_see_few_of_them_are_not_packed(conf
 def test_a_window_that_no_sequence_fills_does_not_hinder_but_another_attention_does():
     assert can_pack(FAMILIES["mistral"][0], 8)
     assert not can_pack(FAMILIES["mistral"][0], 9)
-    assert can_pack(Gemma3Config(text_config={"sliding_window": 8}), 8)
-    config = OPTConfig()
+    assert can_pack(transformers.Gemma3Config(text_config={"sliding_window": 8}), 8)
+    config = transformers.OPTConfig()
     config._attn_implementation = "eager"
     assert not can_pack(config, 64)

@@ -1,7 +1,5 @@
 """Matrices in 4 and 8 bits: what is stored, that runs on them are exact, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny_runs
@@ -17,18 +15,13 @@ from lezo_ds.errors import UserError
 from lezo_ds.sharding.quantization import GROUP, Quantization
 from lezo_ds.sharding.quantized_shards import QuantizedShard
 
+pytestmark = pytest.mark.distributed
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 128  # two groups, one for each rank of two
 NUM_BLOCKS = 3
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": NUM_BLOCKS,
-    "num_attention_heads": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-}
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": NUM_BLOCKS}
+SHAPE |= {"num_attention_heads": 4, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 OPT = OPTConfig(**SHAPE, word_embed_proj_dim=WIDTH, ffn_dim=2 * WIDTH, max_position_embeddings=62)
 LLAMA = LlamaConfig(**SHAPE, intermediate_size=2 * WIDTH, num_key_value_heads=2)
 GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_head=4)
@@ -38,14 +31,11 @@ GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_hea
 def models(tmp_path_factory):
     """Tiny models whose rows are whole groups, also on two ranks that split them."""
     root = tmp_path_factory.mktemp("models")
+    configs = {"opt": OPT, "llama": LLAMA, "gpt2": GPT2}
     return {
-        "opt": write_model(OPT, root / "opt"),
-        "llama": write_model(LLAMA, root / "llama", torch.bfloat16),
-        "gpt2": write_model(GPT2, root / "gpt2"),
+        name: write_model(config, root / name, DTYPES["bf16" if name == "llama" else "fp32"])
+        for name, config in configs.items()
     }
-
-
-# What is stored.
 
 
 def as_documented(part, bits, num_groups):
@@ -90,7 +80,6 @@ def test_the_bytes_and_values_are_those_of_the_page_and_parts_together_are_the_w
     if dtype == torch.bfloat16:  # values of a checkpoint are not rounded before
         assert torch.equal(matrix.view(-1, GROUP), as_documented(stored, bits, 10))
         assert not torch.equal(matrix, by_page(values.bfloat16(), bits, dtype))
-
     for num_parts in (2, 3, 4):
         shared = Quantization(bits, dtype, (5, WIDTH), num_parts)
         size = shared.groups_of_part * GROUP
@@ -98,9 +87,6 @@ def test_the_bytes_and_values_are_those_of_the_page_and_parts_together_are_the_w
         for part, own in zip(parts, values.view(-1).split(size), strict=True):
             shared.quantize_(part, own)
         assert torch.equal(shared.matrix(parts.view(-1)), matrix)
-
-
-# Runs.
 
 
 def run(directory, dtype, num_ranks, bits, options):
@@ -127,12 +113,10 @@ def run(directory, dtype, num_ranks, bits, options):
 def assert_same_run(result, expected):
     base, weights, _, logits, records, digest = result
     assert (base, records, digest) == (expected[0], expected[4], expected[5])
-    assert weights.keys() == expected[1].keys()
-    assert all(torch.equal(weights[name], expected[1][name]) for name in weights)
+    torch.testing.assert_close(weights, expected[1], rtol=0, atol=0)
     assert torch.equal(logits, expected[3])
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "dtype", "bits", "kind"),
     [
@@ -141,13 +125,12 @@ def assert_same_run(result, expected):
         thorough("gpt2", "bf16", 8, "prefix"),
     ],
 )
-def test_a_run_computes_with_the_dequantized_weights_and_is_the_same_on_any_number_of_ranks(
+def test_a_run_has_the_dequantized_weights_on_any_number_of_ranks(
     models, family, dtype, bits, kind
 ):
     options = {"family": family, "kind": kind}
     alone = run_ranks(run, 1, models[family], dtype, 1, bits, options)[0]
     _, weights, stored, logits, *_ = alone
-
     # A plain transformers model with the same values has the same logits, bit for bit.
     plain = AutoModelForCausalLM.from_pretrained(models[family], dtype=DTYPES[dtype]).eval()
     originals = dict(plain.named_parameters())
@@ -159,28 +142,21 @@ def test_a_run_computes_with_the_dequantized_weights_and_is_the_same_on_any_numb
             originals[name].copy_(value)
         if kind == "lora":  # which starts at the model; a prefix does not
             assert torch.equal(plain(**whole_batch().inputs).logits, logits)
-
     itemsize = DTYPES[dtype].itemsize
     num_elements = sum(weights[name].numel() for name in changed)
     assert stored == num_elements // GROUP * (GROUP * bits // 8 + 2 * itemsize)
-    for num_ranks in (2, 4):
-        results = run_ranks(run, num_ranks, models[family], dtype, num_ranks, bits, options)
-        for result in results:
+    for num_ranks, of_model, changes in ((2, 2, {}), (4, 4, {}), (2, 1, {"partition_size": 1})):
+        settings = models[family], dtype, num_ranks, bits, {**options, **changes}
+        for result in run_ranks(run, num_ranks, *settings):
             assert_same_run(result, alone)
-            assert stored / num_ranks <= result[2] <= stored / num_ranks * 1.01 + 2000
-    for result in run_ranks(
-        run, 2, models[family], dtype, 2, bits, {**options, "partition_size": 1}
-    ):
-        assert_same_run(result, alone)
+            assert stored / of_model <= result[2] <= stored / of_model * 1.01 + 2000
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("family", [thorough("opt"), "llama"])
 def test_tensor_parallel_ranks_split_the_codes(models, family):
-    alone = run_ranks(run, 1, models[family], "fp32", 1, 4, {"family": family})[0]
-    results = run_ranks(
-        run, 2, models[family], "fp32", 2, 4, {"family": family, "ds_changes": SPLIT}
-    )
+    own = {"family": family}
+    alone = run_ranks(run, 1, models[family], "fp32", 1, 4, own)[0]
+    results = run_ranks(run, 2, models[family], "fp32", 2, 4, own | {"ds_changes": SPLIT})
     for base, weights, stored, logits, records, digest in results:
         assert base == alone[0]
         assert all(torch.equal(weights[name], alone[1][name]) for name in weights)
@@ -210,13 +186,9 @@ def count_bytes(directory, bits):
     return sum(sizes), held, frozen
 
 
-@pytest.mark.distributed
 def test_codes_travel_and_the_matrix_of_a_module_is_freed_when_it_has_run(models):
-    for (whole, _, _), (codes, held, frozen) in zip(
-        run_ranks(count_bytes, 2, models["opt"], None),
-        run_ranks(count_bytes, 2, models["opt"], 4),
-        strict=True,
-    ):
+    plain, quantized = (run_ranks(count_bytes, 2, models["opt"], bits) for bits in (None, 4))
+    for (whole, _, _), (codes, held, frozen) in zip(plain, quantized, strict=True):
         assert held == []
         # 4.5 instead of 16 bits for each element, half of which the rank has itself.
         assert whole - codes == frozen * (16 - 4.5) / 8 / 2
@@ -233,21 +205,16 @@ def call_that_fails(directory):
     return are_stored and module(torch.ones(1, WIDTH)).shape == (1, 2 * WIDTH)
 
 
-@pytest.mark.distributed
 def test_a_module_that_fails_leaves_its_codes(models):
     assert run_ranks(call_that_fails, 1, models["opt"]) == [True]
 
 
-@pytest.mark.distributed
 def test_offloaded_codes_give_the_same_run(models):
     alone = run_ranks(run, 1, models["opt"], "bf16", 1, 4, {})[0]
     zero = {"stage": 3, "offload_param": {"device": "cpu"}}
     offloaded = {"ds_changes": {"zero_optimization": zero}}
     for result in run_ranks(run, 2, models["opt"], "bf16", 2, 4, offloaded):
         assert_same_run(result, alone)
-
-
-# Codes that are trained.
 
 
 def values_of(engine):
@@ -262,8 +229,7 @@ def values_of(engine):
 def train_codes(directory, dtype, num_ranks, rank, options, snapshots, records=()):
     """Train, checked, or replay records from the newest snapshot.
 
-    Return what must be equal on any number of ranks, the values, and the least share of a matrix's
-    codes that have moved.
+    Return what is equal on any number of ranks, values, and the least share of codes that moved.
     """
     far = {"learning_rate": 0.02, "perturbation_scale": 1e-2, "weight_decay": 1.0}
     options = far | {"noise_rank": rank, "directions": 1 + rank, **options}
@@ -281,41 +247,30 @@ def train_codes(directory, dtype, num_ranks, rank, options, snapshots, records=(
     engine.check_weights()
     assert not engine.weights.unlike_replicas()
     values = values_of(engine)
-    moved = [
-        float((codes != start[name]).float().mean())
-        for name, codes in values.items()
-        if codes.dtype == torch.uint8
-    ]
+    codes = {name: own for name, own in values.items() if own.dtype == torch.uint8}
+    moved = [float((own != start[name]).float().mean()) for name, own in codes.items()]
     same = engine.base.fingerprint, records, engine.weights.ends_share(), engine.weights.digest()
     return same, values, min(moved)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "dtype", "rank"),
     [("llama", "bf16", 1), ("opt", "fp32", 0), thorough("gpt2", "bf16", 0)],
 )
-def test_codes_are_trained_with_the_same_bits_on_any_number_of_ranks(
-    models, tmp_path, family, dtype, rank
-):
+def test_trained_codes_are_the_same_on_any_number_of_ranks(models, tmp_path, family, dtype, rank):
     settings = models[family], dtype, 1, rank, {}, tmp_path / "one"
     same, values, moved = run_ranks(train_codes, 1, *settings)[0]
     assert moved > 0.1
     records = same[1]
     # (ranks, options, folder of snapshots, records to replay)
-    layouts = [
-        (2, {}, "two", ()),
-        (4, {}, "four", ()),
-        (2, {"partition_size": 1}, "replicas", ()),
-        (2, {}, "one", records),
-        (2, {"ds_changes": () if family == "gpt2" else SPLIT}, "none", records),
-    ]
+    layouts = [(2, {}, "two", ()), (4, {}, "four", ()), (2, {"partition_size": 1}, "replicas", ())]
+    layouts += [(2, {}, "one", records)]
+    layouts += [(2, {"ds_changes": () if family == "gpt2" else SPLIT}, "none", records)]
     for num_ranks, options, name, replayed in layouts:
         settings = models[family], dtype, num_ranks, rank, options, tmp_path / name, replayed
         for found in run_ranks(train_codes, num_ranks, *settings):
             assert found[0] == same
-            assert found[1].keys() == values.keys()
-            assert all(torch.equal(found[1][each], values[each]) for each in values)
+            torch.testing.assert_close(found[1], values, rtol=0, atol=0)
 
 
 def split_narrow(directory):
@@ -323,7 +278,6 @@ def split_narrow(directory):
         start_engine(directory, peft_config("lora"), num_ranks=2, bits=4, ds_changes=SPLIT)
 
 
-@pytest.mark.distributed
 def test_ranks_that_would_split_a_group_are_refused(tmp_path):
     narrow = OPT.to_dict() | {"hidden_size": 64, "word_embed_proj_dim": 64}
     run_ranks(split_narrow, 2, write_model(OPTConfig(**narrow), tmp_path))

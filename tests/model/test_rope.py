@@ -1,9 +1,10 @@
 """Rotary frequencies that depend on the length of a text: each row is read as it is alone."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
+from test_generation import prompts_of
 from tiny_models import VOCABULARY, greedy, random_model
 from transformers import LlamaConfig, Phi3Config, PhimoeConfig
 
@@ -24,31 +25,22 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] 
 LONGROPE |= {"long_factor": [8.0] * 4, "original_max_position_embeddings": LIMIT}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
 SCALES = {"short_mscale": 1.0, "long_mscale": 1.5}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LONGROPE),
     "phi3": Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=LIMIT),
-    "phimoe": PhimoeConfig(
-        **SHAPE, num_local_experts=2, num_experts_per_tok=2, rope_parameters=LONGROPE | SCALES
-    ),
+    "phimoe": PhimoeConfig(**SHAPE, **EXPERTS, rope_parameters=LONGROPE | SCALES),
     "dynamic": LlamaConfig(**SHAPE, rope_parameters=DYNAMIC),
 }
 # On both sides of the limit, next to each other, and as long as the model's positions.
 LENGTHS = (5, 40, 15, 16, 17, 61, 3)
 
 
-def texts_of(lengths):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        tuple(torch.randint(3, VOCABULARY, (length,), generator=generator).tolist())
-        for length in lengths
-    ]
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_text_has_the_logits_that_it_has_alone(family):
     model = random_model(CONFIGS[family])
     examples = []
-    for ids in texts_of(LENGTHS):
+    for ids in prompts_of(LENGTHS):
         mask = (False,) * (len(ids) - 1) + (True,) * 2
         examples.append(EncodedExample(((*ids, 7),), (mask,), 0))
     batch = token_batch(all_candidates(examples), 1).with_logits()
@@ -66,16 +58,14 @@ def test_a_text_has_the_logits_that_it_has_alone(family):
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_an_answer_that_passes_the_limit_is_that_of_whole_passes(family):
     model = random_model(CONFIGS[family])
-    prompts = texts_of((5, 15, 9, 30))
+    prompts = prompts_of((5, 15, 9, 30))
     settings = GenerationSettings(max_new_tokens=12, stop_ids=(2,), pad_id=1, stops=())
     plain = random_model(CONFIGS[family])
     expected = [greedy(plain, prompt, 12, stop_ids=(2,)) for prompt in prompts]
     rotate_each_row(model)
     batch = prompt_batch(prompts, settings)
-    found = PerturbedForward(model, ())(
-        batch, None, lambda **inputs: generate(model, batch, **inputs)
-    )
-    answers = [[token for token in row if token != 1] for row in found[0].tolist()]
+    (found,) = PerturbedForward(model, ())(batch, None, partial(generate, model, batch))
+    answers = [[token for token in row if token != 1] for row in found.tolist()]
     assert answers == expected
 
 

@@ -1,16 +1,12 @@
-"""Scoring in batches shared among ranks gives what plain PyTorch gives for one sequence at a
-time."""
+"""Scoring in batches shared among ranks gives what plain PyTorch gives for one sequence alone."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+import types
 from statistics import fmean
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from assets import write_records
+from assets import shared_asset, write_records
 from own_data import PLAIN, own_config, write_byte_model, write_conversations
 from own_kind import STARS
 from ranks import run_ranks
@@ -19,6 +15,7 @@ from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.config import config_from_dict
 from lezo_ds.data.dataset import Examples
 from lezo_ds.data.examples import TokenCounts
 from lezo_ds.data.metrics import best_f1
@@ -43,7 +40,7 @@ def brevity(answers, records):
 
 def of_odd_answers(completions, **fields):
     """A reward of TRL's, which does not apply to some answers."""
-    return [worth(answer) for answer in completions]
+    return list(map(worth, completions))
 
 
 def worth(answer):
@@ -53,16 +50,12 @@ def worth(answer):
 class Case(NamedTuple):
     folder: str
     model: str = "writer"
-    changes: Mapping[str, Any] = MappingProxyType({})
+    changes: dict = types.MappingProxyType({})
 
 
 # Candidates of one token each.
-LETTERS = {
-    "data__task": "custom",
-    "data__prompt": "{sentence}\n",
-    "data__label_field": "label",
-    "data__labels": {"0": "x", "1": "y"},
-}
+LETTERS = {"data__task": "custom", "data__prompt": "{sentence}\n", "data__label_field": "label"}
+LETTERS |= {"data__labels": {"0": "x", "1": "y"}}
 CHAT = {"data__task": "custom", "data__messages": "turns", "data__num_test": 9}
 INSTRUCTED = LETTERS | {"data__prompt": "Is this a good film or a bad one? {sentence}\n"}
 WORDS = {"0": "good", "1": "bad"}
@@ -105,10 +98,8 @@ def assets(tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_ranks(assets):
     """Results of all cases: {number of ranks: [{(case, batch size): result} of each rank]}."""
-    return {
-        1: run_ranks(evaluate_all, 1, assets, SIZES),
-        2: run_ranks(evaluate_all, 2, assets, SIZES[:1]),
-    }
+    alone = run_ranks(evaluate_all, 1, assets, SIZES)
+    return {1: alone, 2: run_ranks(evaluate_all, 2, assets, SIZES[:1])}
 
 
 def load(assets, case):
@@ -131,8 +122,7 @@ def evaluate_all(assets, sizes):
 
 @torch.no_grad()
 def token_logs(model, encoded):
-    """Return the log-probability of every token of every candidate, and whether it is the most
-    probable."""
+    """Return the log-probability of every token, and whether it is the most probable."""
     logs, firsts = [], []
     for number, ids in enumerate(encoded.sequences):
         rows = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
@@ -157,9 +147,7 @@ def one_at_a_time(assets, case):
     loss = None
     if reader.task.kind == "generation":
         whole = [first_line(model, reader, prompt) for prompt in split.prompts]
-        predicted = [
-            answer.rstrip() if answer.startswith("  ") else answer.strip() for answer in whole
-        ]
+        predicted = [each.rstrip() if each.startswith("  ") else each.strip() for each in whole]
         pairs = zip(predicted, split.examples, strict=True)
         scores = [best_f1(answer, example.references) for answer, example in pairs]
         losses = {
@@ -234,7 +222,7 @@ def test_the_number_of_ranks_changes_no_bit_of_a_result_and_every_rank_has_it(by
 
 def test_answers_without_a_reward_are_counted_and_leave_the_mean_to_the_others(assets, caplog):
     changes = {"data__metric": "reward", "data__num_test": 21}
-    several = {f"test_score:{name}": 1.0 for name in ("brevity", "of_odd_answers")}
+    several = {"test_score:brevity": 1.0, "test_score:of_odd_answers": 1.0}
     reader, split = load(assets, Case("squad", changes=PARTLY | changes))
     engine = start_engine(assets / "writer", sparsity=0.0)
     result = evaluate(engine, reader, split, 4)
@@ -259,29 +247,12 @@ def test_answers_that_are_almost_all_alike_are_named(assets, caplog):
     assert "the model gives only 1 different answers to 21 prompts" in caplog.text
 
 
-def test_a_prediction_has_the_label_of_the_records_and_its_probability(assets):
-    reader, split = load(assets, CASES["words, instructions"])
-    engine = start_engine(assets / "writer", sparsity=0.0)
-    rows = predict(engine, reader, split, 4, probabilities=True, threshold=0.6)
-    result = evaluate(engine, reader, split, 4)
-    for row, choice in zip(rows, result.predicted, strict=True):
-        assert row["probability_0"] + row["probability_1"] == pytest.approx(1, abs=2e-6)
-        assert row["probability"] == max(row["probability_0"], row["probability_1"])
-        # Classes are in the order of the map of labels.
-        name = str(reader.task.names(split.examples[0])[choice])
-        assert row["predicted"] == (name if row["probability"] >= 0.6 else "")
-        assert row[f"probability_{name}"] == row["probability"]
-    assert set(result.by_label) <= {"0", "1"}
-
-
 def test_a_kind_of_ones_own_is_scored_and_predicted_by_its_own_methods(tmp_path):
     model_path = write_byte_model(tmp_path / "model")
     rows = [{"text": f"Film {n} is {'so ' * (n % 3)}fine.", "stars": 1 + n % 5} for n in range(24)]
     write_records(tmp_path / "reviews.jsonl", rows)
-    config = own_config(
-        model_path, tmp_path / "reviews.jsonl", "data.num_test=8", task="own_kind:RATING"
-    )
-    examples = Examples(config)
+    keys = {"task": "own_kind:RATING", "num_test": 8}
+    examples = Examples(own_config(model_path, tmp_path / "reviews.jsonl", **keys))
     reader, split = examples.reader, examples.split("test")
     engine = start_engine(model_path, sparsity=0.0)
     result = evaluate(engine, reader, split, 4)
@@ -299,3 +270,13 @@ def test_a_kind_of_ones_own_is_scored_and_predicted_by_its_own_methods(tmp_path)
     assert result.score == pytest.approx(1 - fmean(map(abs, errors)) / 4, rel=1e-4)
     found = [row["predicted"] for row in predict(engine, reader, split, 4)]
     assert found == pytest.approx(expected, abs=0.006)
+
+
+def test_opt_mini_gets_47_of_64_published_records_right_without_training():
+    """A small OPT that was trained on English."""
+    path = str(shared_asset("models/opt-mini"))
+    data = {"path": str(shared_asset("data/sst2")), "num_test": 64, "max_length": 512}
+    values = {"run_dir": "none", "model": {"path": path, "dtype": "fp32"}, "data": data}
+    examples = Examples(config_from_dict(values, "the test"))
+    result = evaluate(start_engine(path), examples.reader, examples.split("test"), 16)
+    assert result.score == 47 / 64

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,13 +12,7 @@ from tiny_runs import VOCABULARY, full_weights, start_engine, train
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.checkpoints import snapshots
-from lezo_ds.checkpoints.snapshots import (
-    MANIFEST,
-    newest_snapshot,
-    prune_snapshots,
-    read_manifest,
-    snapshot_path,
-)
+from lezo_ds.checkpoints.snapshots import MANIFEST, read_manifest, snapshot_path
 from lezo_ds.errors import LezoError
 from lezo_ds.files import sha256_file
 
@@ -30,8 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _train_and_save(model, root, dtype, num_ranks):
-    """Train, with a snapshot after steps 2 and 4, and one step more; return what the snapshots
-    must hold."""
+    """Train with two snapshots, and one step more; return what the snapshots must hold."""
     engine = start_engine(model, dtype, num_ranks)
     records, weights, logits, digests = [], None, None, []
     for step in (2, 4):
@@ -63,9 +54,7 @@ def copied(saved, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_plain_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_digest(
-    saved, dtype
-):
+def test_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_digest(saved, dtype):
     root, (_, weights, logits, digests) = saved[dtype]
     directory = snapshot_path(root, 4)
     manifest = read_manifest(directory)
@@ -87,8 +76,7 @@ def test_plain_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_
 
 
 def _save_in_turn(model, root, fails):
-    """Write a snapshot of several files; on rank 1, writing may fail. Return what went wrong, and
-    which files this rank has written."""
+    """Write a snapshot of several files. Return what went wrong, and what this rank has written."""
     snapshots.MAX_FILE_BYTES = 20_000
     engine = start_engine(model, num_ranks=2)
     save = snapshots.save_file
@@ -108,9 +96,7 @@ def _save_in_turn(model, root, fails):
     return "", written
 
 
-def test_ranks_write_the_files_in_turn_and_all_report_what_one_cannot_write(
-    opt_directory, tmp_path
-):
+def test_ranks_write_files_in_turn_and_all_report_what_one_cannot_write(opt_directory, tmp_path):
     (_, first), (_, second) = run_ranks(_save_in_turn, 2, opt_directory, tmp_path / "good", False)
     directory = snapshot_path(tmp_path / "good", 0)
     files = sorted(directory.glob("*.safetensors"))
@@ -139,23 +125,19 @@ DAMAGES = {
     "a missing file": lambda directory: (directory / "config.json").unlink(),
     "half a manifest": lambda directory: (directory / MANIFEST).write_text('{"files": {'),
     "a deep manifest": lambda directory: (directory / MANIFEST).write_text("[" * 9000),
-    "no file": lambda directory: change_json(
-        directory / MANIFEST, files={"/dev/zero": {"bytes": 0}}
-    ),
-    "not yet renamed": lambda directory: directory.rename(
-        directory.with_name(f".{directory.name}.tmp")
-    ),
+    "no file": lambda directory: change_json(directory / MANIFEST, files=DEVICE),
+    "not yet renamed": lambda path: path.rename(path.with_name(f".{path.name}.tmp")),
 }
 
 
 @pytest.mark.parametrize("damage", list(DAMAGES))
 def test_a_damaged_snapshot_is_passed_over_for_the_one_before(copied, damage):
     root, _ = copied
-    assert [newest_snapshot(root, step) for step in (1, 2, 3, 4, 5)] == [None, 2, 2, 4, 4]
+    assert [snapshots.newest_snapshot(root, step) for step in (1, 2, 3, 4, 5)] == [None, 2, 2, 4, 4]
     DAMAGES[damage](snapshot_path(root, 4))
-    assert newest_snapshot(root, 5) == 2
+    assert snapshots.newest_snapshot(root, 5) == 2
     DAMAGES[damage](snapshot_path(root, 2))
-    assert newest_snapshot(root, 5) is None
+    assert snapshots.newest_snapshot(root, 5) is None
 
 
 def test_a_snapshot_that_cannot_be_replaced_stays(opt_directory, tmp_path, monkeypatch):
@@ -184,26 +166,13 @@ def _resume(model, root, records):
     return engine.weights.digest()
 
 
-def test_a_damaged_snapshot_is_not_resumed_from_and_wrong_weights_in_a_valid_one_are_refused(
-    copied, opt_directory
-):
+def test_a_damaged_snapshot_is_passed_over_and_wrong_weights_are_refused(copied, opt_directory):
     root, (records, _, _, digests) = copied
     _flip_a_byte(snapshot_path(root, 4))
     assert run_ranks(_resume, 2, opt_directory, root, records) == [digests[2]] * 2
     change_json(snapshot_path(root, 2) / MANIFEST, digest="0" * 32)
     for message in run_ranks(_resume, 2, opt_directory, root, records):
         assert f"have digest {digests[0]}, not that of the manifest, 0000" in message
-
-
-WEIGHTS = "model.safetensors"
-
-
-def write_small_snapshot(root, step):
-    directory = snapshot_path(root, step)
-    directory.mkdir()
-    (directory / WEIGHTS).write_bytes(b"weights")
-    facts = {WEIGHTS: {"bytes": 7, "sha256": sha256_file(directory / WEIGHTS)}}
-    (directory / MANIFEST).write_text(json.dumps({"files": facts}))
 
 
 @pytest.mark.parametrize(
@@ -213,12 +182,15 @@ def test_the_newest_and_the_protected_snapshots_are_kept(tmp_path, keep, protect
     (tmp_path / ".step-00000040.tmp").mkdir()
     (tmp_path / "step-of-another-kind").mkdir()
     for step in (10, 20, 30):
-        write_small_snapshot(tmp_path, step)
-    prune_snapshots(tmp_path, keep, protected)
+        weights = snapshot_path(tmp_path, step) / "model.safetensors"
+        weights.parent.mkdir()
+        weights.write_bytes(b"weights")
+        facts = {weights.name: {"bytes": 7, "sha256": sha256_file(weights)}}
+        weights.with_name(MANIFEST).write_text(json.dumps({"files": facts}))
+    snapshots.prune_snapshots(tmp_path, keep, protected)
     assert snapshots.snapshot_steps(tmp_path) == left
-    assert {p.name for p in tmp_path.iterdir() if not p.name.startswith("step-0")} == {
-        "step-of-another-kind"
-    }
+    expected = {*(f"step-000000{step}" for step in left), "step-of-another-kind"}
+    assert {path.name for path in tmp_path.iterdir()} == expected
 
 
 def test_neither_weights_nor_code_of_the_base_model_are_copied(tmp_path):

@@ -1,7 +1,5 @@
 """The examples of a step, and the layout of batches: padded, deduplicated, packed, dealt."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 
@@ -9,12 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.data.batches import (
-    all_candidates,
-    batch_indices,
-    candidate_batch,
-    token_batch,
-)
+from lezo_ds.data.batches import all_candidates, batch_indices, candidate_batch, token_batch
 from lezo_ds.data.examples import EncodedExample
 from lezo_ds.data.packing import deal, pack
 
@@ -31,26 +24,18 @@ def encoded(context, *candidates, label=0):
 def layout(batch):
     """Return ids, rows, positions and labels as lists."""
     chosen = batch.selection
+    found = batch.inputs["input_ids"], chosen.rows, chosen.positions
     labels = {name: tensor.tolist() for name, tensor in batch.labels.items()}
-    return (
-        batch.inputs["input_ids"].tolist(),
-        chosen.rows.tolist(),
-        chosen.positions.tolist(),
-        labels,
-    )
+    return (*(tensor.tolist() for tensor in found), labels)
 
 
 def test_the_first_thousand_batches_never_change():
-    batches = [
-        batch_indices(seed=42, step=step, num_examples=1000, batch_size=16) for step in range(1000)
-    ]
+    batches = [batch_indices(42, step, num_examples=1000, batch_size=16) for step in range(1000)]
     digest = hashlib.sha256(json.dumps(batches).encode()).hexdigest()
     assert digest == "c4a61d8b2c7e90e055acdd7b5d0f1dd11ff14673b0f4ae1209b3612d3e4a569d"
 
 
-@given(
-    seed=st.integers(0, 2**64 - 1), num_examples=st.integers(1, 40), batch_size=st.integers(1, 60)
-)
+@given(st.integers(0, 2**64 - 1), st.integers(1, 40), st.integers(1, 60))
 def test_batches_laid_end_to_end_are_one_permutation_after_another(seed, num_examples, batch_size):
     stream = [
         index for step in range(8) for index in batch_indices(seed, step, num_examples, batch_size)
@@ -87,14 +72,10 @@ def test_sequences_to_score_share_a_row_where_they_differ_in_the_last_token_only
     assert batch.weight == 6
 
 
-@given(
-    lengths=st.lists(st.integers(1, 99), min_size=1, max_size=12),
-    num_micro_batches=st.integers(1, 6),
-)
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=12), st.integers(1, 6))
 def test_dealt_micro_batches_differ_by_at_most_one_example(lengths, num_micro_batches):
-    lengths = np.sort(
-        np.repeat(lengths, num_micro_batches) + np.arange(len(lengths) * num_micro_batches)
-    )
+    repeated = np.repeat(lengths, num_micro_batches)
+    lengths = np.sort(repeated + np.arange(len(repeated)))
     rows = deal(np.arange(len(lengths)), num_micro_batches)
     assert sorted(rows.tolist()) == list(range(len(lengths)))
     tokens = lengths[rows].reshape(num_micro_batches, -1).sum(1)
@@ -114,11 +95,7 @@ def tokens_seen(batch):
     return seen
 
 
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    candidates=st.integers(1, 3),
-    num_start=st.integers(0, 9),
-)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 3), st.integers(0, 9))
 def test_a_packed_batch_wants_the_same_logits_of_fewer_tokens(lengths, candidates, num_start):
     options = [(5 + number, 6) for number in range(candidates)]
     starts = [range(7, 7 + num_start + length) for length in lengths]

@@ -1,22 +1,12 @@
 """The reward and the tasks of launch/recipes/countdown.py."""
 
-from __future__ import annotations
-
-import importlib.util
+import runpy
 
 import pytest
 
 from lezo_ds.config.paths import ROOT
 
-FILE = ROOT / "launch" / "recipes" / "countdown.py"
-
-
-@pytest.fixture(scope="module")
-def countdown():
-    spec = importlib.util.spec_from_file_location("countdown", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+COUNTDOWN = runpy.run_path(str(ROOT / "launch" / "recipes" / "countdown.py"))
 
 
 @pytest.mark.parametrize(
@@ -32,14 +22,14 @@ def countdown():
         ("8 / (3 - 8 / 3)", 0.0),
     ],
 )
-def test_a_right_expression_has_the_target_and_each_number_once(countdown, answer, expected):
+def test_a_right_expression_has_the_target_and_each_number_once(answer, expected):
     record = {"numbers": "8, 3, 8, 3", "target": 24}
-    assert countdown.solves([answer], [record]) == [expected]
+    assert COUNTDOWN["solves"]([answer], [record]) == [expected]
 
 
-def test_the_tasks_depend_on_the_seed_only(countdown, tmp_path):
+def test_the_tasks_depend_on_the_seed_only(tmp_path):
     for folder in ("first", "second"):
-        countdown.main(tmp_path / folder)
+        COUNTDOWN["main"](tmp_path / folder)
     first, second = (tmp_path / name / "train.jsonl" for name in ("first", "second"))
     assert first.read_text() == second.read_text()
     assert len(first.read_text().splitlines()) == 200

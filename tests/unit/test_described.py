@@ -1,7 +1,5 @@
 """Tasks that a recipe describes: what a record becomes, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from decimal import Decimal
@@ -22,6 +20,7 @@ IN_CHAT = {"prompt": "{text}", "completion": "{answers}", "chat_template": True}
 ASKED = {"role": "user", "content": "Sure?"}
 ANSWERED = {"role": "assistant", "content": " Yes \n"}
 SYSTEM = {"role": "system", "content": "Be kind."}
+BROKEN_CALL = {"function": {"name": "f", "arguments": "{"}}
 
 
 def config_of(data):
@@ -44,9 +43,6 @@ def refusal_of(record, **data):
     return str(error.value)
 
 
-# Labels.
-
-
 @pytest.mark.parametrize(
     ("value", "label"),
     [("0", "0"), (0, "0"), (1.0, "1.0"), (Decimal("1.10"), "1.10"), (True, "True"), ("nan", "nan")],
@@ -65,11 +61,6 @@ def test_no_value_is_no_label_whatever_the_other_fields_hold(value):
     assert example_of({"text": None, "topic": value}, **CLASSES).label is None
 
 
-def test_labels_have_two_texts():
-    with pytest.raises(UserError, match="fewer than two labels"):
-        task_of(CLASSES | {"labels": {"a": "yes", "b": "yes"}})
-
-
 @pytest.mark.parametrize(
     "texts", [["bug", "bug "], ["1", "\uff11"], ["\u2764", "\u2764\ufe0f"], ["bug\xa0", "bug"]]
 )
@@ -84,8 +75,7 @@ def test_labels_that_look_alike_are_refused_unless_a_map_makes_them_one(texts):
 
 def test_a_label_that_the_recipe_lacks_is_refused_with_the_one_that_is_meant():
     message = refusal_of({"text": "x", "topic": "biling"}, **CLASSES)
-    assert "column `topic` is 'biling', which is not one of data.labels: bug, billing" in message
-    assert "did you mean billing" in message
+    assert "`topic` is 'biling', which is" in message and "did you mean billing" in message
     assert "not a text or a number" in refusal_of({"text": "x", "topic": ["bug"]}, **CLASSES)
 
 
@@ -105,9 +95,6 @@ def test_labels_of_the_same_text_are_one_class_with_the_label_that_is_the_text()
     for label in ("a bug", "bug"):
         example = task.example({"text": "x", "topic": label})
         assert example.gold_texts == (" bug",)
-
-
-# Choices.
 
 
 @pytest.mark.parametrize(
@@ -141,10 +128,7 @@ def test_names_beside_the_texts_come_first_as_in_arc():
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (
-            {"options": ["a", "b"], "right": "A"},
-            "is 'A', which does not name one choice: an index from 0, or",
-        ),
+        ({"options": ["a", "b"], "right": "A"}, "is 'A', which does not name one choice"),
         ({"options": ["a", "b"], "right": 2}, "is '2', which does not name one choice"),
         ({"options": ["1", "0"], "right": "1"}, "is '1', which does not name one choice"),
         ({"options": "['a', 'b']", "right": 0}, "store lists in .jsonl or .parquet"),
@@ -163,12 +147,8 @@ def test_a_record_may_have_fewer_choices_than_others():
     for nothing in (None, "", " "):
         example = example_of(record | {"c": nothing}, **described)
         assert (example.candidates, example.label) == (("yes", "no"), 1)
-    assert "an index from 0, or one of A, B, C" in refusal_of(
-        record | {"c": None, "right": "C"}, **described
-    )
-
-
-# Templates and answers.
+    message = refusal_of(record | {"c": None, "right": "C"}, **described)
+    assert "an index from 0, or one of A, B, C" in message
 
 
 def test_a_template_reads_nested_fields_and_nothing_but_the_record():
@@ -187,16 +167,10 @@ def test_a_template_reads_nested_fields_and_nothing_but_the_record():
         (COMPLETION | {"prompt": "{text"}, "is not a template"),
         (COMPLETION | {"prompt": "{text} {answers}"}, "shows the answer: it has answers, too"),
         (CLASSES | {"prompt": "{text} {topic}"}, "shows the answer: it has topic, too"),
-        (CLASSES | {"labels": ["bug"]}, "fewer than two labels"),
-        (
-            CLASSES | {"completion": "{a}"},
-            "are of three kinds of tasks",
-        ),
+        (CLASSES | {"labels": {"a": "yes", "b": "yes"}}, "fewer than two labels"),
+        (CLASSES | {"completion": "{a}"}, "are of three kinds of tasks"),
         (CHAT | {"prompt": "{text}"}, "are of three kinds of tasks"),
-        (
-            CLASSES | {"system_prompt": "Be kind."},
-            "data.system_prompt needs a chat template",
-        ),
+        (CLASSES | {"system_prompt": "Be kind."}, "data.system_prompt needs a chat template"),
     ],
 )
 def test_a_description_that_makes_no_task_is_refused_before_a_record_is_read(data, message):
@@ -234,9 +208,6 @@ def test_code_is_indented_after_a_prompt_that_ends_a_line():
     code = example_of(record, **COMPLETION | {"prompt": "{text}\n"})
     assert code.candidates == ("    return 1\n",)
     assert example_of(record, **COMPLETION).candidates == (" return 1\n",)
-
-
-# Conversations.
 
 
 def test_a_conversation_ends_with_the_last_learned_turn_and_may_get_a_system_prompt():
@@ -279,10 +250,7 @@ def test_nulls_that_arrow_fills_in_are_not_read():
         ([ASKED, {**ANSWERED, "content": " "}], "turn 2 .* is the assistant's and is empty"),
         ([{**ASKED, "content": 5}], "the content of turn 1 .* is 5, not a text"),
         ([{**ASKED, "content": [{"type": "image_url"}]}], "no images or sounds are read"),
-        (
-            [{**ANSWERED, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "a call in turn 1 .* is not JSON",
-        ),
+        ([{**ANSWERED, "tool_calls": [BROKEN_CALL]}], "a call in turn 1 .* is not JSON"),
     ],
 )
 def test_turns_that_cannot_be_read_are_refused_by_number(turns, message):
@@ -290,7 +258,7 @@ def test_turns_that_cannot_be_read_are_refused_by_number(turns, message):
         example_of({"turns": turns}, **CHAT)
 
 
-def test_definitions_of_tools_are_a_list_or_json_of_one_without_nulls():
+def test_definitions_of_tools_are_a_list_or_json_of_one_without_nulls_and_variables_are_none():
     tools = [{"name": "f", "parameters": {"a": None, "b": 1}}]
     plain = [{"name": "f", "parameters": {"b": 1}}]
     for value in (tools, json.dumps(tools)):
@@ -300,9 +268,6 @@ def test_definitions_of_tools_are_a_list_or_json_of_one_without_nulls():
     for wrong in ("hammer", [1], {"a": 1}):
         with pytest.raises(UserError, match="column `tools`"):
             find_tools({"tools": wrong})
-
-
-def test_variables_of_a_record_for_the_template_are_refused():
     with pytest.raises(UserError, match=r"set data\.chat_template_kwargs"):
         find_tools({"chat_template_kwargs": {"enable_thinking": False}})
 
@@ -313,8 +278,7 @@ def test_a_prompt_in_a_template_is_a_conversation_with_its_completion():
     answered = {"role": "assistant", "content": "Yes"}
     assert (example.messages, example.learned) == ((SYSTEM, ASKED, answered), (2,))
     assert example.references == ("Yes", "Yeah")
-    reward = {name: value for name, value in IN_CHAT.items() if name != "completion"}
-    example = example_of({"text": "Sure?"}, **reward)
+    example = example_of({"text": "Sure?"}, prompt="{text}", chat_template=True)
     assert (example.messages, example.learned, example.label) == ((ASKED,), (), None)
 
 
@@ -339,9 +303,6 @@ def test_an_answer_that_trls_kto_marks_as_bad_is_refused():
     assert example_of(record | {"label": False}, **reads_it).label == 0
 
 
-# Records to answer.
-
-
 def test_records_without_answers_are_read_for_the_model_to_answer():
     for data, record in (
         (CLASSES, {"text": "x"}),
@@ -354,12 +315,3 @@ def test_records_without_answers_are_read_for_the_model_to_answer():
         example = task_of(data).unanswered().example(record)
         assert (example.label, example.references, example.learned) == (None, (), ())
         assert example.messages in ((), (ASKED,), ({"role": "user", "content": "x"},))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("sst3", "sst3 is not a registered task"), ("no_such.module:TASK", "No module named")],
-)
-def test_a_task_that_is_not_there_is_refused(name, message):
-    with pytest.raises(UserError, match=message):
-        task_of({"task": name})

@@ -1,7 +1,5 @@
 """Digests of weights, and the ids and hashes of parameters, which are the same for any sharding."""
 
-from __future__ import annotations
-
 import itertools
 from itertools import pairwise
 
@@ -19,12 +17,6 @@ DTYPES = st.sampled_from([*BITS, torch.int16])
 PATTERNS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=60)
 STARTS = st.integers(0, 2**40)
 PARAMETER_IDS = st.integers(0, 2**32 - 1)
-
-
-def from_bits(patterns, dtype):
-    """Return the low bits of each integer as a floating-point bit pattern: NaN and infinities
-    among them."""
-    return torch.tensor(patterns, dtype=torch.int64).to(BITS.get(dtype, dtype)).view(dtype)
 
 
 def wrapped(value):
@@ -51,7 +43,8 @@ def reference_digest(values, start, parameter_id):
 @settings(deadline=None)
 @given(PATTERNS, st.lists(st.integers(0, 60)), DTYPES, STARTS, PARAMETER_IDS)
 def test_digests_are_those_defined_and_slices_add_up(patterns, cuts, dtype, start, parameter_id):
-    values = from_bits(patterns, dtype)
+    # The low bits of each integer as a number: NaN and infinities among them.
+    values = torch.tensor(patterns, dtype=torch.int64).to(BITS.get(dtype, dtype)).view(dtype)
     expected = reference_digest(values, start, parameter_id)
     assert shard_digest(values, start, parameter_id) == expected
     edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]

@@ -1,7 +1,5 @@
 """DeepSpeed's JSON: what is completed, what is refused, and the shipped files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,13 +8,10 @@ from assets import REPOSITORY
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.errors import UserError
 
-STAGE_3 = {"stage": 3}
-DS_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
-
 
 def write_json(tmp_path, **sections):
     path = tmp_path / "ds.json"
-    text = json.dumps({"zero_optimization": STAGE_3} | sections)
+    text = json.dumps({"zero_optimization": {"stage": 3}} | sections)
     path.write_text(text, encoding="utf-8-sig")  # as Windows programs write it
     return path
 
@@ -25,17 +20,10 @@ def write_json(tmp_path, **sections):
 def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
     monitor = {"csv_monitor": {"enabled": True, "output_path": "x"}}
     path = write_json(tmp_path, _comment=["a"], train_batch_size=16, **monitor)
-    expected = {
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "memory_efficient_linear": False,
-            "allgather_sequential": True,
-        },
-        "train_micro_batch_size_per_gpu": 8,
-        "train_batch_size": 16,
-        **monitor,
-    }
+    zero = {"stage": 3, "memory_efficient_linear": False, "allgather_sequential": True}
+    zero["stage3_param_persistence_threshold"] = 0
+    expected = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 8}
+    expected |= {"train_batch_size": 16, **monitor}
     if dtype != "fp32":
         expected[dtype] = {"enabled": True}
     assert load_ds_config(path, dtype, 2, 8) == expected
@@ -44,21 +32,12 @@ def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        (
-            {"zero_optimization": {"stage": 2}},
-            "stage=2 in .* ZeRO stage 3 shards the weights; fix: set zero_optimization.stage to 3",
-        ),
+        ({"zero_optimization": {"stage": 2}}, "stage=2 in .*; fix: set zero_opt.*.stage to 3"),
         ({"tensor_parallel": 2}, "tensor_parallel in .* is not an object; fix: write it like"),
         ({"tensor_parallel": {"autotp_size": "2"}}, 'autotp_size="2" in .* is not an integer'),
-        (
-            {"gradient_accumulation_steps": 2},
-            "gradient_accumulation_steps=2 .* use train.batch_size",
-        ),
+        ({"gradient_accumulation_steps": 2}, "ation_steps=2 .* use train.batch_size"),
         ({"train_batch_size": 8}, "train_batch_size=8 .* contradicts the recipe"),
-        (
-            {"fp16": {"enabled": True}},
-            "fp16.enabled=true .* model.dtype=bf16; fix: set deepspeed=null, or model.dtype=fp16",
-        ),
+        ({"fp16": {"enabled": True}}, "fp16.enabled=true .*; fix: set deepspeed=null, or model"),
         ({"tensorboard": {"enable": True}}, "DeepSpeed refuses .* tensorboard.enable Extra inputs"),
     ],
 )
@@ -69,14 +48,11 @@ def test_a_section_that_does_not_fit_is_refused(sections, expected, tmp_path):
     assert str(path) in str(caught.value) and "; fix: " in str(caught.value)
 
 
+ZERO = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto"}
+ZERO |= {"stage3_gather_16bit_weights_on_model_save": True}
+ZERO |= {"stage3_param_persistence_threshold": "auto"}
 FOR_TRAINER = {
-    "zero_optimization": {
-        "stage": 3,
-        "overlap_comm": True,
-        "reduce_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
+    "zero_optimization": ZERO,
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
@@ -100,22 +76,21 @@ def test_a_json_for_the_trainer_is_completed_and_its_optimizer_is_left_out(dtype
     assert "left out, since the recipe's keys decide" in message
 
 
-SPOILING = {
-    "stage3_param_persistence_threshold": 100000,
-    "memory_efficient_linear": True,
-    "allgather_sequential": False,
-    "zero_hpz_partition_size": 2,
-    "zero_quantized_weights": True,
-    "offload_param.device": "nvme",
-}
-
-
-@pytest.mark.parametrize("key", SPOILING)
-def test_a_setting_that_would_spoil_the_weights_is_refused(key, tmp_path):
-    section, _, name = key.rpartition(".")
-    changes = {section: {name: SPOILING[key]}} if section else {key: SPOILING[key]}
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("stage3_param_persistence_threshold", 100000),
+        ("memory_efficient_linear", True),
+        ("allgather_sequential", False),
+        ("zero_hpz_partition_size", 2),
+        ("zero_quantized_weights", True),
+        ("offload_param", {"device": "nvme"}),
+    ],
+)
+def test_a_setting_that_would_spoil_the_weights_is_refused(key, value, tmp_path):
+    path = write_json(tmp_path, zero_optimization={"stage": 3, key: value})
     with pytest.raises(UserError, match=f"fix: remove zero_optimization.{key}"):
-        load_ds_config(write_json(tmp_path, zero_optimization=STAGE_3 | changes), "bf16", 2, 8)
+        load_ds_config(path, "bf16", 2, 8)
 
 
 @pytest.mark.parametrize("text", ["[" * 9000, "[1]", '{"a": 1, "a": 2}'])
@@ -128,7 +103,7 @@ def test_a_broken_json_is_refused(text, tmp_path):
 
 def test_a_shipped_json_is_valid_and_read_from_any_folder_by_name_and_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for path in DS_CONFIGS:
+    for path in (REPOSITORY / "ds_configs").glob("*.json"):
         dtype = "fp16" if "fp16" in path.stem else "bf16"
         (tmp_path / path.stem).mkdir()  # a folder of that name is no file
         for name in (path.stem, f"ds_configs/{path.name}"):

@@ -1,50 +1,28 @@
-"""Examples as token ids: BOS, truncation, the tokens of a candidate, prompts, and tokenizers as
-published."""
-
-from __future__ import annotations
+"""Examples as token ids: BOS, cuts, the tokens of a candidate, and tokenizers as published."""
 
 import json
 
 import pytest
+import transformers
+from assets import change_json
 from own_data import SWITCHED, write_chat_model
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    GPT2Config,
-    LlamaConfig,
-    OPTConfig,
-    PreTrainedTokenizerFast,
-)
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 
+from lezo_ds.checkpoints.tokenizer_check import refuse_second_begin, warn_of_other_tokens
 from lezo_ds.data.encode import encode_candidates, encode_prompt, load_tokenizer, prompt_room
 from lezo_ds.data.examples import Example
 from lezo_ds.errors import UserError
 
 # A word takes the space before it, as in GPT-2; a newline stands alone.
-WORDS = [
-    "<s>",
-    "<pad>",
-    "</s>",
-    "<unk>",
-    "a",
-    " joy",
-    " It",
-    " was",
-    " terrible",
-    " great",
-    "\n",
-    "Yes",
-    "No",
-]
-WORDS += [" ", " so", " the", " cup", " fell", "-", " Paris", " is", " big"]
+WORDS = ["<s>", "<pad>", "</s>", "<unk>", "a", " joy", " It", " was", " terrible", " great"]
+WORDS += ["\n", "Yes", "No", " ", " so", " the", " cup", " fell", "-", " Paris", " is", " big"]
 
 
 def save_tokenizer(directory, config, words=WORDS, bos=None, eos="</s>"):
     """Save a model's configuration and a tokenizer of whole words that begins texts with `bos`."""
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    )
+    vocabulary = {word: place for place, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+|\n| |-"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     if bos is not None:
@@ -120,7 +98,7 @@ def test_answers_end_at_eos_and_at_every_token_with_a_newline(tmp_path):
 def test_answers_end_at_every_end_token_of_the_model_as_in_generate(tmp_path, listed, expected):
     config = LlamaConfig(vocab_size=len(WORDS), eos_token_id=None)
     path = save_tokenizer(tmp_path, config, bos="<s>")
-    GenerationConfig(eos_token_id=listed).save_pretrained(path)
+    transformers.GenerationConfig(eos_token_id=listed).save_pretrained(path)
     tokenizer = load_tokenizer(path)
     assert tokenizer.end_ids == expected
     assert tokenizer.stop_ids(()) == expected
@@ -155,9 +133,8 @@ def test_a_text_begins_with_all_tokens_that_the_tokenizer_puts_before_it(tmp_pat
 
 def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
     vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "\u0120", "\u0120b"]  # \u0120 is " "
-    (tmp_path / "vocab.json").write_text(
-        json.dumps({token: i for i, token in enumerate(vocabulary)})
-    )
+    ids = {token: place for place, token in enumerate(vocabulary)}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n\u0120 b\n", encoding="utf-8")
     settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "pad_token": "<pad>"}
     settings |= {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>"}
@@ -169,24 +146,19 @@ def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
     assert (tokenizer.pad_id, tokenizer.end_ids) == (1, (2,))
 
 
-def test_galactica_begins_texts_with_no_token_as_its_tokenizer(tmp_path):
+def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_path):
+    """Galactica is an OPT whose tokenizer begins a text with no token."""
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, OPTConfig(), eos=None))
     assert tokenizer.encode(["a joy"]) == [(4, 5)]
     assert (tokenizer.end_ids, tokenizer.end_text) == ((2,), "</s>")
-
-
-def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_path):
-    tokenizer = load_tokenizer(
-        save_tokenizer(tmp_path, LlamaConfig(), words=[*WORDS, "<BOS>"], bos="<BOS>")
-    )
-    assert tokenizer.encode(["a joy"]) == [(len(WORDS), 4, 5)]
-    config = GPT2Config(vocab_size=len(WORDS) - 2)
+    path = save_tokenizer(tmp_path, LlamaConfig(), words=[*WORDS, "<BOS>"], bos="<BOS>")
+    assert load_tokenizer(path).encode(["a joy"]) == [(len(WORDS), 4, 5)]
+    config = transformers.GPT2Config(vocab_size=len(WORDS) - 2)
     path = save_tokenizer(tmp_path, config, words=[*WORDS[2:], "<pad>", "<end>"], eos="<end>")
     tokenizer = load_tokenizer(path)
     assert (tokenizer.begin_ids, tokenizer.pad_id, tokenizer.end_ids) == ((), 0, ())
-    assert encode_candidates(tokenizer, Example("a joy It was", (" great",), 0), 3).sequences == (
-        (4, 5, 7),
-    )
+    encoded = encode_candidates(tokenizer, Example("a joy It was", (" great",), 0), 3)
+    assert encoded.sequences == ((4, 5, 7),)
 
 
 def test_values_that_a_template_does_not_read_are_refused(tmp_path):
@@ -204,3 +176,43 @@ def test_a_tokenizer_of_mistral_alone_is_refused(tmp_path):
     (tmp_path / "m" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"as tekken\.json, .* add the tokenizer\.json"):
         load_tokenizer(model)
+
+
+def listed(directory, kind, normalizer=None):
+    """Return the tokenizer of a tokenizer.json that lists letters, opened as one of a class."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *letters])}
+    alone = Tokenizer(models.BPE(vocabulary, []))
+    alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alone.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        alone.normalizer = normalizer
+    begin = [("<s>", 0)]
+    alone.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
+    saved = PreTrainedTokenizerFast(tokenizer_object=alone, bos_token="<s>", eos_token="</s>")
+    saved.save_pretrained(directory)
+    change_json(directory / "tokenizer_config.json", tokenizer_class=kind)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalizer", "warning"),
+    [
+        ("PreTrainedTokenizerFast", normalizers.Lowercase(), ""),
+        ("GPT2Tokenizer", None, ""),
+        ("GPT2Tokenizer", normalizers.Lowercase(), "reads 'Hello World!' as ['H', 'e',"),
+        ("GPTNeoXTokenizer", None, "and tokenizer.json as ['<s>', 'H',"),
+    ],
+)
+def test_a_class_that_changes_tokenizer_json_is_named(kind, normalizer, warning, tmp_path, caplog):
+    warn_of_other_tokens(tmp_path, listed(tmp_path, kind, normalizer))
+    assert warning in caplog.text
+    assert bool(caplog.text) == bool(warning)
+
+
+def test_a_prompt_that_begins_with_what_begins_every_text_is_refused(tmp_path):
+    tokenizer = listed(tmp_path, "PreTrainedTokenizerFast")
+    with pytest.raises(UserError, match=r"begins with <s>, .*; fix: remove <s> from data.prompt"):
+        refuse_second_begin(tokenizer, "<s>{text} Label:", (0,))
+    refuse_second_begin(tokenizer, "{text} Label:", (0,))
+    refuse_second_begin(tokenizer, "<s>{text} Label:", ())

@@ -1,7 +1,5 @@
 """What a process leaves and says at its ends: files that are whole, errors of one line."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -54,20 +52,6 @@ def test_a_failed_write_is_an_error_that_names_the_file_and_the_fix(tmp_path):
         write_atomically(path, "content")
 
 
-# Errors.
-
-PROGRAM = """
-import threading
-from lezo_ds.errors import LostRankError, end_with
-both = threading.Barrier(2)
-def report(name):
-    both.wait()
-    end_with(LostRankError(f"found by {name}"))
-threading.Thread(target=report, args=["the heartbeat"]).start()
-report("a message")
-"""
-
-
 def test_an_error_is_one_line_of_printable_characters():
     program = (
         r"from lezo_ds.errors import *; end_with(UserError('a\n\x1b]0;\x07\x9b\u202e\u00e9' * 999))"
@@ -84,6 +68,15 @@ def test_what_commands_a_terminal_is_not_printed_but_bars_are():
 
 
 def test_two_threads_that_find_the_same_lost_rank_print_one_line():
-    finished = run([sys.executable, "-c", PROGRAM], RANK="1")
+    program = """if True:
+        import threading
+        from lezo_ds.errors import LostRankError, end_with
+        both = threading.Barrier(2)
+        def report(name):
+            both.wait()
+            end_with(LostRankError(f"found by {name}"))
+        threading.Thread(target=report, args=["the heartbeat"]).start()
+        report("a message")"""
+    finished = run([sys.executable, "-c", program], RANK="1")
     assert finished.code == 6
     assert finished.err.count("error: found by ") == 1

@@ -1,7 +1,5 @@
 """What lezo-ds init finds in a table, and the recipes that it writes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -9,8 +7,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
+from assets import change_json
 from own_data import write_chat_model, write_tickets
 from tiny_models import FAMILIES
 from tiny_runs import write_model
@@ -21,17 +21,15 @@ from lezo_ds.config import load_config
 from lezo_ds.errors import UserError
 from lezo_ds.tools import init
 
-REWARD = """
-from lezo_ds import reward
-
-@reward
-def brevity(answers, records):
-    return [1 / (1 + len(answer.split())) for answer in answers]
-"""
+REWARD = "from lezo_ds import reward\n@reward\ndef brevity(answers, records):\n"
+REWARD += "    return [1 / (1 + len(answer.split())) for answer in answers]\n"
 TEXTS = [f"ticket number {number} says" for number in range(40)]
 CLASSES = ["bug", "billing"] * 20
 TURNS = [[{"role": "user", "content": "hi"}]] * 40
 ANSWERS = [[{"role": "assistant", "content": "yes"}]] * 40
+ALPACA = {"instruction": TEXTS, "input": ["", "more"] * 20, "output": TEXTS}
+QUESTIONS = {"question": TEXTS, "choices": [["red", "blue"]] * 40, "answer": [0, 1] * 20}
+KTO = {"prompt": TEXTS, "completion": TEXTS, "label": [True, False] * 20}
 
 
 @pytest.fixture
@@ -44,10 +42,7 @@ def write_recipe(tmp_path, monkeypatch, capsys):
 
     def write(columns, *words, name="own.jsonl"):
         if columns is not None:
-            rows = [
-                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-            ]
-            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            pd.DataFrame(columns).to_json(tmp_path / name, orient="records", lines=True)
         (tmp_path / "recipe.yaml").unlink(missing_ok=True)
         monkeypatch.setattr(sys, "argv", ["init", "model", name, *words])
         cli.run_command("init")
@@ -65,9 +60,7 @@ def test_labels_have_counts_a_baseline_examples_and_an_order_of_commands(write_r
     assert config.data.labels == {"Biling": "billing", "billing": "billing", "bug": "bug"}
     lines = out.splitlines()
     assert "label   bug: 120" in lines and "column  id: 240 different values, such as 1" in lines
-    assert any(
-        re.match("label   Biling: 1, below 1 %: --drop-label Biling", line) for line in lines
-    )
+    assert any(line.startswith("label   Biling: 1, below 1 %: --drop-label") for line in lines)
     assert "most frequent label alone: 0.500; a bag of words (scikit-learn, five folds): " in out
     assert len(re.findall("^reads  '", out, re.MULTILINE)) == 3
     assert len(re.findall(r"^learns  \[.*\] label [01]$", out, re.MULTILINE)) == 3
@@ -81,19 +74,11 @@ def test_labels_have_counts_a_baseline_examples_and_an_order_of_commands(write_r
 @pytest.mark.parametrize(
     ("columns", "words", "expected"),
     [
-        (
-            {"instruction": TEXTS, "input": ["", "more"] * 20, "output": TEXTS},
-            [],
-            {"prompt": "{instruction}\n\n{input}\nOutput:", "completion": "{output}"},
-        ),
+        (ALPACA, [], {"prompt": "{instruction}\n\n{input}\nOutput:", "completion": "{output}"}),
         ({"prompt": TURNS, "completion": ANSWERS}, [], {"completion": "{completion}"}),
         ({"talk": [[*TURNS[0], *ANSWERS[0]]] * 40, "n": CLASSES}, [], {"messages": "talk"}),
         ({"q": TEXTS, "a": TEXTS}, ["--text", "q", "--answer", "a"], {"prompt": "{q}\nA:"}),
-        (
-            {"question": TEXTS, "choices": [["red", "blue"]] * 40, "answer": [0, 1] * 20},
-            [],
-            {"prompt": "{question}\nAnswer:", "choices": ["{choices}"], "label_field": "answer"},
-        ),
+        (QUESTIONS, [], {"choices": ["{choices}"], "label_field": "answer"}),
         ({"text": TEXTS, "label": [0, 1] * 20}, [], {"labels": ["0", "1"]}),
     ],
 )
@@ -106,11 +91,7 @@ def test_a_column_is_taken_if_it_alone_can_be_it(columns, words, expected, write
     ("columns", "words", "message"),
     [
         ({"prompt": TEXTS, "chosen": TEXTS, "rejected": TEXTS}, [], "no objective learns from pa"),
-        (
-            {"prompt": TEXTS, "completion": TEXTS, "label": [True, False] * 20},
-            [],
-            "column label says which answers are good",
-        ),
+        (KTO, [], "column label says which answers are good"),
         ({"prompt": [json.dumps(TURNS[0])] * 40}, [], r"stored as text; fix: .* \.jsonl"),
         ({"text": TEXTS, "images": [["a.png"]] * 40}, [], "images are not read"),
         ({"a": TEXTS, "b": TEXTS, "c": CLASSES}, [], "several columns have texts: a, b; fix: give"),
@@ -126,28 +107,21 @@ def test_what_is_not_clear_or_cannot_be_learned_is_refused(columns, words, messa
     assert not Path("recipe.yaml").exists()
 
 
-def test_the_layout_of_a_table_is_found_and_written_down(write_recipe, caplog):
-    rows = [
-        "text;label",
-        *(f"Größe {text}, ja;{name}" for text, name in zip(TEXTS, CLASSES, strict=True)),
-    ]
+def test_the_layout_of_a_table_is_found_and_written_down_if_it_has_records(write_recipe, caplog):
+    for content, message in (("", "No columns to parse"), ("text,label\n", "has no records")):
+        Path("own.csv").write_text(content)
+        with pytest.raises(UserError, match=message):
+            write_recipe(None, name="own.csv")
+    pairs = zip(TEXTS, CLASSES, strict=True)
+    rows = ["text;label", *(f"Größe {text}, ja;{name}" for text, name in pairs)]
     Path("own.csv").write_text("\n".join(rows), encoding="cp1252")
     config, out = write_recipe(None, name="own.csv")
     assert (config.data.separator, config.data.encoding) == (";", "cp1252")
     assert "Größe" in out and "cp1252 is a guess, and --encoding sets another: Größe" in caplog.text
-    Path("own.csv").write_text("\n".join(rows).replace(", ja;", ","), encoding="utf-8-sig")
-    Path("own.csv").write_text(Path("own.csv").read_text().replace(";", ","), encoding="utf-8-sig")
+    commas = "\n".join(rows).replace(", ja;", ",").replace(";", ",")
+    Path("own.csv").write_text(commas, encoding="utf-8-sig")
     config, _ = write_recipe(None, name="own.csv")
     assert (config.data.separator, config.data.encoding) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [("", "No columns to parse"), ("text,label\n", "has no records")]
-)
-def test_a_table_without_records_is_refused(content, message, write_recipe):
-    Path("own.csv").write_text(content)
-    with pytest.raises(UserError, match=message):
-        write_recipe(None, name="own.csv")
 
 
 def test_a_reward_has_a_population_and_texts_have_room_for_the_longest_answer(write_recipe):
@@ -195,40 +169,30 @@ def test_a_model_that_refuses_several_probes_gets_one(write_recipe, monkeypatch)
         assert config.zo.probes_per_pass == 1
 
 
-OPT_30B = {
-    "hidden_size": 7168,
-    "word_embed_proj_dim": 7168,
-    "ffn_dim": 4 * 7168,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 56,
-    "vocab_size": 50272,
-    "max_position_embeddings": 256,
-}
+OPT_30B = {"hidden_size": 7168, "word_embed_proj_dim": 7168, "ffn_dim": 4 * 7168}
+OPT_30B |= {"num_hidden_layers": 48, "num_attention_heads": 56, "vocab_size": 50272}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "gigabytes", "precision", "split", "bits"),
+    ("gpus", "gigabytes", "found"),
     [
-        (4, 39.4, "fp32_master", 4, None),
-        (4, 22.5, "stochastic", 4, None),
-        (1, 47.5, "fp32_master", None, 8),
-        (1, 22.5, "fp32_master", None, 8),
+        (4, 39.4, ("fp32_master", 4, None)),
+        (4, 22.5, ("stochastic", 4, None)),
+        (1, 47.5, ("fp32_master", None, 8)),
+        (1, 22.5, ("fp32_master", None, 8)),
     ],
 )
-def test_on_gpus_the_plan_shares_the_weights(
-    gpus, gigabytes, precision, split, bits, write_recipe, tmp_path, monkeypatch
-):
+def test_gpus_share_the_weights(gpus, gigabytes, found, write_recipe, tmp_path, monkeypatch):
     write_tickets(tmp_path / "tickets.csv")
-    file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | OPT_30B))
+    change_json(tmp_path / "model" / "config.json", **OPT_30B)
     memory = SimpleNamespace(total_memory=int(gigabytes * 2**30))
     monkeypatch.setattr(init.distributed, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: memory)
     config, out = write_recipe(None, "--label", "topic", name="tickets.csv")
-    assert (config.model.dtype, config.zo.update_precision) == ("fp16", precision)
-    assert (config.tensor_parallel, config.model.bits) == (split, bits)
+    assert config.model.dtype == "fp16"
+    assert (config.zo.update_precision, config.tensor_parallel, config.model.bits) == found
     if gigabytes * gpus < 30:  # it does not fit
         assert config.deepspeed.endswith("zero3_cpu_offload")
     elif gpus > 1:

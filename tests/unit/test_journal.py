@@ -11,27 +11,16 @@ from lezo_ds.errors import JournalError, UserError
 from lezo_ds.journal import EvaluationRecord, Header, Journal, read_journal
 from lezo_ds.zo.records import StepRecord
 
-HEADER = Header(
-    noise_version=1,
-    model_fingerprint="a1b2",
-    parameter_table_hash="c3d4",
-    config={"model": "facebook/opt-125m", "train": {"steps": 200}, "tags": ["x", None]},
-    libraries={"torch": "2.13.0"},
-)
+CONFIG = {"model": "facebook/opt-125m", "train": {"steps": 200}, "tags": ["x", None]}
+IDS = {"noise_version": 1, "model_fingerprint": "a1b2", "parameter_table_hash": "c3d4"}
+HEADER = Header(**IDS, config=CONFIG, libraries={"torch": "2.13.0"})
 
 
 def step_record(step, **changes):
     generator = random.Random(step)
-    record = StepRecord(
-        step=step,
-        key=generator.getrandbits(64),
-        dropped_layers=tuple(sorted(generator.sample(range(12), 3))),
-        projected_grads=(generator.gauss(0, 30),),
-        learning_rate=1e-6,
-        perturbation_scale=1e-3,
-        loss=generator.random(),
-        applied=True,
-    )
+    dropped = tuple(sorted(generator.sample(range(12), 3)))
+    found = {"projected_grads": (generator.gauss(0, 30),), "loss": generator.random()}
+    record = StepRecord(step, generator.getrandbits(64), dropped, 1e-6, 1e-3, **found)
     return replace(record, **changes)
 
 
@@ -54,8 +43,7 @@ def write_journal(path, records, header=HEADER):
 
 
 def contents(path):
-    header, records, _ = read_journal(path)
-    return header, records
+    return read_journal(path)[:2]
 
 
 def with_crc(members, previous=0):
@@ -111,8 +99,7 @@ def test_a_journal_cut_at_every_byte_keeps_its_complete_records_and_can_be_compl
     for cut in range(len(data) + 1):
         path.write_bytes(data[:cut])
         if cut < header_end:
-            message = "line 1 .*not a complete header.*last valid step: none"
-            with pytest.raises(JournalError, match=message):
+            with pytest.raises(JournalError, match=r"line 1 .*not a complete header"):
                 read_journal(path)
             continue
         num_complete = data.count(b"\n", header_end, cut)
@@ -181,28 +168,28 @@ class SlowDisk:
         self.synced.append(os.fstat(descriptor).st_size)
 
 
-FOLLOWING = {
-    "append": lambda journal: journal.append(step_record(1), wait=False),
-    "sync": Journal.sync,
-    "cut": lambda journal: journal.cut(0),
-    "close": Journal.close,
-}
-
-
-@pytest.mark.parametrize("following", FOLLOWING)
-def test_a_record_is_synced_before_what_follows(path, monkeypatch, following):
+@pytest.mark.parametrize(
+    ("follow", "num_left"),
+    [
+        (lambda journal: journal.append(step_record(1), wait=False), 2),
+        (lambda journal: journal.cut(0), 0),
+        (Journal.sync, 1),
+        (Journal.close, 1),
+    ],
+)
+def test_a_record_is_synced_before_what_follows(path, monkeypatch, follow, num_left):
     write_journal(path, [])
     journal, disk = Journal.open(path), SlowDisk(monkeypatch)
     journal.append(step_record(0), wait=False)
     assert read_journal(path).records == [step_record(0)]
-    thread = threading.Thread(target=FOLLOWING[following], args=[journal])
+    thread = threading.Thread(target=follow, args=[journal])
     thread.start()
     thread.join(0.3)
     assert thread.is_alive() and len(read_journal(path).records) == 1 and not disk.synced
     disk.go_on.set()
     thread.join(60)
     journal.close()
-    assert len(read_journal(path).records) == {"append": 2, "cut": 0}.get(following, 1)
+    assert len(read_journal(path).records) == num_left
 
 
 def test_a_file_that_another_process_changed_or_replaced_is_left_alone(path):

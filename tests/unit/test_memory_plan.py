@@ -1,7 +1,5 @@
 """The formula of a rank's memory against measured peaks and the page of OPT-30b; the dry run."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import replace
@@ -30,20 +28,10 @@ from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools import memory_plan
 from lezo_ds.tools.dry_run import dry_run, measured_step
 from lezo_ds.tools.examples import example_lines
-from lezo_ds.tools.memory_plan import (
-    CPU_RESERVE,
-    GIB,
-    USABLE,
-    InputSizes,
-    ModelSizes,
-    measured_inputs,
-    memory_of,
-    ways,
-)
+from lezo_ds.tools.memory_plan import GIB, InputSizes, ModelSizes
 
 MAX_FILE_BYTES = 150 << 20  # of a snapshot of 330 MB
 INPUTS = InputSizes(64)
-SST2 = InputSizes(72)
 OPT_30B = 29_974_540_288
 BLOCK = 616_655_872
 
@@ -57,7 +45,7 @@ def recipe(path="opt-30b", *words):
 
 
 def memory(config, num_ranks=1, inputs=INPUTS, on_gpu=True):
-    return memory_of(config, ModelSizes(config), inputs, num_ranks, on_gpu=on_gpu)
+    return memory_plan.memory_of(config, ModelSizes(config), inputs, num_ranks, on_gpu=on_gpu)
 
 
 def peak(*args, **kwargs):
@@ -99,25 +87,16 @@ def measure_steps(config, options):
     ],
     ids=["ZeRO-3", "tensor parallelism", "long answers"],
 )
-def test_the_formula_is_within_a_fifth_of_the_measured_peak(
-    words, options, inputs, tmp_path, monkeypatch
-):
+def test_the_formula_is_within_a_fifth_of_the_peak(words, options, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_plan, "MAX_FILE_BYTES", MAX_FILE_BYTES)
-    shape = OPTConfig(
-        vocab_size=20000,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        hidden_size=1024,
-        word_embed_proj_dim=1024,
-        ffn_dim=4096,
-        num_hidden_layers=5,
-    )
-    write_model(shape, tmp_path)
+    shape = {"hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096}
+    shape |= {"num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 20000}
+    write_model(OPTConfig(**shape, max_position_embeddings=128), tmp_path)
     words = [*words, "model.dtype=fp32", f"run_dir={tmp_path / 'run'}", "train.micro_batch_size=4"]
     config = recipe(tmp_path, *words)
     planned = peak(config, 2, inputs, on_gpu=False)
     before, with_snapshot = run_ranks(measure_steps, 2, config, options)[0]
-    assert planned - CPU_RESERVE == pytest.approx(with_snapshot - before, rel=0.2)
+    assert planned - memory_plan.CPU_RESERVE == pytest.approx(with_snapshot - before, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +126,12 @@ PAGE = """
 def test_the_pages_of_opt_30b_have_the_figures_of_the_plan(line):
     num_ranks, gib, *keys = line.split()
     config = load_config("paper-opt-30b", ["model.path=opt-30b", *keys])
-    assert f"{peak(config, int(num_ranks), SST2) / GIB:.1f}" == gib
+    assert f"{peak(config, int(num_ranks), InputSizes(72)) / GIB:.1f}" == gib
     if "bits" not in line:
         assert ModelSizes(config).snapshot == OPT_30B * (4 if "fp32_master" in line else 2)
+
+
+THREE_OF_RANK_1 = ["zo.noise_rank=1", "zo.examples_per_direction=2", "zo.directions=3"]
 
 
 @pytest.mark.parametrize(
@@ -166,12 +148,7 @@ def test_the_pages_of_opt_30b_have_the_figures_of_the_plan(line):
         (4, [], "weights", OPT_30B + 2 * (3 * BLOCK + 50272 * 7168)),
         (1, ["peft.kind=lora"], "copies", 2 * 2 * 2 * 2 * 8 * 7168),
         # Directions of rank 1 are two vectors for each of six matrices, in half of the blocks.
-        (
-            4,
-            ["zo.noise_rank=1", "zo.examples_per_direction=2", "zo.directions=3"],
-            "copies",
-            2 * 2 * 3 * 24 * (4 * 2 + 2 * 5) * 7168,
-        ),
+        (4, THREE_OF_RANK_1, "copies", 2 * 2 * 3 * 24 * (4 * 2 + 2 * 5) * 7168),
     ],
 )
 def test_the_terms_are_sums_by_hand(num_ranks, words, name, expected):
@@ -180,7 +157,8 @@ def test_the_terms_are_sums_by_hand(num_ranks, words, name, expected):
 
 
 def ways_of(config, gigabytes, num_ranks=4):
-    found = ways(config, ModelSizes(config), INPUTS, num_ranks, USABLE * GIB * gigabytes)
+    usable = memory_plan.USABLE * GIB * gigabytes
+    found = memory_plan.ways(config, ModelSizes(config), INPUTS, num_ranks, usable)
     return [keys for keys, _ in found]
 
 
@@ -217,9 +195,8 @@ def test_a_run_that_does_not_split_is_planned_and_then_refused():
     config = load_config("paper-opt-30b", ["model.path=opt-30b"])
     lines = []
     with pytest.raises(UserError, match="equally many for each of 8 ranks"):
-        lines.extend(line for line in dry_run(config, num_gpus=8, gpu_memory=24))
-    lines = dry_run(config, num_gpus=8, gpu_memory=24)
-    names = [next(lines).partition("  ")[0] for _ in range(7)]
+        lines.extend(line.partition("  ")[0] for line in dry_run(config, num_gpus=8, gpu_memory=24))
+    names = lines[:7]
     assert names == ["not checked", "model", "blocks", "disk", "memory", "a GPU", "a way"]
 
 
@@ -232,11 +209,11 @@ def test_every_token_of_every_label_is_counted(tmp_path):
     values = own_values(tmp_path / "model", train=str(tickets), **described)
     config = config_from_dict({**values, "run_dir": str(tmp_path / "run")}, "the test")
     data = load_task_data(config)
-    inputs = measured_inputs(config, replace(data, packed=False))
+    inputs = memory_plan.measured_inputs(config, replace(data, packed=False))
     assert inputs.targets == sum(1 + len(label) for label in labels)
     assert 2.5 < inputs.rows < 4  # with padding
     # Examples that share rows run fewer tokens, and as many of them count.
-    packed = measured_inputs(config, replace(data, packed=True))
+    packed = memory_plan.measured_inputs(config, replace(data, packed=True))
     assert packed.targets == inputs.targets and packed.rows <= inputs.rows
 
 

@@ -1,7 +1,5 @@
 """The eleven tasks against their protocol: texts, tokens and losses of one sequence at a time."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from datetime import datetime
@@ -21,26 +19,21 @@ BOS, PAD, EOS = 0, 1, 2
 MAX_LENGTH = 400
 # How GPT-2, and so OPT, cuts text before it merges anything; here what it cuts is a token.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
-TEXTS = [
-    (golden.prompt + candidate).strip(" ") for golden in GOLDEN for candidate in golden.candidates
-]
+TEXTS = [(each.prompt + candidate).strip(" ") for each in GOLDEN for candidate in each.candidates]
 PIECES = {piece for text in (*TEXTS, "Rain\n\n") for piece in re.findall(PATTERN, text)}
 VOCABULARY = ["<s>", "<pad>", "</s>", "<unk>", *sorted(PIECES)]
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.task)
 def test_a_record_becomes_the_text_of_the_protocol(golden):
-    assert TASKS.find(golden.task.upper()).example(golden.record) == Example(
-        golden.prompt, golden.candidates, golden.label, references=golden.references
-    )
+    made = golden.prompt, golden.candidates, golden.label
+    found = TASKS.find(golden.task.upper()).example(golden.record)
+    assert found == Example(*made, references=golden.references)
 
 
-def test_every_task_has_goldens():
+def test_every_task_has_goldens_and_a_record_without_a_right_answer_has_no_label():
     names = [golden.task for golden in GOLDEN]
     assert {name: names.count(name) >= 2 for name in names} == dict.fromkeys(TASKS, True)
-
-
-def test_a_record_without_a_right_answer_has_no_label():
     record = {"passage": "", "query": "", "entities": ["Rome"], "answers": ["Oslo", "Rome"]}
     assert TASKS["record"].example(record).label is None
     record = {"passage": "", "question": "", "answers_spans": {"spans": []}}
@@ -74,9 +67,8 @@ def golden_of(task):
 
 
 def sequences(golden, before=""):
-    return tuple(
-        ids_of(before + (golden.prompt + candidate).strip(" ")) for candidate in golden.candidates
-    )
+    texts = [golden.prompt + candidate for candidate in golden.candidates]
+    return tuple(ids_of(before + text.strip(" ")) for text in texts)
 
 
 def log_probabilities(model, golden):
@@ -94,10 +86,8 @@ def protocol_loss(model, task):
     pairs = [(log_probabilities(model, golden), golden.label) for golden in golden_of(task)]
     if task.kind != "classification":
         return -torch.cat([logs[label] for logs, label in pairs]).mean()
-    scores = [
-        torch.stack([log.mean() for log in logs]).log_softmax(0)[label] for logs, label in pairs
-    ]
-    return -torch.stack(scores).mean()
+    means = [(torch.stack([log.mean() for log in logs]), label) for logs, label in pairs]
+    return -torch.stack([each.log_softmax(0)[label] for each, label in means]).mean()
 
 
 @torch.inference_mode()

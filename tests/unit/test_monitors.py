@@ -1,7 +1,5 @@
 """DeepSpeed's monitors: what they get, and how W&B and Comet know a run again."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -35,16 +33,12 @@ def test_a_monitor_gets_all_numbers_and_the_json_decides(tmp_path):
     assert log(folder)[0] == [None] * len(VARIABLES)
     assert not folder.exists()
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "own"}
-    given = {"csv_monitor": section, "zero_optimization": {"stage": 3}}
-    _, left = log(folder, "csv", ds_config=given)
-    assert left == {"zero_optimization": {"stage": 3}}
+    _, left = log(folder, "csv", ds_config={"csv_monitor": section, "wall_clock_breakdown": True})
+    assert left == {"wall_clock_breakdown": True}
     log(folder, "csv")
     for directory in (tmp_path / "own", folder / "first"):
-        files = {path.name: path.read_text().split() for path in directory.iterdir()}
-        assert files == {
-            "loss.csv": ["step,loss", "3,0.5"],
-            "applied.csv": ["step,applied", "3,1.0"],
-        }
+        files = sorted(path.read_text().split() for path in directory.iterdir())
+        assert files == [["step,applied", "3,1.0"], ["step,loss", "3,0.5"]]
 
 
 def test_a_resumed_run_keeps_its_id_and_the_variables_of_the_user_stay(tmp_path):

@@ -1,7 +1,5 @@
 """Batches that a thread lays out ahead are those that are laid out on demand."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -18,13 +16,10 @@ NUM_MICRO_BATCHES = 4
 
 
 class Source:
-    """Data whose batches say their step and index."""
-
-    def __init__(self, fails_at=None):
-        self._fails_at = fails_at
+    """Data whose batches say their step and index, and which fails at step 2."""
 
     def step_batch(self, config, step):
-        if step == self._fails_at:
+        if step == 2:
             raise ValueError(f"step {step}")
 
         def build(index):
@@ -38,16 +33,10 @@ def read(batch):
     return [batch[index].inputs["input_ids"].tolist() for index in range(NUM_MICRO_BATCHES)]
 
 
-def test_a_resumed_or_repeated_step_has_its_own_batch():
+def test_a_resumed_or_repeated_step_has_its_own_batch_or_the_error_of_the_thread():
     batches = StepBatches(Source(), config=None)
-    for step in (7, 8, 8, 9, 3, 4):
+    for step in (7, 8, 8, 9, 3, 4, 1):
         assert read(batches.at(step)) == [[[step, index]] for index in range(NUM_MICRO_BATCHES)]
-
-
-def test_an_error_of_the_thread_is_raised_at_its_step():
-    batches = StepBatches(Source(fails_at=2), config=None)
-    for step in range(2):
-        read(batches.at(step))
     with pytest.raises(ValueError, match="step 2"):
         batches.at(2)
 

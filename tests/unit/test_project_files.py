@@ -1,7 +1,5 @@
 """The files that other programs read: the Dockerfile, pages that name code, batch scripts."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -17,15 +15,10 @@ from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
 
 
-def copied_files():
-    """Return what the Dockerfile copies from the repository."""
-    lines = re.findall(r"^COPY (.+)$", (REPOSITORY / "Dockerfile").read_text(), re.MULTILINE)
-    return [name for line in lines for name in line.split()[:-1]]
-
-
 def test_the_image_has_the_files_that_the_package_is_built_from():
     image, setup = (REPOSITORY.joinpath(n).read_text() for n in ("Dockerfile", "setup.py"))
-    copied = copied_files()
+    lines = re.findall(r"^COPY (.+)$", image, re.MULTILINE)
+    copied = [name for line in lines for name in line.split()[:-1]]
     read = {*re.findall(r'Path\("([\w./]+)"\)', setup), "setup.py", "pyproject.toml", "LICENSE"}
     needed = {name.partition("/")[0] for name in read} | {"launch", "ds_configs", "constraints.txt"}
     assert set(copied) == needed
@@ -71,9 +64,7 @@ IMAGES = {
 
 
 @pytest.mark.parametrize("options", IMAGES)
-@pytest.mark.parametrize(
-    "name", ["one_node.sbatch", "several_nodes.sbatch", "sweep.sbatch", "elastic.sbatch"]
-)
+@pytest.mark.parametrize("name", ["one_node", "several_nodes", "sweep", "elastic"])
 def test_a_batch_script_starts_its_ranks_in_the_container(name, options, tmp_path):
     """srun and python, which would not run here, print their arguments."""
     (tmp_path / "launch").symlink_to(REPOSITORY / "launch")
@@ -85,17 +76,13 @@ def test_a_batch_script_starts_its_ranks_in_the_container(name, options, tmp_pat
     variables = {"PATH": f"{tmp_path}:{os.defpath}", "VIRTUAL_ENV": "here", "SLURM_JOB_ID": "1"}
     variables |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "1"}
     (tmp_path / "lighthouse-1").write_text("http://h:1")
-    command = ["bash", REPOSITORY / "launch" / "slurm" / name, *options, "--config", "c"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True
-    )
-    words = done.stdout.splitlines()
-    if name == "sweep.sbatch":
+    command = ["bash", f"{REPOSITORY}/launch/slurm/{name}.sbatch", *options, "--config", "c"]
+    words = subprocess.check_output(command, cwd=tmp_path, env=variables, text=True).splitlines()
+    if name == "sweep":
         *sweep, ranks = words
-        expected = "python launch/sweep.py --config c --index 3 --launcher"
-        assert " ".join(sweep) == expected
+        assert " ".join(sweep) == "python launch/sweep.py --config c --index 3 --launcher"
         words = [*shlex.split(ranks), "launch/train.py", "--config", "c"]
-    if name == "elastic.sbatch":
+    if name == "elastic":
         assert words.pop() == "elastic.lighthouse=http://h:1"
     launch = str((tmp_path / "launch").resolve())
     expected = IMAGES[options].replace("HERE", str(tmp_path.resolve())).replace("LAUNCH", launch)

@@ -1,7 +1,5 @@
 """Components of the user's own: which module a name finds, and what the import leaves behind."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -13,8 +11,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry
 
 IMPORT = """
-import json
-import sys
+import json, sys
 from lezo_ds import registry
 registry.FOLDERS[:] = [sys.argv[1]]
 sys.path.append(sys.argv[2])
@@ -25,10 +22,7 @@ print(json.dumps([judge(), xxhash.__file__]))
 """
 
 REWARDS = """
-import colorsys
-import helper
-import plain.module
-import xxhash
+import colorsys, helper, plain.module, xxhash
 def judge():
     return [module.__file__ for module in (helper, plain.module, colorsys, xxhash)]
 """
@@ -79,6 +73,7 @@ def test_a_bare_folder_next_to_the_recipe_hides_no_installed_package(recipe_fold
         ("\n1 / 0", "judges:judge", "ZeroDivisionError: division by zero (FILE line 2)"),
         ("import sys; sys.exit(0)", "judges:judge", "SystemExit: 0 (FILE line 1)"),
         ("", "absent:judge", "ModuleNotFoundError: No module named 'absent'"),
+        ("judge = 1", "judges:judge", "TypeError: 1 is not callable"),
     ],
 )
 def test_a_name_without_a_component_is_refused_with_the_cause(code, name, expected, recipe_folder):

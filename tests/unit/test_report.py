@@ -1,7 +1,5 @@
 """Tables, comparisons and pages of runs, and sweeps, from the files that runs leave."""
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace
@@ -10,7 +8,7 @@ from dataclasses import asdict
 import pandas as pd
 import pytest
 import sweep
-from assets import REPOSITORY
+from assets import REPOSITORY, write_records
 from commands import run as run_program
 
 from lezo_ds.config import dump_yaml, load_config
@@ -29,28 +27,12 @@ def finish(tmp_path):
     def write(name, *words, answers=(), test=0.9, journal=None, **changes):
         directory = tmp_path / name
         config = load_config(RECIPE, [*words, f"run_dir={directory}"])
-        results = {
-            "task": config.data.task,
-            "method": method_name(config),
-            "peft": config.peft.kind,
-            "metric": "accuracy",
-            "protocol": config.data.protocol,
-            "finished": True,
-            "zero_shot": 0.5,
-            "test": test,
-            "majority_class": 0.6,
-            "best_step": 100,
-            "best_dev_loss": 0.5,
-            "steps": 200,
-            "early_stop_step": None,
-            "seed": config.seed,
-            "seconds": 60.0,
-            "peak_memory_bytes": 10**9,
-            "skipped_steps": 0,
-            "model_fingerprint": "f",
-            "weights_digest": "d",
-            "world_size": 1,
-        }
+        results = {"task": config.data.task, "protocol": config.data.protocol, "seed": config.seed}
+        results |= {"method": method_name(config), "peft": config.peft.kind, "metric": "accuracy"}
+        results |= {"zero_shot": 0.5, "test": test, "majority_class": 0.6, "best_dev_loss": 0.5}
+        results |= {"finished": True, "steps": 200, "best_step": 100, "early_stop_step": None}
+        results |= {"seconds": 60.0, "peak_memory_bytes": 10**9, "world_size": 1}
+        results |= {"skipped_steps": 0, "model_fingerprint": "f", "weights_digest": "d"}
         results = RunResults(**(results | changes))
         directory.mkdir(parents=True)
         (directory / "config.yaml").write_text(dump_yaml(config.model_dump()))
@@ -60,18 +42,11 @@ def finish(tmp_path):
         metrics = "".join(json.dumps(line) + "\n" for line in lines)
         (directory / "metrics.jsonl").write_text(metrics + '{"step": 2')  # cut by a crash
         rows = [
-            {
-                "index": index,
-                "prompt": prompt,
-                "right": ["good"],
-                "predicted": predicted,
-                "score": float(predicted == "good"),
-            }
+            {"index": index, "prompt": prompt, "right": ["good"], "predicted": predicted}
+            | {"score": float(predicted == "good")}
             for index, (prompt, predicted) in enumerate(answers)
         ]
-        (directory / "predictions").mkdir()
-        predictions = "".join(json.dumps(row) + "\n" for row in rows)
-        (directory / "predictions" / "step-00000100.jsonl").write_text(predictions)
+        write_records(directory / "predictions" / "step-00000100.jsonl", rows)
         return directory
 
     return write
@@ -86,12 +61,8 @@ def texts(*directories):
 
 
 def test_a_row_is_the_mean_over_seeds_and_is_named_by_what_differs(finish):
-    runs = [
-        finish("a", "seed=0", test=0.8),
-        finish("b", "seed=1", test=0.9),
-        finish("c", "zo.learning_rate=7e-5", test=0.4),
-    ]
-    table = score_table(named(*runs))
+    runs = [finish("a", "seed=0", test=0.8), finish("b", "seed=1", test=0.9)]
+    table = score_table(named(*runs, finish("c", "zo.learning_rate=7e-5", test=0.4)))
     assert list(table.index) == ["LeZO, learning_rate=3e-05", "LeZO, learning_rate=7e-05"]
     assert list(table["test"]) == pytest.approx([85, 40])
     assert table["deviation"].iloc[0] == pytest.approx(7.071, abs=1e-3)
@@ -120,9 +91,8 @@ def test_runs_of_other_starts_other_test_data_or_equal_seeds_are_not_averaged(fi
     assert fourth == f"LeZO, the same seeds again in {runs[3]}"
     other = finish("f", "seed=4", model_fingerprint="g")
     assert texts(runs[0], other) == ["LeZO, model_fingerprint=f", "LeZO, model_fingerprint=g"]
-    adapters = [
-        finish(name, f"seed={name}", "peft.kind=lora", f"peft.path=/{name}") for name in "12"
-    ]
+    lora = "peft.kind=lora"
+    adapters = [finish(name, f"seed={name}", lora, f"peft.path=/{name}") for name in "12"]
     assert texts(*adapters) == ["LeZO with LoRA, path=/1", "LeZO with LoRA, path=/2"]
 
 
@@ -148,7 +118,7 @@ def test_two_runs_are_compared_on_the_same_test_examples(finish):
     assert comparison(named(first, first)) == ""
 
 
-def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys):
+def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys, monkeypatch):
     answers = [("It was <i>", "good" if n < 9 else "<bad>") for n in range(20)]
     run = finish("a", answers=answers, macro_f1=2 / 3)
     arguments = Namespace(runs=[str(run)], html=None, json=False)
@@ -161,7 +131,7 @@ def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys):
     assert numbers["sst2, SmolLM2-135M-Instruct, accuracy"]["LeZO"]["test"] == pytest.approx(90)
     line = {"split": "dev", "prompt": "Say <i>", "ended": True}
     lines = [{"step": n, "answer": f"<b>{n}", "reward": 0.5, **line} for n in (0, 1, 2)]
-    (run / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    write_records(run / "samples.jsonl", lines)
     arguments.html = tmp_path / "page.html"
     report.main(arguments)
     text = arguments.html.read_text()
@@ -169,43 +139,31 @@ def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys):
     assert "&lt;b&gt;0" in text and "&lt;b&gt;2" in text and "&lt;b&gt;1" not in text
     assert text.count("<svg") == 2 and "Validation score" in text
     assert not any(loads in text for loads in ('src="', "<script", "<link", "<?xml", "<i>"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"fix: pip install 'lezo_ds\[report\]'"):
+        report.main(arguments)
 
 
-def test_a_directory_that_is_no_run_is_warned_of_and_alone_refused(finish, tmp_path, caplog):
+def test_a_directory_that_is_no_run_or_damaged_is_named_and_alone_refused(finish, tmp_path, caplog):
     (tmp_path / "none").mkdir()
-    run = finish("a[1]")
-    assert len(read_runs([run, tmp_path / "none"])) == 1 and "not a run" in caplog.text
+    run, damaged = finish("a[1]"), finish("b", "seed=1")
+    (damaged / "metrics.jsonl").write_text('{"step": [1], "seconds": 1, "dev_loss": 1}\n')
+    assert list(read_runs([run, tmp_path / "none", damaged])["directory"]) == [str(run)]
+    assert "not a run" in caplog.text and str(damaged) in caplog.text
     with pytest.raises(UserError, match="none of these directories holds a run"):
         read_runs([tmp_path / "none", tmp_path / "other"])
 
 
-def test_a_damaged_file_is_named(finish, caplog):
-    runs = [finish("a"), finish("b", "seed=1")]
-    (runs[0] / "metrics.jsonl").write_text('{"step": [1], "seconds": 1, "dev_loss": 1}\n')
-    assert list(read_runs(runs)["directory"]) == [str(runs[1])] and str(runs[0]) in caplog.text
-
-
-def test_a_page_without_matplotlib_is_refused_with_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"fix: pip install 'lezo_ds\[report\]'"):
-        report.main(Namespace(runs=[str(tmp_path)], html=tmp_path / "page.html", json=False))
-
-
 def arguments_of_sweep(tmp_path, *grid, overrides=(), tune=None):
-    words = Namespace(config=str(RECIPE), out=tmp_path / "sweep", grid=grid)
-    words.overrides = list(overrides)
-    words.tune = tune
-    return words
+    own = {"grid": grid, "overrides": list(overrides), "tune": tune}
+    return Namespace(config=str(RECIPE), out=tmp_path / "sweep", **own)
 
 
 def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(tmp_path):
-    words = arguments_of_sweep(
-        tmp_path, "zo.learning_rate=1e-6,7e-7", "seed,data.seed=0,1", overrides=["train.steps=9"]
-    )
-    runs = list(sweep.plan(words))
-    assert [(run.config.zo.learning_rate, run.config.data.seed) for run in runs] == [
-        (rate, seed) for rate in (1e-6, 7e-7) for seed in (0, 1)
-    ]
+    grid = ["zo.learning_rate=1e-6,7e-7", "seed,data.seed=0,1"]
+    runs = list(sweep.plan(arguments_of_sweep(tmp_path, *grid, overrides=["train.steps=9"])))
+    found = [(run.config.zo.learning_rate, run.config.data.seed) for run in runs]
+    assert found == [(rate, seed) for rate in (1e-6, 7e-7) for seed in (0, 1)]
     assert {(run.config.train.steps, run.config.train.keep_snapshots) for run in runs} == {(9, 0)}
     assert runs[1].directory.name == "zo.learning_rate=1e-06,seed=1"
     with pytest.raises(UserError, match="is taken or too long"):
@@ -215,17 +173,8 @@ def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(tmp_p
     assert rates == [3e-6, 9e-6, 3e-5, 9e-5, 3e-4]
 
 
-def test_a_run_is_done_when_it_is_finished_with_its_own_settings(finish, tmp_path):
-    (run,) = sweep.plan(arguments_of_sweep(tmp_path, "seed=0"))
-    assert not run.is_done()
-    finish("sweep/seed=0", "train.keep_snapshots=0")
-    assert run.is_done()
-    (longer,) = sweep.plan(arguments_of_sweep(tmp_path, "seed=0", overrides=["train.steps=3000"]))
-    assert longer.directory == run.directory and not longer.is_done()
-
-
-def test_a_run_that_fails_shows_its_cause_and_a_refused_first_run_is_the_last(
-    finish, tmp_path, monkeypatch, caplog
+def test_a_sweep_shows_why_runs_fail_and_ends_if_the_first_is_refused(
+    finish, tmp_path, monkeypatch
 ):
     runs = list(sweep.plan(arguments_of_sweep(tmp_path, "seed=0,1,2")))
     codes = iter([UserError.exit_code, 7, 7, 7, DivergenceError.exit_code])
@@ -241,7 +190,11 @@ def test_a_run_that_fails_shows_its_cause_and_a_refused_first_run_is_the_last(
     with pytest.raises(LezoError, match=r"1 of 3 runs failed: seed=0 \(exit code 2\): error: no d"):
         sweep.do(runs, "python", may_diverge=False)
     assert started == ["seed=0"]
+    assert not runs[0].is_done()
     finish("sweep/seed=0", "train.keep_snapshots=0")
+    assert runs[0].is_done()  # and with other settings it is not
+    (longer,) = sweep.plan(arguments_of_sweep(tmp_path, "seed=0", overrides=["train.steps=3000"]))
+    assert longer.directory == runs[0].directory and not longer.is_done()
     with pytest.raises(LezoError, match="2 of 3 runs failed"):
         sweep.do(runs, "python", may_diverge=False)
     assert started == ["seed=0", "seed=1", "seed=2"]

@@ -1,7 +1,4 @@
-"""Parts of a run that need no model: its header, its directory, its training state, and what it
-shows."""
-
-from __future__ import annotations
+"""Parts of a run that need no model: its header, its directory, and where it stops."""
 
 import datetime
 import errno
@@ -23,12 +20,8 @@ from lezo_ds.runs.evaluations import best_evaluation, is_worse_than_base, stoppi
 from lezo_ds.runs.export import read_file
 from lezo_ds.runs.records import assert_same_run
 
-VALUES = {
-    "run_dir": "runs/x",
-    "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"},
-    "zo": {"learning_rate": 1e-6, "sparsity": 0.75},
-    "train": {"steps": 100},
-}
+VALUES = {"run_dir": "runs/x", "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"}}
+VALUES |= {"zo": {"learning_rate": 1e-6, "sparsity": 0.75}, "train": {"steps": 100}}
 
 
 def config(*overrides):
@@ -39,14 +32,9 @@ def header(*overrides):
     values = config(*overrides).model_dump(exclude={"run_dir"})
     values["model_config"] = {"rope": {"theta": 1e4}}
     values["data_fingerprints"] = {"train": "a", "dev": "b"}
-    return Header(
-        noise_version=1,
-        model_fingerprint="a1b2",
-        parameter_table_hash="c3d4",
-        config=values,
-        libraries={"lezo_ds": __version__},
-        arithmetic={"processor": "H100"},
-    )
+    facts = {"noise_version": 1, "model_fingerprint": "a1b2", "parameter_table_hash": "c3d4"}
+    facts |= {"libraries": {"lezo_ds": __version__}, "arithmetic": {"processor": "H100"}}
+    return Header(config=values, **facts)
 
 
 MAY_DIFFER = keys_with("may_differ_on_resume")
@@ -57,16 +45,13 @@ def inputs(**changes):
     return replace(RECORDED, config={**RECORDED.config, **changes})
 
 
-OTHER_ROPE = {"rope": {"theta": 1e6}}
-
-
 @pytest.mark.parametrize(
     ("ours", "message"),
     [
         (replace(RECORDED, noise_version=3), "noise_version differs .*: it is 3, and was 1"),
         (replace(RECORDED, model_fingerprint="ff"), "model_fingerprint differs .* was 'a1b2'"),
         (replace(RECORDED, parameter_table_hash="ee"), "parameters differs .* was 'c3d4'"),
-        (inputs(model_config=OTHER_ROPE), "model_config.rope.theta differs .* was 10000.0"),
+        (inputs(model_config={"rope": {"theta": 1e6}}), "config.rope.theta differs .* was 10000.0"),
         (inputs(data_fingerprints={"train": "a"}), "data_fingerprints.dev differs .* was 'b'"),
         (header("train.batch_size=32"), "train.batch_size differs .*: it is 32, and was 16"),
     ],
@@ -105,18 +90,11 @@ def test_code_that_has_changed_is_another_input(tmp_path, monkeypatch):
         assert_same_run(recorded, ours, MAY_DIFFER)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "zo.noise_rank=1",
-        "zo.weight_decay=0.1",
-        "zo.estimator_options.size=2",
-        "peft.lora_alpha=99",
-        "model.dtype=fp32",
-        "seed=1",
-        "data.max_length=9",
-    ],
-)
+FIXED = ["zo.noise_rank=1", "zo.estimator_options.size=2", "peft.lora_alpha=99"]
+FIXED += ["model.dtype=fp32", "seed=1", "data.max_length=9"]
+
+
+@pytest.mark.parametrize("override", FIXED)
 def test_what_a_resumption_refuses_changes_no_recorded_run(override, tmp_path):
     key = override.partition("=")[0]
     with pytest.raises(UserError, match=f"{key} of run .* cannot be .*; fix: remove {key}=..."):
@@ -153,9 +131,8 @@ def test_some_keys_may_differ_and_libraries_and_processors_may_with_a_warning(ca
     ours = header(*changes, "partition_size=2", "model.path=elsewhere")
     assert_same_run(RECORDED, ours, MAY_DIFFER)
     assert caplog.messages == []
-    ours = replace(
-        ours, libraries={"lezo_ds": __version__, "torch": "3"}, arithmetic={"processor": "H200"}
-    )
+    libraries = {"lezo_ds": __version__, "torch": "3"}
+    ours = replace(ours, libraries=libraries, arithmetic={"processor": "H200"})
     assert_same_run(RECORDED, ours, MAY_DIFFER)
     assert caplog.messages == [
         "processor was 'H100' when the journal was started and is 'H200' now",
@@ -164,38 +141,15 @@ def test_some_keys_may_differ_and_libraries_and_processors_may_with_a_warning(ca
 
 
 def test_the_number_of_steps_may_differ_unless_the_learning_rate_depends_on_it():
-    """Finding 57: the refusal names the schedule."""
-    longer = header("train.steps=300")
-    assert_same_run(RECORDED, longer, may_differ_on_resume(config()))
+    assert_same_run(RECORDED, header("train.steps=300"), may_differ_on_resume(config()))
     linear = "zo.lr_schedule=linear"
     may_differ = may_differ_on_resume(config(linear))
     with pytest.raises(UserError, match=r"train\.steps differs .* zo\.lr_schedule depends"):
         assert_same_run(header(linear), header(linear, "train.steps=300"), may_differ)
 
 
-# The directory.
-
-
-@pytest.fixture
-def directory(tmp_path):
-    path = tmp_path / "deep" / "run"
-    with RunDirectory(path).locked():
-        yield RunDirectory(path)
-
-
-def metrics(directory):
-    lines = (directory.path / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-@pytest.fixture
-def no_locks(monkeypatch):
-    """A file system that has none."""
-
-    def refuse(descriptor, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_neither_a_file_nor_a_link_in_place_of_a_directory_or_its_lock_is_written(tmp_path):
@@ -209,7 +163,11 @@ def test_neither_a_file_nor_a_link_in_place_of_a_directory_or_its_lock_is_writte
     assert file.read_text() == "mine"
 
 
-def test_a_file_system_without_locks_is_named_and_has_no_replicas(tmp_path, no_locks, caplog):
+def test_a_file_system_without_locks_is_named_and_has_no_replicas(tmp_path, monkeypatch, caplog):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
     run = RunDirectory(tmp_path)
     with run.locked(), ExitStack() as stack:
         assert "is on a file system without locks (No locks available)" in caplog.text
@@ -228,7 +186,8 @@ def test_replicas_take_the_first_free_number(tmp_path):
         assert run.lock(second, is_replica=True).number == 0
 
 
-def test_lines_of_what_will_be_done_again_and_torn_or_damaged_ones_are_dropped(directory):
+def test_lines_of_what_will_be_done_again_and_torn_or_damaged_ones_are_dropped(tmp_path):
+    directory = RunDirectory(tmp_path)
     sample = {"prompt": "p", "answer": "a"}
     for step in range(5):
         directory.log_metrics({"step": step, "loss": 0.1, "seconds": 1.5 * step})
@@ -236,27 +195,22 @@ def test_lines_of_what_will_be_done_again_and_torn_or_damaged_ones_are_dropped(d
         directory.log_metrics({"step": step, "dev_loss": 0.1, "seconds": 1.5 * step})
         directory.log_samples(step, "dev", [sample])
     damaged = [b"[1]", b'{"stop": 2}', b'{"step": "2", "seconds": 1}', b"\xff\xfe", b"[" * 9000]
-    with (directory.path / "metrics.jsonl").open("ab") as file:
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b"\n".join([*damaged, b'{"step": 2, "sec']))
     with directory.samples.open("a") as file:
         file.write('{"step": 3, "spl')
     assert directory.cut_logs(3, [("dev", 0), ("test", 3)]) == 4.5
     directory.log_samples(3, "dev", [sample])
     directory.log_metrics({"step": 4, "seconds": 9.0})
-    kept = [(entry["step"], "dev_loss" in entry) for entry in metrics(directory)]
+    metrics = lines_of(tmp_path / "metrics.jsonl")
+    kept = [(entry["step"], "dev_loss" in entry) for entry in metrics]
     assert kept == [*((step, False) for step in range(4)), (0, True), (4, False)]
-    samples = [json.loads(line) for line in directory.samples.read_text().splitlines()]
-    assert [entry["step"] for entry in samples] == [0, 3]
-
-
-# Early stopping.
+    assert [entry["step"] for entry in lines_of(directory.samples)] == [0, 3]
 
 
 def evaluations(*losses, split="dev"):
-    return [
-        EvaluationRecord(step=10 * (i + 1), split=split, loss=loss, metrics={"accuracy": 0.5})
-        for i, loss in enumerate(losses)
-    ]
+    scores = {"accuracy": 0.5}
+    return [EvaluationRecord(10 * n, split, loss, scores) for n, loss in enumerate(losses, 1)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Which examples each split has, and what is said of records that are not used."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace
@@ -16,17 +14,10 @@ from lezo_ds.config import DataConfig
 from lezo_ds.data.described import find_task
 from lezo_ds.data.examples import Example
 from lezo_ds.data.mezo import TASKS
-from lezo_ds.data.splits import (
-    draw_splits,
-    json_text,
-    read_split,
-    sources_of,
-    with_demonstrations,
-)
+from lezo_ds.data.splits import draw_splits, json_text, read_split, sources_of, with_demonstrations
 from lezo_ds.errors import UserError
 
 LABELS = {"prompt": "{text}", "label_field": "topic", "labels": ["bug", "billing", "shipping"]}
-CHOICES = {"prompt": "{text}", "label_field": "topic", "choices": ["{a}", "{b}", "{c}"]}
 
 
 def tickets(count, labels=("bug", "billing"), **more):
@@ -47,11 +38,11 @@ def draw(data, task=None):
     task = task or find_task(data)
     sources = sources_of(task, data)
     stored = {split: list(read_split(task, data, source)) for split, source in sources.items()}
-    columns = [
+    labels, keys = (
         {split: np.array([row[name] for row in rows]) for split, rows in stored.items()}
         for name in ("label", "key")
-    ]
-    drawn = draw_splits(task, data, *columns)
+    )
+    drawn = draw_splits(task, data, labels, keys)
     texts = {}
     for split, rows in drawn.items():
         of_source = stored.get(split, stored["train"])
@@ -67,9 +58,6 @@ def refusal_of(data):
     with pytest.raises(UserError) as error:
         draw(data)
     return str(error.value)
-
-
-# Records that cannot be used.
 
 
 def test_bad_records_are_refused_together_with_their_rows_or_left_out(tmp_path, caplog):
@@ -114,13 +102,9 @@ def test_a_text_that_stands_for_an_image_is_refused(column, tmp_path):
     rows = tickets(4, **{column: ["a.png"]})
     assert sum(sizes_of(draw(data_of(tmp_path, {"train": rows})))) == 4
     rows[1]["text"] = "<image> What?"
-    assert "it has images, and a text with <image>" in refusal_of(
-        data_of(tmp_path, {"train": rows})
-    )
-    turns = [
-        {"role": "user", "content": "<image>"},
-        {"role": "assistant", "content": "A cat."},
-    ]
+    refusal = refusal_of(data_of(tmp_path, {"train": rows}))
+    assert "it has images, and a text with <image>" in refusal
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "A cat."}]
     write_records(tmp_path / "chat.jsonl", [{"turns": turns, column: "a.png"}])
     data = DataConfig(train=str(tmp_path / "chat.jsonl"), messages="turns")
     assert "no images are read" in refusal_of(data)
@@ -151,18 +135,13 @@ def test_a_record_at_which_ones_own_task_fails_is_named(tmp_path, monkeypatch):
     assert "it does not fit the task custom: KeyError: 'txt'" in refusal_of(data)
 
 
-# Splits.
-
-
 def test_splits_are_those_of_mezos_own_code(tmp_path):
     seed = 42
     for split, count in (("train", 2000), ("validation", 1500)):
         rows = [{"sentence": f"review {n}", "label": n % 2} for n in range(count)]
         write_records(tmp_path / f"{split}.jsonl", rows)
-    np.random.seed(seed)
-    drawn = np.random.permutation(2000).tolist()[:1500]
-    np.random.seed(seed)
-    scored = np.random.permutation(1500).tolist()[:1000]
+    drawn = np.random.RandomState(seed).permutation(2000).tolist()[:1500]
+    scored = np.random.RandomState(seed).permutation(1500).tolist()[:1000]
     rows_of = {"train": drawn[:-500], "dev": drawn[-500:], "test": scored}
     expected = {split: [f"review {n} It was" for n in rows] for split, rows in rows_of.items()}
     for protocol in ("clean", "mezo"):
@@ -171,22 +150,21 @@ def test_splits_are_those_of_mezos_own_code(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_train", "num_validation", "clean", "mezo"),
+    ("name", "protocol", "sizes"),
     [
-        ("cb", 250, 56, (150, 100, 56), (150, 100, 56)),
-        ("wsc", 554, 104, (454, 100, 104), (54, 500, 104)),
+        ("cb", "clean", (150, 100, 56)),
+        ("cb", "mezo", (150, 100, 56)),
+        ("wsc", "clean", (454, 100, 104)),
+        ("wsc", "mezo", (54, 500, 104)),
     ],
 )
-def test_tasks_get_their_published_sizes(
-    name, num_train, num_validation, clean, mezo, tmp_path, caplog
-):
+def test_tasks_get_their_published_sizes(name, protocol, sizes, tmp_path, caplog):
     record = next(golden.record for golden in GOLDEN if golden.task == name)
-    write_records(tmp_path / "train.jsonl", [record] * num_train)
-    write_records(tmp_path / "validation.jsonl", [record] * num_validation)
-    for protocol, sizes in (("clean", clean), ("mezo", mezo)):
-        drawn = draw(DataConfig(task=name, path=str(tmp_path), protocol=protocol))
-        assert sizes_of(drawn) == sizes
-    assert ("MeZO's protocol trains on 54" in caplog.text) == (name == "wsc")
+    write_records(tmp_path / "train.jsonl", [record] * {"cb": 250, "wsc": 554}[name])
+    write_records(tmp_path / "validation.jsonl", [record] * sizes[2])
+    drawn = draw(DataConfig(task=name, path=str(tmp_path), protocol=protocol))
+    assert sizes_of(drawn) == sizes
+    assert ("MeZO's protocol trains on 54" in caplog.text) == (sizes[0] == 54)
 
 
 def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
@@ -199,13 +177,9 @@ def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
     assert small["test"] == drawn["test"]
     with pytest.raises(UserError, match="too few for 90 to train on, 20 for dev"):
         draw(data.model_copy(update={"num_train": 90}))
-
-
-def test_all_records_of_ones_own_file_are_used_for_a_task_of_the_papers(tmp_path):
-    rows = [{"sentence": f"review {n}", "label": n % 2} for n in range(20)]
-    write_records(tmp_path / "t.jsonl", rows)
-    data = DataConfig(task="sst2", train=str(tmp_path / "t.jsonl"))
-    assert sizes_of(draw(data)) == (12, 4, 4)
+    # Of a task of the papers, too, all records of one's own file are used.
+    write_records(tmp_path / "t.jsonl", [{"sentence": f"{n}", "label": n % 2} for n in range(20)])
+    assert sizes_of(draw(DataConfig(task="sst2", train=str(tmp_path / "t.jsonl")))) == (12, 4, 4)
 
 
 def test_splits_have_the_labels_in_their_shares_whatever_the_seed(tmp_path):
@@ -237,13 +211,13 @@ def test_one_file_for_all_splits_and_one_label_are_said(tmp_path, caplog):
     assert caplog.messages[0] == "all 20 training records have the same label"
     for split, message in zip(("dev", "test"), caplog.messages[1:], strict=True):
         assert f"20 of 20 {split} records repeat the text" in message
-        assert message.endswith("20 stay")
 
 
 def test_choices_whose_numbers_begin_at_1_are_refused_with_the_labels_that_read_them(tmp_path):
     rows = [{"text": f"q{n}", "a": "x", "b": "y", "c": "z", "topic": 1 + n % 2} for n in range(30)]
     write_records(tmp_path / "t.jsonl", rows)
-    data = DataConfig(train=str(tmp_path / "t.jsonl"), **CHOICES)
+    keys = {"prompt": "{text}", "label_field": "topic", "choices": ["{a}", "{b}", "{c}"]}
+    data = DataConfig(train=str(tmp_path / "t.jsonl"), **keys)
     assert "indices count from 0; fix: list in data.labels" in refusal_of(data)
     assert sizes_of(draw(data.model_copy(update={"labels": ["1", "2", "3"]}))) == (18, 6, 6)
 
@@ -260,48 +234,41 @@ def test_data_path_is_a_folder_with_one_file_of_each_split(tmp_path):
         draw(DataConfig(**keys))
 
 
-# Demonstrations.
-
-
 def mezo_draws(num_questions, num_records, count):
     """The rows that MeZO's sample_train_sets draws without a seed for each question."""
-    np.random.seed(0)
-    drawn = []
-    for seed in np.random.randint(0, 10000, num_questions):
-        np.random.seed(seed)
-        drawn.append(tuple(np.random.permutation(num_records).tolist()[:count]))
-    return drawn
+    seeds = np.random.RandomState(0).randint(0, 10000, num_questions)
+    drawn = (np.random.RandomState(seed).permutation(num_records) for seed in seeds)
+    return [tuple(rows.tolist()[:count]) for rows in drawn]
 
 
 def solved(rows):
     return "".join(f"{row} It was\n\n" for row in rows)
 
 
+def asked_of(data, examples, pool, demonstrations=()):
+    return with_demonstrations(data, examples, pool, [*demonstrations], lambda example: example)
+
+
 POOL = [Example(f" {row} It", (" was",), 0, row) for row in range(60)]
-
-
-def same(example):
-    return example
 
 
 def test_the_demonstrations_of_each_question_are_those_of_mezos_code_without_its_own_answer():
     data = DataConfig(protocol="mezo", num_demonstrations=4)
     others = [replace(example) for example in POOL]
-    asked = with_demonstrations(data, others, POOL, [], same)
+    asked = asked_of(data, others, POOL)
     expected = [solved(rows) for rows in mezo_draws(60, 60, 4)]
     assert [example.demonstrations for example in asked] == expected
-    asked = with_demonstrations(data, POOL[:5] * 4, POOL[:5], [], same)
-    for question in asked:
+    for question in asked_of(data, POOL[:5] * 4, POOL[:5]):
         assert question.demonstrations.count("\n\n") == 4
         assert solved([question.index]) not in question.demonstrations
 
 
 def test_the_clean_protocol_shows_all_questions_the_first_training_examples():
     data = DataConfig(num_demonstrations=2)
-    asked = with_demonstrations(data, POOL[:3], POOL, POOL[7:9], same)
+    asked = asked_of(data, POOL[:3], POOL, POOL[7:9])
     assert {example.demonstrations for example in asked} == {solved([7, 8])}
     with pytest.raises(UserError, match="num_demonstrations=2 is more than the 1 examples"):
-        with_demonstrations(data, POOL[:3], POOL, POOL[7:8], same)
+        asked_of(data, POOL[:3], POOL, POOL[7:8])
 
 
 def test_a_task_without_a_data_set_on_the_hub_needs_files():

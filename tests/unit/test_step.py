@@ -1,7 +1,5 @@
 """A step's plan as bytes, and the proof in its all-reduce that all ranks agree."""
 
-from __future__ import annotations
-
 import math
 import struct
 from dataclasses import dataclass, replace
@@ -9,13 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from lezo_ds.agreement import (
-    all_agree,
-    assert_same,
-    batch_claims,
-    batch_digest,
-    claim_numbers,
-)
+from lezo_ds.agreement import all_agree, assert_same, batch_claims, batch_digest, claim_numbers
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
@@ -33,9 +25,9 @@ def test_a_plan_has_the_recorded_bytes_and_comes_back_from_them():
     probes = (Probe(0, 1e-3), Probe(2**32 - 1, -1e-3))
     plan_format = PlanFormat(num_groups=10, num_probes=2, has_weights=True)
     data = plan_format.pack(plan, probes)
-    bytes_of_probes = struct.pack("<Id", 0, 1e-3) + struct.pack("<Id", 2**32 - 1, -1e-3)
     head = struct.pack("<qQdd", 3, 2**64 - 1, 1e-6, 1e-3) + bytes([0x81, 0x03])
-    assert data == head + bytes_of_probes + struct.pack("<10d", *weights)
+    of_probes = struct.pack("<IdId", 0, 1e-3, 2**32 - 1, -1e-3)
+    assert data == head + of_probes + struct.pack("<10d", *weights)
     assert len(data) == plan_format.num_bytes
     assert plan_format.unpack(data) == (plan, probes)
 
@@ -63,53 +55,48 @@ def batch_of(*ids, weight=1.0, label=0):
     return [MicroBatch({"input_ids": torch.tensor([ids])}, weight, {"label": torch.tensor(label)})]
 
 
-def sums_of(by_rank):
-    """Return what an all-reduce in float64 gives, in an order of its own."""
-    numbers = [claim_numbers(claims) for claims in by_rank]
-    return torch.tensor(numbers, dtype=torch.float64).sum(dim=0).tolist()
+def agree(numbers):
+    """Return what the ranks conclude from an all-reduce in float64, in an order of its own."""
+    sums = torch.tensor(numbers, dtype=torch.float64).sum(dim=0)
+    return all_agree(sums.tolist(), len(numbers))
+
+
+def state_same(by_rank):
+    return agree([claim_numbers(claims) for claims in by_rank])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8192])
 def test_sums_over_the_ranks_tell_whether_all_state_the_same(num_ranks):
     same = [CLAIMS] * (num_ranks - 1)
-    assert all_agree(sums_of([*same, CLAIMS]), num_ranks)
+    assert state_same([*same, CLAIMS])
     for other in (CLAIMS | {"plan": "b"}, CLAIMS | {"batch": "a"}, {"plan": "a;batch:b"}):
-        assert not all_agree(sums_of([*same, other]), num_ranks)
-    assert not all_agree(sums_of([{"rank": str(rank)} for rank in range(num_ranks)]), num_ranks)
+        assert not state_same([*same, other])
+    assert not state_same([{"rank": str(rank)} for rank in range(num_ranks)])
     # The largest numbers are exact, too.
-    largest = torch.tensor([[2**20 - 1, (2**20 - 1) ** 2]], dtype=torch.float64)
-    numbers = largest.expand(num_ranks, 2).clone()
-    assert all_agree(numbers.sum(dim=0).tolist(), num_ranks)
-    numbers[-1] = torch.tensor([2**20 - 2, (2**20 - 2) ** 2])
-    assert not all_agree(numbers.sum(dim=0).tolist(), num_ranks)
+    largest = [(2**20 - 1, (2**20 - 1) ** 2)] * num_ranks
+    assert agree(largest)
+    assert not agree([*largest[1:], (2**20 - 2, (2**20 - 2) ** 2)])
 
 
 def test_a_digest_of_a_batch_sees_tokens_labels_weights_order_and_the_needed_logits():
     (batch,) = batch_of(1, 2)
     place = torch.tensor([0])
-    batches = [
-        [batch],
-        batch_of(2, 1),
-        batch_of(1, 2, weight=2.0),
-        batch_of(1, 2, label=1),
-        batch_of(1) + batch_of(2),
-        batch_of(2) + batch_of(1),
-        [replace(batch, selection=LogitSelection(place, place))],
-        [replace(batch, selection=LogitSelection(place, place + 1))],
-        [replace(batch, selection=LogitSelection(place, place, torch.tensor([3])))],
-    ]
+    selections = [LogitSelection(place, place), LogitSelection(place, place + 1)]
+    selections.append(LogitSelection(place, place, torch.tensor([3])))
+    batches = [[replace(batch, selection=selection)] for selection in selections]
+    batches += [[batch], batch_of(2, 1), batch_of(1, 2, weight=2.0), batch_of(1, 2, label=1)]
+    batches += [batch_of(1) + batch_of(2), batch_of(2) + batch_of(1)]
     assert len({batch_digest(batch) for batch in batches}) == len(batches)
     assert batch_digest(batch_of(1, 2)) == batch_digest(batch_of(1, 2))
 
 
 def test_a_batch_is_known_by_the_indices_of_its_rows_or_else_by_its_tensors():
     """What a rank states of a batch that a run lays out needs no layout."""
-
-    def claims(content, num_micro_batches=2):
-        weights = [1.0] * num_micro_batches
-        return batch_claims(StepBatch(weights, batch_of(1).__getitem__, content, len(weights)))
-
-    assert len({repr(claims(b"a")), repr(claims(b"b")), repr(claims(b"a", 3))}) == 3
+    laid_out = [
+        batch_claims(StepBatch([1.0] * count, batch_of(1).__getitem__, content, count))
+        for content, count in ((b"a", 2), (b"b", 2), (b"a", 3))
+    ]
+    assert len(set(map(repr, laid_out))) == 3
     own = [batch_claims(StepBatch.of(batch_of(token))) for token in (1, 1, 2)]
     assert own[0] == own[1] != own[2]
 

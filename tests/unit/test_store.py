@@ -1,14 +1,12 @@
 """Encoded examples are one Arrow file: found again, shared by ranks, the same by any processes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import datasets
 import pytest
 from assets import write_records
-from own_data import load_own, write_byte_model
+from own_data import PLAIN, load_own, write_byte_model
 from ranks import run_ranks
 
 from lezo_ds import distributed
@@ -29,17 +27,14 @@ def cache(tmp_path, monkeypatch):
 
 
 def write_run(directory, count=40):
-    write_records(
-        directory / "t.jsonl", [{"text": f"ticket {n}", "y": "xy"[n % 2]} for n in range(count)]
-    )
-    return write_byte_model(directory / "model"), directory / "t.jsonl"
+    path = directory / "t.jsonl"
+    write_records(path, [{"text": f"ticket {n}", "y": "xy"[n % 2]} for n in range(count)])
+    return write_byte_model(directory / "model"), path
 
 
 def content_of(data):
-    return [
-        (split.fingerprint(), list(split.encoded), [e.prompt for e in split.examples])
-        for split in (data.train, data.dev, data.test)
-    ]
+    splits = data.train, data.dev, data.test
+    return [(s.fingerprint(), list(s.encoded), [e.prompt for e in s.examples]) for s in splits]
 
 
 def left_over(directory):
@@ -124,10 +119,7 @@ def test_ranks_map_the_same_file_and_raise_the_same_error(tmp_path):
 
 def test_examples_that_cannot_be_encoded_are_refused_together_or_left_out(tmp_path, caplog):
     model, path = write_run(tmp_path)
-    (model / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ '<s>' + m.role + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
-    )
+    (model / "chat_template.jinja").write_text(PLAIN)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [{"turns": turns}] * 30
     rows[4] = rows[9] = {"turns": [{"role": "user", "content": "a" * 300}, turns[1]]}
@@ -144,15 +136,15 @@ def test_examples_that_cannot_be_encoded_are_refused_together_or_left_out(tmp_pa
 
 
 def test_two_runs_that_write_the_same_rows_at_once_do_not_meet(cache, tmp_path):
-    def write_other(folder):
-        shared_dataset("key", write)
-        write(folder)
-
     def write(folder):
         rows = datasets.Dataset.from_dict({"a": [1, 2]})
         rows.map(lambda row: row, cache_file_name=str(folder / "rows.arrow"))
 
-    assert shared_dataset("key", write_other)["a"][:] == [1, 2]
+    def write_after_another(folder):
+        shared_dataset("key", write)
+        write(folder)
+
+    assert shared_dataset("key", write_after_another)["a"][:] == [1, 2]
     assert shared_dataset("key", None)["a"][:] == [1, 2]
     assert [path.name for path in cache.iterdir()] == ["key"]
     assert left_over(tmp_path) == []

@@ -1,7 +1,5 @@
 """The data of a run, from its configuration to the micro-batches of a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -21,6 +19,8 @@ from lezo_ds.errors import UserError
 from lezo_ds.zo.keys import sample_key
 
 JUDGED = "test_task_data:num_words"
+SAMPLED = {"train__objective": JUDGED, "generation__temperature": 1.0}
+SAMPLED |= {"generation__num_samples": 2}
 
 
 @reward
@@ -36,17 +36,21 @@ def assets(tmp_path_factory):
     return root
 
 
-def config_of(assets, task, data="data", **changes):
-    return task_config(assets / "writer", assets / data, task, **changes)
+def config_of(assets, task, **changes):
+    return task_config(assets / "writer", assets / "data", task, **changes)
 
 
-def load(assets, task, data="data", **changes):
-    return load_task_data(config_of(assets, task, data, **changes))
+def load(assets, task, **changes):
+    return load_task_data(config_of(assets, task, **changes))
 
 
 def text(data, ids):
     assert ids[0] == 0
     return data.reader.tokenizer.decode(ids[1:])
+
+
+def keys_of(batch):
+    return [key for part in batch for key in part.prompts.sample_keys.tolist()]
 
 
 def test_the_start_of_all_sequences_is_found():
@@ -56,16 +60,11 @@ def test_the_start_of_all_sequences_is_found():
 
 @pytest.mark.parametrize(("size", "is_once"), [(None, True), (2, True), (1, False)])
 def test_what_examples_begin_with_is_once_in_a_row_if_they_share_directions(assets, size, is_once):
-    instructed = {
-        "data__task": "custom",
-        "data__prompt": "Is this a good film? {sentence}\n",
-        "data__label_field": "label",
-        "data__labels": {"0": "x", "1": "y"},
-        "zo__noise_rank": 1,
-        "zo__examples_per_direction": size,
-    }
-    data = load(assets, "sst2", **instructed)
     start = "Is this a good film? "
+    keys = {"task": "custom", "prompt": start + "{sentence}\n", "label_field": "label"}
+    keys = {f"data__{name}": value for name, value in keys.items()}
+    keys |= {"data__labels": {"0": "x", "1": "y"}, "zo__noise_rank": 1}
+    data = load(assets, "sst2", **keys, zo__examples_per_direction=size)
     assert data.train.num_start == 1 + len(start)
     tokens = data.training_batch([0, 1, 2, 3]).inputs["input_ids"]
     assert len(tokens) == 1
@@ -73,16 +72,12 @@ def test_what_examples_begin_with_is_once_in_a_row_if_they_share_directions(asse
 
 
 @pytest.mark.parametrize(("task", "changes"), [("cb", {}), ("squad", {"train__objective": "f1"})])
-def test_the_examples_of_a_step_are_those_drawn_sorted_by_length_before_they_are_cut(
-    assets, task, changes
-):
+def test_the_examples_of_a_step_are_sorted_by_length_before_they_are_cut(assets, task, changes):
     config = config_of(assets, task, **changes)
     data = load_task_data(config)
     train = data.train
     examples = list(train.examples)
-    lengths_of = train.lengths.tolist()
-    if changes:
-        lengths_of = [len(ids) for ids in train.prompts]
+    lengths_of = list(map(len, train.prompts)) if changes else train.lengths.tolist()
     for step in range(5):
         batch = list(data.step_batch(config, step))
         drawn = batch_indices(config.seed, step, len(train), 4)
@@ -98,9 +93,7 @@ def test_the_examples_of_a_step_are_those_drawn_sorted_by_length_before_they_are
 
 
 def test_training_shares_rows_and_deals_examples_unless_there_is_a_prefix(assets, tmp_path):
-    records = [
-        {"sentence": "so " * (1 + number % 4 * 4), "label": number % 2} for number in range(24)
-    ]
+    records = [{"sentence": "so " * (1 + n % 4 * 4), "label": n % 2} for n in range(24)]
     for split in ("train", "validation"):
         write_records(tmp_path / "sst2" / f"{split}.jsonl", records)
 
@@ -125,9 +118,7 @@ def test_prompts_are_encoded_for_the_splits_that_are_answered_only_and_leave_roo
 
 
 @pytest.mark.parametrize("protocol", ["clean", "mezo"])
-def test_mezos_protocol_strips_texts_and_cuts_gold_answers_earlier(
-    assets, tmp_path, protocol, caplog
-):
+def test_mezos_protocol_strips_texts_and_cuts_answers_earlier(assets, tmp_path, protocol, caplog):
     record = {"premise": "\n\t\u00a0 \u3000It rains.", "hypothesis": "it is wet", "label": 0}
     for split in ("train", "validation"):
         write_records(tmp_path / "rte" / f"{split}.jsonl", [record] * 24)
@@ -144,8 +135,7 @@ def test_mezos_protocol_strips_texts_and_cuts_gold_answers_earlier(
 
 
 def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
-    sampled = {"generation__temperature": 1.0, "generation__num_samples": 2}
-    config = config_of(assets, "cb", train__objective=JUDGED, **sampled)
+    config = config_of(assets, "cb", **SAMPLED)
     data = load_task_data(config)
     (batch, _) = data.step_batch(config, 0)
     rows = zip(batch.inputs["input_ids"], batch.inputs["attention_mask"].bool(), strict=True)
@@ -162,18 +152,10 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
 
 @pytest.mark.parametrize("micro_batch_size", [2, 8])
 def test_each_answer_of_a_step_has_its_own_key_though_prompts_repeat(assets, micro_batch_size):
-    config = config_of(
-        assets,
-        "cb",
-        train__objective=JUDGED,
-        train__batch_size=8,
-        train__micro_batch_size=micro_batch_size,
-        generation__temperature=1.0,
-        generation__num_samples=2,
-        data__num_train=3,
-    )
+    sizes = {"train__batch_size": 8, "train__micro_batch_size": micro_batch_size}
+    config = config_of(assets, "cb", **SAMPLED, **sizes, data__num_train=3)
     data = load_task_data(config)
-    keys = [key for part in data.step_batch(config, 0) for key in part.prompts.sample_keys.tolist()]
+    keys = keys_of(data.step_batch(config, 0))
     assert len(set(keys)) == len(keys) == 16
     # A batch that repeats nothing has the first keys of each prompt.
     first_of = [sample_key(config.seed, 0, e.index, 0) for e in data.train.examples]
@@ -190,13 +172,12 @@ def test_the_turns_of_one_conversation_are_answered_with_keys_of_their_own(tmp_p
     words = [f"train.objective={JUDGED}", "train.batch_size=24", "generation.temperature=1.0"]
     config = own_config(model, path, *words, "generation.max_new_tokens=4", messages="turns")
     data = load_task_data(config)
-    keys = [key for part in data.step_batch(config, 0) for key in part.prompts.sample_keys.tolist()]
+    keys = keys_of(data.step_batch(config, 0))
     assert len(set(keys)) == len(keys) == 24 == 2 * len(set(data.train.index.tolist()))
 
 
 @pytest.mark.parametrize(
-    ("stop", "ending"),
-    [(None, "\n"), ([";", "."], "</s>"), ([";"], ";"), ([], "</s>")],
+    ("stop", "ending"), [(None, "\n"), ([";", "."], "</s>"), ([";"], ";"), ([], "</s>")]
 )
 def test_a_gold_answer_ends_with_what_ends_generated_ones(assets, stop, ending):
     data = load(assets, "squad", generation__stop=stop)
@@ -266,24 +247,20 @@ def test_a_recipe_that_does_not_fit_its_data_is_refused(words, message, assets, 
 
 DECORATED = "from lezo_ds import reward\n@reward\ndef judge(answers, records):\n    return"
 BAD_REWARDS = {
-    "import no_such_module": "No module named 'no_such_module'",
     "def judge(answers, records): return [1.0] * len(answers)": "needs a reward, not train.obj",
     DECORATED.replace(", records", "") + " [1.0]": "takes 1 positional argument but 2 were given",
-    f"{DECORATED} [1 / 10**-400 for _ in answers]": r"ZeroDivisionError: .*\(.*own_0.py line 4\)",
+    f"{DECORATED} [1 / 10**-400 for _ in answers]": r"ZeroDivisionError: .*\(.*bad.py line 4\)",
 }
 
 
-@pytest.mark.parametrize(("number", "code"), [*enumerate(BAD_REWARDS)])
-def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(
-    number, code, assets, tmp_path
-):
-    name = f"own_{number}"  # a module is imported once
-    (tmp_path / f"{name}.py").write_text(code)
+@pytest.mark.parametrize("code", BAD_REWARDS)
+def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(code, assets, tmp_path):
+    (tmp_path / "bad.py").write_text(code)
     write_records(tmp_path / "prompts.jsonl", [{"text": f"say {n}"} for n in range(9)])
     values = {"run_dir": "none", "model": {"path": str(assets / "writer"), "dtype": "fp32"}}
     values |= {"data": {"train": "prompts.jsonl", "prompt": "{text}"}}
-    values |= {"train": {"steps": 1, "objective": f"{name}:judge"}}
+    values |= {"train": {"steps": 1, "objective": "bad:judge"}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(UserError, match=BAD_REWARDS[code].replace("own_0", name)) as error:
+    with pytest.raises(UserError, match=BAD_REWARDS[code]) as error:
         load_task_data(load_config(tmp_path / "recipe.yaml"))
     assert "\n" not in str(error.value)

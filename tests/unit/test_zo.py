@@ -1,9 +1,4 @@
-"""Keys, estimators, layer policies, updates and schedules.
-
-They are compared with recorded values, exact arithmetic and statistics.
-"""
-
-from __future__ import annotations
+"""Keys, estimators, layer policies and schedules have recorded values, formulas and statistics."""
 
 from collections import Counter
 from itertools import combinations
@@ -32,9 +27,6 @@ def test_keys_are_the_recorded_ones_and_no_two_steps_or_directions_share_one():
     assert directions[0] == 77
     assert len(set(directions)) == 1000
     assert all(0 <= key < 2**64 for key in directions)
-
-
-# Estimators.
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -73,18 +65,14 @@ def test_estimates_point_along_the_gradient_on_average_and_are_unbiased_or_norma
         gradients = estimator.estimate(probes, losses).projected_grads
         # Only a normalized estimate does not change with the scale of the loss.
         scaled = estimator.estimate(probes, [4 * loss for loss in losses]).projected_grads
-        assert scaled == pytest.approx(
-            [gradient * (4 if name in UNBIASED else 1) for gradient in gradients]
-        )
+        factor = 4 if name in UNBIASED else 1
+        assert scaled == pytest.approx([factor * each for each in gradients])
         estimate[:] = np.mean(np.array(gradients)[:, None] * z, axis=0)
     mean = estimates.mean(axis=0)
     assert mean @ gradient > 0.97 * np.linalg.norm(mean) * np.linalg.norm(gradient)
     if name in UNBIASED:
         scores = (mean - gradient) / (estimates.std(axis=0) / len(estimates) ** 0.5)
         assert np.sqrt((scores**2).mean()) < 1.96  # above it once in a thousand times
-
-
-# Schedules.
 
 
 def learning_rates(name, warmup_steps, num_steps=8):
@@ -95,16 +83,12 @@ def learning_rates(name, warmup_steps, num_steps=8):
 def test_the_learning_rates_of_each_schedule_are_these():
     assert learning_rates("constant", 3) == [0.125, 0.25, 0.375] + [0.5] * 5
     assert learning_rates("linear", 0) == [0.5 * (8 - step) / 8 for step in range(8)]
-    assert learning_rates("linear", 4) == pytest.approx(
-        [0.1, 0.2, 0.3, 0.4, 0.5, 0.375, 0.25, 0.125]
-    )
+    linear = learning_rates("linear", 4)
+    assert linear == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.375, 0.25, 0.125])
     cosine = learning_rates("cosine", 4)
-    assert cosine[:5] == learning_rates("linear", 4)[:5]
+    assert cosine[:5] == linear[:5]
     assert cosine[5:] == pytest.approx([0.5 * (2 + 2**0.5) / 4, 0.25, 0.5 * (2 - 2**0.5) / 4])
     assert LearningRates(SCHEDULES["cosine"], peak=0.5, num_steps=8).at(9) == 0
-
-
-# Layer policies and groups.
 
 
 def test_a_sample_of_ones_own_that_names_no_groups_is_refused(monkeypatch):
