@@ -1,7 +1,5 @@
 """What the batch scripts ask of Slurm, played by programs that only note what they are told."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest
@@ -23,20 +21,15 @@ def submit(tmp_path):
         program.write_text(f'#!/bin/sh\necho "{name} $*" >> "$NOTES"\nexit {code}\n')
         program.chmod(0o755)
 
-    def submit(script, code, **variables):
+    def submit(code, **variables):
         notes = tmp_path / "notes"
         notes.write_text("")
-        shared = environment(
-            SLURM_JOB_ID="41",
-            SLURM_ARRAY_JOB_ID="40",
-            SLURM_ARRAY_TASK_ID="1",
-            SLURM_CPUS_PER_TASK="1",
-            CODE=str(code),
-            NOTES=str(notes),
-            **variables,
-        )
+        ids = {"JOB_ID": "41", "ARRAY_JOB_ID": "40", "ARRAY_TASK_ID": "1", "CPUS_PER_TASK": "1"}
+        variables |= {f"SLURM_{name}": value for name, value in ids.items()}
+        shared = environment(CODE=str(code), NOTES=str(notes), **variables)
+        shared["LIGHTHOUSE"] = "http://head:29510"
         shared["PATH"] = f"{programs}:{shared['PATH']}"
-        command = ["bash", f"launch/slurm/{script}", "--config", "recipe.yaml"]
+        command = ["bash", "launch/slurm/elastic.sbatch", "--config", "recipe.yaml"]
         done = subprocess.run(command, cwd=tmp_path, env=shared, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
         return notes.read_text().splitlines(), done.stderr
@@ -46,10 +39,8 @@ def submit(tmp_path):
 
 def fail(submit, code, **variables):
     """Run a replica that fails, and return whether it goes back into the queue."""
-    notes, error = submit("elastic.sbatch", code, LIGHTHOUSE="http://head:29510", **variables)
-    assert notes[0].endswith(
-        "launch/train.py --config recipe.yaml elastic.lighthouse=http://head:29510"
-    )
+    notes, error = submit(code, **variables)
+    assert notes[0].endswith("--config recipe.yaml elastic.lighthouse=http://head:29510")
     assert (REQUEUE in notes) != ("failed four times in a row" in error)
     return REQUEUE in notes
 
@@ -67,11 +58,11 @@ def test_a_replica_that_has_run_for_an_hour_or_to_its_end_starts_a_new_row(submi
     assert all(fail(submit, 6) for _ in range(3))
     assert fail(submit, 6, BASH_ENV=str(hour_ago))
     assert [fail(submit, 5) for _ in range(3)] == [True, True, False]
-    submit("elastic.sbatch", 0, LIGHTHOUSE="http://head:29510")
+    submit(0)
     assert fail(submit, 5)
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4])
 def test_what_a_restart_cannot_cure_is_not_requeued(submit, code):
-    notes, _ = submit("elastic.sbatch", code, LIGHTHOUSE="http://head:29510")
+    notes, _ = submit(code)
     assert REQUEUE not in notes

@@ -1,7 +1,5 @@
 """The command line: three ways to start a command, its arguments, and errors of one line."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -35,18 +33,9 @@ def in_process(monkeypatch, *arguments):
 
 def test_every_command_has_a_help_that_needs_no_torch():
     finished = run_well([sys.executable, "-c", HELP])
-    assert [f"usage: lezo-ds {name} " in finished.out for name in cli.COMMANDS] == [True] * len(
-        cli.COMMANDS
-    )
+    assert [name for name in cli.COMMANDS if f"usage: lezo-ds {name} " not in finished.out] == []
     assert finished.out.splitlines()[-1] == ""
     assert "zo: Zeroth-order training." in finished.out
-
-
-def test_the_help_of_a_section_lists_its_keys(monkeypatch, capsys):
-    in_process(monkeypatch, "train", "--help", "zo")
-    printed = capsys.readouterr().out
-    assert printed.startswith("zo.learning_rate (default null; number from 0, or null)")
-    assert "train.steps (" not in printed
 
 
 def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tmp_path):
@@ -69,10 +58,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("train --config demo --resume", "fix: leave it out: the same command resumes a run"),
         ("report runs --seed 3", "fix: see lezo-ds report --help"),
         ("init m d --reward brevity", "brevity is not MODULE:FUNCTION; fix: .* rewards:brevity"),
-        (
-            "train --config demo --dry-rn",
-            "unrecognized arguments: --dry-rn; fix: did you mean --dry-run?",
-        ),
+        ("train --config demo --dry-rn", "arguments: --dry-rn; fix: did you mean --dry-run?"),
         ("train --config demo --gpus 0", "argument --gpus: 0 is not an integer above 0"),
         ("train --config demo --gpus 4", "only show what a run would do; fix: add --dry-run, or"),
         ("train --config demo --dry-run --gpu-memory nan", "nan is not a number above 0; fix: "),
@@ -129,18 +115,11 @@ def test_a_file_of_one_rank_is_written_by_rank_0_alone(words, monkeypatch, tmp_p
     ("words", "run", "data", "keys"),
     [
         ("--run seed=0 new.csv --out o.csv", "seed=0", "new.csv", []),
-        (
-            "data.seed=1 --out seed=3 seed=4 new.csv --run a",
-            "a",
-            "new.csv",
-            ["data.seed=1", "seed=4"],
-        ),
+        ("seed=1 --out seed=3 seed=4 new.csv --run a", "a", "new.csv", ["seed=1", "seed=4"]),
         ("seed=4.csv --run train.steps=9 --out o.csv", "train.steps=9", "seed=4.csv", []),
     ],
 )
-def test_what_an_option_takes_is_no_key_and_keys_may_come_before_the_data(
-    words, run, data, keys, monkeypatch
-):
+def test_what_an_option_takes_is_no_key(words, run, data, keys, monkeypatch):
     seen = []
     monkeypatch.setattr(cli, "run_predict", seen.append)
     in_process(monkeypatch, "predict", *words.split())
@@ -148,18 +127,21 @@ def test_what_an_option_takes_is_no_key_and_keys_may_come_before_the_data(
     assert (str(found.run), str(found.data), found.overrides) == (run, data, keys)
 
 
-def test_shipped_files_are_found_by_their_path(monkeypatch, capsys, tmp_path):
+def test_the_program_prints_paths_its_version_commands_and_keys(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     in_process(monkeypatch, "--path", "launch/slurm/one_node.sbatch")
-    assert capsys.readouterr().out.strip() == str(
-        REPOSITORY / "launch" / "slurm" / "one_node.sbatch"
-    )
+    script = REPOSITORY / "launch" / "slurm" / "one_node.sbatch"
+    assert capsys.readouterr().out.strip() == str(script)
     with pytest.raises(SystemExit):
         in_process(monkeypatch, "--version")
     assert capsys.readouterr().out.strip() == f"lezo_ds {__version__}"
     in_process(monkeypatch)
     printed = capsys.readouterr().out
     assert [name for name in cli.COMMANDS if f"\n  {name} " not in printed] == []
+    in_process(monkeypatch, "train", "--help", "zo")
+    printed = capsys.readouterr().out
+    assert printed.startswith("zo.learning_rate (default null; number from 0, or null)")
+    assert "train.steps (" not in printed
 
 
 def test_an_error_is_one_line_and_exit_code_2():
@@ -174,22 +156,17 @@ def test_an_interrupt_in_the_first_seconds_is_one_line():
         wait_until(lambda: "libtorch" in maps.read_text(), process)  # it imports torch now
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, out, err) == (
-        130,
-        "",
-        "interrupted; the same command starts again\n",
-    )
+    said = "interrupted; the same command starts again\n"
+    assert (process.returncode, out, err) == (130, "", said)
 
 
 def test_a_reader_that_is_gone_does_not_end_a_command():
     """As in `lezo-ds train --print-config | head -1`."""
-    with start(
-        [sys.executable, "-m", "lezo_ds", "train", "--config", "demo", "--print-config"]
-    ) as process:
+    with start(python("--config", "demo", "--print-config", program="train")) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == ("", 0)
 
 
 def test_a_path_that_no_file_can_have_is_refused_in_one_line():
-    refused = run([sys.executable, "-m", "lezo_ds", "train", "--config", "a" * 300])
+    refused = run(python("--config", "a" * 300))
     assert_one_error(refused, 2, f"{'a' * 100}... cannot be used: File name too long")

@@ -1,11 +1,9 @@
 """What only the extras of setup.py install: most runs do without it, and the others ask for it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
-from commands import assert_one_error, run
+from commands import assert_one_error, run, run_words
 
 pytestmark = pytest.mark.distributed
 
@@ -18,25 +16,14 @@ main("train")
 """
 
 
-def train(recipe, run_dir, *overrides, **variables):
-    command = [sys.executable, "-c", WITHOUT_EXTRAS, "--config", recipe, f"run_dir={run_dir}"]
-    return run([*map(str, command), "train.steps=1", *overrides], **variables)
-
-
 @pytest.mark.thorough
-def test_training_needs_no_extra(recipe, tmp_path):
-    finished = train(recipe, tmp_path / "run")
+def test_training_needs_no_extra_and_names_the_one_that_a_key_or_a_launcher_needs(recipe, tmp_path):
+    command = [sys.executable, "-c", WITHOUT_EXTRAS]
+    command += run_words(str(recipe), tmp_path / "run", "train.steps=1")
+    finished = run(command)
     assert finished.code == 0, finished.err[-5000:]
     assert (tmp_path / "run" / "results.json").is_file()
-
-
-@pytest.mark.thorough
-def test_a_monitor_without_its_package_is_refused(recipe, tmp_path):
-    finished = train(recipe, tmp_path / "run", "train.report_to=tensorboard")
-    assert_one_error(finished, 2, "a monitor cannot start: ", "tensorboard", "install its package")
-
-
-@pytest.mark.thorough
-def test_a_launch_by_mpirun_is_refused_with_its_extra(recipe, tmp_path):
-    finished = train(recipe, tmp_path / "run", OMPI_COMM_WORLD_SIZE="2")
-    assert_one_error(finished, 2, "mpirun needs mpi4py; fix: pip install 'lezo_ds[mpi]'")
+    monitored = run([*command, "train.report_to=tensorboard"])
+    assert_one_error(monitored, 2, "a monitor cannot start: ", "tensorboard", "its package")
+    launched = run(command, OMPI_COMM_WORLD_SIZE="2")
+    assert_one_error(launched, 2, "mpirun needs mpi4py; fix: pip install 'lezo_ds[mpi]'")

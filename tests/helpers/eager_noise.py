@@ -5,8 +5,6 @@ Logarithm, sine and cosine are polynomials of IEEE fp32 additions and multiplica
 on its own; the functions of libraries differ in the last bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,15 +28,9 @@ _MASK32 = 0xFFFFFFFF
 # Cephes logf: log(1 + x) = x - x**2/2 + x**3 P(x) on [sqrt(1/2) - 1, sqrt(2) - 1], highest power
 # first.
 _LOG_COEFFICIENTS = (
-    7.0376836292e-2,
-    -1.1514610310e-1,
-    1.1676998740e-1,
-    -1.2420140846e-1,
-    1.4249322787e-1,
-    -1.6668057665e-1,
-    2.0000714765e-1,
-    -2.4999993993e-1,
-    3.3333331174e-1,
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1),
+    *(-1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1),
+    *(2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
 )
 _SQRT2 = 1.4142135381698608
 # ln 2 in two parts (Cody and Waite): the high part times a small integer is exact in fp32.
@@ -67,12 +59,7 @@ def draw_at(distribution: Distribution, key: int, parameter_id: int, elements: T
     """Return z of some elements of one parameter, int64 of any shape: fp32 of that shape."""
     per_block = PER_BLOCK[distribution]
     z = _of_blocks(distribution, key, parameter_id, elements // per_block)
-    return _select(z, elements % per_block)
-
-
-def _select(of_blocks: Tensor, positions: Tensor) -> Tensor:
-    """Return one entry of each block: [*shape] of [*shape, entries of a block]."""
-    return of_blocks.gather(-1, positions[..., None])[..., 0]
+    return z.gather(-1, (elements % per_block)[..., None])[..., 0]
 
 
 def box_muller(word0: Tensor, word1: Tensor, word2: Tensor, word3: Tensor) -> Tensor:
@@ -160,10 +147,7 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
     13 bits; otherwise |x| is expressed in units of 2**-44 (truncated), the low 20 bits of the word
     are added, and the last 20 bits are cut off. Infinities do not change.
 
-    Args:
-        values: fp32 of any shape.
-        words: their dither words, int64 of the same shape (see `words_at`).
-        dtype: bf16 or fp16.
+    `values` are fp32 of any shape, and `words` their dither words, int64 (see `words_at`).
     """
     bits = _bits(values)
     dither = words.to(torch.int32)
@@ -194,15 +178,10 @@ def join_master(high: Tensor, low: Tensor | None) -> Tensor:
     if high.dtype == torch.bfloat16:
         high_bits = high.view(torch.int16).to(torch.int32) << 16
         return _from_bits(high_bits + low)
-    unit = _from_bits(_low_unit_exponent(high) << 23)
+    # One unit of `low` is 2**-15 of the last place of `high`.
+    exponent = (_bits(high.to(torch.float32)) >> 23) & 0xFF
+    unit = _from_bits((exponent.clamp(min=127 - 14) - 10 - 15) << 23)
     return high.to(torch.float32) + low.to(torch.float32) * unit
-
-
-def _low_unit_exponent(high: Tensor) -> Tensor:
-    """Return the biased fp32 exponent of one unit of `low`: 2**-15 of the last place of `high`."""
-    bits = _bits(high.to(torch.float32))
-    exponent = (bits >> 23) & 0xFF
-    return exponent.clamp(min=127 - 14) - 10 - 15
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -1,10 +1,4 @@
-"""What lezo_ds computes with a tiny model of a family, compared with transformers on the same
-directory.
-
-transformers runs one sequence at a time, without padding, packing or copies of a batch.
-"""
-
-from __future__ import annotations
+"""What lezo_ds computes with a tiny model, compared with transformers, one sequence at a time."""
 
 import csv
 import gc
@@ -55,19 +49,18 @@ WORDS = tuple(f"w{token}" for token in TOKENS)
 LABELS = WORDS[-2:]
 NUM_RECORDS = 30
 
-EQUAL = "equal"
-NOT_READ = "peft does not read the names of this adapter"
+
+def drawn_tokens(count, generator) -> tuple[int, ...]:
+    drawn = torch.randint(TOKENS.start, TOKENS.stop, (count,), generator=generator)
+    return tuple(drawn.tolist())
 
 
-def examples_of(
-    option_length: int, lengths: Iterable[int] = CONTEXT_LENGTHS, seed: int = 5
-) -> list[EncodedExample]:
+def examples_of(option_length, lengths=CONTEXT_LENGTHS, seed=5) -> list[EncodedExample]:
     """Return examples with two candidates, whose contexts have different lengths."""
     generator = torch.Generator().manual_seed(seed)
 
-    def tokens(count: int) -> tuple[int, ...]:
-        drawn = torch.randint(TOKENS.start, TOKENS.stop, (count,), generator=generator)
-        return tuple(drawn.tolist())
+    def tokens(count):
+        return drawn_tokens(count, generator)
 
     candidates = [tokens(option_length) for _ in range(2)]
     examples = []
@@ -103,11 +96,7 @@ def with_start(examples: Iterable[EncodedExample], start: tuple[int, ...]) -> li
 
 def prompts() -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(7)
-    drawn = [
-        torch.randint(TOKENS.start, TOKENS.stop, (length,), generator=generator)
-        for length in PROMPT_LENGTHS
-    ]
-    return [tuple(ids.tolist()) for ids in drawn]
+    return [drawn_tokens(length, generator) for length in PROMPT_LENGTHS]
 
 
 @torch.no_grad()
@@ -127,18 +116,6 @@ def log_probabilities(model: Any, examples: list[EncodedExample]) -> Tensor:
     return torch.cat(found)
 
 
-def mean_loss(model: Any, examples: list[EncodedExample]) -> float:
-    """Return the mean cross-entropy over the candidates of each example."""
-    length = examples[0].option_lengths[0]
-    scores = log_probabilities(model, examples).view(len(examples), 2, length).mean(dim=2)
-    labels = torch.tensor([example.gold for example in examples])
-    return float(cross_entropy(scores, labels))
-
-
-def _longest(examples: list[EncodedExample]) -> int:
-    return max(len(ids) for example in examples for ids in example.sequences)
-
-
 class Family:
     """A directory with a tiny model of a family, and what is compared on it."""
 
@@ -146,6 +123,8 @@ class Family:
         self.family = family
         self.root = root
         self.directory = root / "model"
+        self.recipe = root / "recipe.yaml"
+        self.table = root / "table.csv"
         config = small_config(family)
         model = published_class(family)(config).eval()
         random_values(model)
@@ -193,28 +172,27 @@ class Family:
     def losses(self) -> None:
         for option_length in (2, 1):
             examples = examples_of(option_length)
-            batch = candidate_batch(examples, PAD)
-            found = self.engine.forward(batch)
-            if option_length == 1:
-                found = self.engine.forward(token_batch(all_candidates(examples), PAD))
-                self._compare_entries(examples)
-            assert_near(found, log_probabilities(self.reference, examples))
-
-    def _compare_entries(self, examples: list[EncodedExample]) -> None:
-        found = self.engine.forward(candidate_batch(examples, PAD))
-        for row, example in zip(found, examples, strict=True):
-            ids = [sequence[-1] for sequence in example.sequences]
-            assert_near(row, logits_of(self.reference, example.sequences[0][:-1])[-1, ids])
+            expected = log_probabilities(self.reference, examples)
+            if option_length > 1:
+                assert_near(self.engine.forward(candidate_batch(examples, PAD)), expected)
+                continue
+            whole = token_batch(all_candidates(examples), PAD)
+            assert_near(self.engine.forward(whole), expected)
+            # A pass over labels of one token returns their entries alone.
+            found = self.engine.forward(candidate_batch(examples, PAD))
+            for row, example in zip(found, examples, strict=True):
+                ids = [sequence[-1] for sequence in example.sequences]
+                assert_near(row, logits_of(self.reference, example.sequences[0][:-1])[-1, ids])
 
     def packed(self) -> None:
         config = load_model_config(self.directory)
         own = examples_of(2)
-        if not can_pack(config, _longest(own)):
-            raise UserError("not packed", fix="")
         start = prompts()[1][:6]
-        begun = with_start(own, start)
-        for examples, num_start in ((own, 0), (begun, len(start))):
-            if not can_pack(config, _longest(examples)):
+        for examples, num_start in ((own, 0), (with_start(own, start), len(start))):
+            longest = max(len(ids) for example in examples for ids in example.sequences)
+            if not can_pack(config, longest):
+                if examples is own:
+                    raise UserError("not packed", fix="")
                 continue
             batch = candidate_batch(examples, PAD)
             together = pack(batch, num_start)
@@ -233,7 +211,7 @@ class Family:
     def step(self, **changes: Any) -> None:
         self._compare_slope(self._start(**changes) if changes else self.engine)
 
-    def step_rank_1(self) -> None:
+    def rank_1(self) -> None:
         self._compare_slope(self._start(noise_rank=1))
 
     def _compare_slope(self, engine: Any) -> None:
@@ -251,14 +229,14 @@ class Family:
         losses = []
         for scale in (SCALE, -SCALE):
             set_values(model, moved(before, direction, scale))
-            losses.append(mean_loss(model, examples))
+            scores = log_probabilities(model, examples).view(len(examples), 2, -1).mean(dim=2)
+            labels = torch.tensor([example.gold for example in examples])
+            losses.append(float(cross_entropy(scores, labels)))
         expected = (losses[0] - losses[1]) / (2 * SCALE)
         assert abs(slope - expected) <= 2e-3 * (1 + abs(expected)), f"{slope} not {expected}"
         self._compare_answers(engine, model, record.key, after, direction)
 
-    def _compare_answers(
-        self, engine: Any, model: Any, key: int, values: Values, direction: Values
-    ) -> None:
+    def _compare_answers(self, engine, model, key, values, direction) -> None:
         """Compare the answers of a pass at two probes with those at moved weights."""
         probes = (KeyedProbe((key,), 4 * SCALE), KeyedProbe((key,), -4 * SCALE))
         perturbation = Perturbation(probes)
@@ -282,17 +260,14 @@ class Family:
         assert_near(self.engine.forward(batch), log_probabilities(model, examples))
 
     def lora(self) -> None:
-        targets = linear_names(self.reference)
-        config = PeftConfig(
-            kind="lora", lora_rank=2, lora_alpha=5.0, lora_targets=",".join(targets)
-        )
+        names = ",".join(linear_names(self.reference))
+        config = PeftConfig(kind="lora", lora_rank=2, lora_alpha=5.0, lora_targets=names)
         engine = self._start(peft=config, learning_rate=0.03)
         examples = examples_of(2)
         batch = candidate_batch(examples, PAD)
         for _ in range(2):
             engine.train_batch([batch], classification_loss)
-        adapter = self.root / "adapter"
-        merged = self.root / "merged"
+        adapter, merged = self.root / "adapter", self.root / "merged"
         engine.write_model(adapter)
         engine.write_model(merged, merge=True)
         plain = log_probabilities(self.reference, examples)
@@ -301,7 +276,7 @@ class Family:
         read = peft.get_peft_model_state_dict(with_adapter)
         stored = load_file(adapter / "adapter_model.safetensors")
         if any(not torch.equal(value, read[name]) for name, value in stored.items()):
-            raise UserError(NOT_READ, fix="")
+            raise UserError("peft does not read the names of this adapter", fix="")
         by_peft = with_adapter.merge_and_unload()
         model = self.opened_whole(merged)
         expected = dict(by_peft.named_parameters())
@@ -343,14 +318,6 @@ class Family:
             raise
         self._compare_labels(fitted, self.opened_whole(fitted), [])
 
-    @property
-    def recipe(self) -> Path:
-        return self.root / "recipe.yaml"
-
-    @property
-    def table(self) -> Path:
-        return self.root / "table.csv"
-
     def _compare_labels(self, directory: Path, model: Any, recipe: list[str]) -> list[str]:
         """Return the labels that predict writes, which are those of a model of transformers."""
         out = self.root / f"by-{directory.name}.csv"
@@ -380,15 +347,11 @@ def written(model: Any, prompt: tuple[int, ...]) -> list[int]:
     return tokens[0, len(prompt) :].tolist()
 
 
-Values = dict[str, Tensor]
-"""The values of parameters, by name."""
-
-
-def moved(values: Values, direction: Values, scale: float) -> Values:
+def moved(values, direction, scale):
     return {name: value + scale * direction[name] for name, value in values.items()}
 
 
-def set_values(model: nn.Module, values: Values) -> None:
+def set_values(model, values):
     parameters = dict(model.named_parameters())
     assert values.keys() == parameters.keys(), values.keys() ^ parameters.keys()
     with torch.no_grad():
@@ -412,23 +375,10 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-CHECKS: dict[str, Callable[[Family], None]] = {
-    "losses": Family.losses,
-    "packed": Family.packed,
-    "answers": Family.answers,
-    "step": Family.step,
-    "rank 1": Family.step_rank_1,
-    "export": Family.export,
-    "LoRA": Family.lora,
-    "plan": Family.plan,
-    "labels": Family.labels,
-}
-
-
-def outcome(family: Family, check: Callable[[Family], None]) -> str:
+def outcome(check: Callable[[], None]) -> str:
     """Return "equal", or in one line what came out instead."""
     try:
-        check(family)
+        check()
     except UserError as error:
         return f"refused: {error}"
     except AssertionError as error:
@@ -437,4 +387,4 @@ def outcome(family: Family, check: Callable[[Family], None]) -> str:
         return f"error: {type(error).__name__}: " + " ".join(str(error).split())
     finally:
         gc.collect()
-    return EQUAL
+    return "equal"

@@ -5,8 +5,6 @@ its small value, and also applies to the parts of a multimodal config. `_OWN` ha
 family.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import transformers
@@ -30,55 +28,51 @@ TOKENS = range(4, 40)
 NUM_LAYERS = 4
 WINDOW = 8
 
-_SIZES: dict[str, Any] = {}
-
-
-def _sizes(value: Any, keys: str) -> None:
-    _SIZES.update(dict.fromkeys(keys.split(), value))
-
-
-_sizes(VOCABULARY, "vocab_size decoder_vocab_size vocab_size_per_layer_input")
-_sizes(VOCABULARY, "pronunciation_vocab_size shape_vocab_size")
-_sizes(NUM_LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers")
-_sizes(NUM_LAYERS, "num_encoder_layers num_decoder_layers num_blocks depth conf_num_hidden_layers")
-_sizes(32, "hidden_size d_model n_embd dim emb_dim embedding_dim lru_width")
-_sizes(32, "embedding_size input_embedding_size output_embedding_size word_embed_proj_dim")
-_sizes(32, "embed_dim out_hidden_size hidden_size_global intermediate_size_mlp adapter_in_dim")
-_sizes(32, "adapter_out_dim projector_input_dim projector_output_dim pronunciation_embed_dim")
-_sizes(32, "shape_embed_dim output_channels base_channels ext_pw_out_channel nemo_conv_channels")
-_sizes(32, "depthwise_separable_out_channel")
-_sizes(4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads")
-_sizes(4, "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads")
-_sizes(4, "conf_num_attention_heads linear_num_heads linear_num_value_heads mamba_num_heads")
-_sizes(4, "swa_num_attention_heads")
-_sizes(2, "num_key_value_heads num_kv_heads kv_n_heads linear_num_key_heads n_groups")
-_sizes(2, "swa_num_key_value_heads num_query_groups")
-_sizes(8, "head_dim kv_channels linear_head_dim linear_key_head_dim linear_value_head_dim")
-_sizes(8, "swa_head_dim qk_rope_head_dim global_head_dim dim_head d_head v_head_dim")
-_sizes(8, "attention_head_size index_head_dim mamba_head_dim q_lora_rank kv_lora_rank laurel_rank")
-_sizes(8, "hidden_size_per_layer_input mamba_d_head rotary_dim query_pre_attn_scalar")
-_sizes(4, "qk_nope_head_dim index_n_heads mamba_n_heads time_step_rank")
-_sizes(4, "mamba_dt_rank n_mamba_heads o_lora_rank gated_norm_rank adapter_rank d_rel")
-_sizes(48, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff ffn_hidden_size d_inner")
-_sizes(48, "dim_ff feed_forward_size dense_intermediate_size n_inner mlp_dim")
-_sizes(24, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size")
-_sizes(24, "expert_ffn_hidden_size moe_shared_expert_intermediate_size")
-_sizes(24, "shared_experts_intermediate_size")
-_sizes(4, "num_experts n_routed_experts num_local_experts moe_num_experts num_routed_experts")
-_sizes(2, "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k")
-_sizes(1, "n_group topk_group num_expert_group n_shared_experts num_shared_experts")
-_sizes(1, "moe_num_shared_experts first_k_dense_replace num_dense_layers moe_layer_start_index")
-_sizes(1, "num_kv_shared_layers num_codebooks router_hidden_size")
-_sizes(8, "state_size mamba_d_state ssm_state_size")
-_sizes(16, "chunk_size mamba_chunk_size")
-_sizes(256, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length")
-_sizes(256, "max_target_positions rel_extent position_bias_max_distance")
-_sizes(WINDOW, "sliding_window window_size sliding_window_size attention_window_size")
-_sizes(WINDOW, "attention_chunk_size local_attention keep_window_size")
-_sizes(32, "image_size")
-_sizes(16, "patch_size")
-# Indexed attention takes all tokens here: a choice among equal scores would depend on the padding.
-_sizes(64, "index_topk")
+# Indexed attention takes all tokens: a choice among equal scores would depend on the padding.
+_TABLE = """
+ 64 vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size
+ 64 shape_vocab_size
+  4 num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers
+  4 num_decoder_layers num_blocks depth conf_num_hidden_layers
+ 32 hidden_size d_model n_embd dim emb_dim embedding_dim lru_width embedding_size
+ 32 input_embedding_size output_embedding_size word_embed_proj_dim embed_dim out_hidden_size
+ 32 hidden_size_global intermediate_size_mlp adapter_in_dim adapter_out_dim projector_input_dim
+ 32 projector_output_dim pronunciation_embed_dim shape_embed_dim output_channels base_channels
+ 32 ext_pw_out_channel nemo_conv_channels depthwise_separable_out_channel
+  4 num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads
+  4 encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads
+  4 conf_num_attention_heads linear_num_heads linear_num_value_heads mamba_num_heads
+  4 swa_num_attention_heads
+  2 num_key_value_heads num_kv_heads kv_n_heads linear_num_key_heads n_groups
+  2 swa_num_key_value_heads num_query_groups
+  8 head_dim kv_channels linear_head_dim linear_key_head_dim linear_value_head_dim swa_head_dim
+  8 qk_rope_head_dim global_head_dim dim_head d_head v_head_dim attention_head_size index_head_dim
+  8 mamba_head_dim q_lora_rank kv_lora_rank laurel_rank hidden_size_per_layer_input mamba_d_head
+  8 rotary_dim query_pre_attn_scalar
+  4 qk_nope_head_dim index_n_heads mamba_n_heads time_step_rank mamba_dt_rank n_mamba_heads
+  4 o_lora_rank gated_norm_rank adapter_rank d_rel
+ 48 intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff ffn_hidden_size d_inner dim_ff
+ 48 feed_forward_size dense_intermediate_size n_inner mlp_dim
+ 24 moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size
+ 24 expert_ffn_hidden_size moe_shared_expert_intermediate_size shared_experts_intermediate_size
+  4 num_experts n_routed_experts num_local_experts moe_num_experts num_routed_experts
+  2 num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k
+  1 n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts
+  1 first_k_dense_replace num_dense_layers moe_layer_start_index num_kv_shared_layers num_codebooks
+  1 router_hidden_size
+  8 state_size mamba_d_state ssm_state_size
+ 16 chunk_size mamba_chunk_size
+256 max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length
+256 max_target_positions rel_extent position_bias_max_distance
+  8 sliding_window window_size sliding_window_size attention_window_size attention_chunk_size
+  8 local_attention keep_window_size
+ 32 image_size
+ 16 patch_size
+ 64 index_topk
+"""
+_SIZES: dict[str, int] = {}
+for _size, *_keys in map(str.split, _TABLE.strip().splitlines()):
+    _SIZES.update(dict.fromkeys(_keys, int(_size)))
 
 _SPECIAL = {
     "bos_token_id": 0,

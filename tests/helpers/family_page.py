@@ -4,8 +4,6 @@ python tests/helpers/family_page.py            all families, in about 35 minutes
 python tests/helpers/family_page.py opt llama  these families; the other lines stay as they are
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -29,31 +27,26 @@ COLUMNS = {
     "plan": "`init` writes a recipe, and `train --dry-run` plans its run and takes a few steps",
     "labels": "labels and probabilities by `predict`, also after `fit-head`",
 }
-"""Name of a check in `family_checks.CHECKS` -> what it compares, as the page says it."""
+"""Name of a check, which is a method of `family_checks.Family` -> what it compares."""
 FAMILIES = [name for name in KNOWN if name not in NOT_BUILT]
 _FAMILIES_AT_A_TIME = 8
 
-_REASONS = {
-    "R1": (
-        "zo.noise_rank perturbs linear layers only",
-        "Low rank supports only plain matrix products.",
-    ),
-    "R2": (
-        "without a batch dimension",
-        "A module cannot be split into two probes: set `zo.probes_per_pass=1`.",
-    ),
-    "R3": ("no transformer blocks", "Its blocks have several classes."),
-    "R4": ("cannot be read in slices", "Its checkpoint stores weights in another order."),
-    "R5": ("zo.noise_rank needs all", "Low rank needs modules that run on all tokens."),
-    "R6": ("peft.lora_targets", "A module with a target name does not support adapters."),
-    "R7": ("lacks", "Its checkpoint has different names or shapes."),
-    "R8": ("has an encoder", "It has an encoder."),
-    "R9": ("peft does not read", "peft reads neither lezo_ds's adapter nor one of its own."),
-    "R10": ("adds no tokens", "transformers does not read the tokenizer of this check."),
-    "R11": ("more than rounding", "A pass of several sequences differs, so a run refuses it."),
-    "R12": ("does not run in a training pass", "It does not run on several sequences."),
-}
-"""Mark of a refusal -> (words of its line, what the page says)."""
+_REASONS = """
+R1  | zo.noise_rank perturbs linear layers only | Low rank supports only plain matrix products.
+R2  | without a batch dim | A module cannot be split into two probes: set `zo.probes_per_pass=1`.
+R3  | no transformer blocks | Its blocks have several classes.
+R4  | cannot be read in slices | Its checkpoint stores weights in another order.
+R5  | zo.noise_rank needs all | Low rank needs modules that run on all tokens.
+R6  | peft.lora_targets | A module with a target name does not support adapters.
+R7  | lacks | Its checkpoint has different names or shapes.
+R8  | has an encoder | It has an encoder.
+R9  | peft does not read | peft reads neither lezo_ds's adapter nor one of its own.
+R10 | adds no tokens | transformers does not read the tokenizer of this check.
+R11 | more than rounding | A pass of several sequences differs, so a run refuses it.
+R12 | does not run in a training pass | It does not run on several sequences.
+"""
+REASONS = [[part.strip() for part in line.split("|")] for line in _REASONS.strip().splitlines()]
+"""Of each refusal: its mark, words of its line, and what the page says."""
 
 _HEAD = """# Families
 
@@ -95,7 +88,7 @@ def _mark(outcome: str) -> str:
         return NOT_PACKED
     if outcome.startswith("differs"):
         return "D"
-    for mark, (words, _) in _REASONS.items():
+    for mark, words, _ in REASONS:
         if outcome.startswith("refused") and words in outcome:
             return mark
     return "E" if outcome.startswith("error") else "R"
@@ -116,7 +109,7 @@ def read_rows() -> dict[str, str]:
 
 def page_text(rows: Mapping[str, str]) -> str:
     """Return the page with these lines."""
-    reasons = "".join(f"- {mark}: {text}\n" for mark, (_, text) in _REASONS.items())
+    reasons = "".join(f"- {mark}: {text}\n" for mark, _, text in REASONS)
     table = ["| family | result |", "| --- | --- |"]
     table += [rows[family] for family in FAMILIES if family in rows]
     not_built = "".join(f"- {family}: {reason}\n" for family, reason in NOT_BUILT.items())
@@ -126,11 +119,12 @@ def page_text(rows: Mapping[str, str]) -> str:
 
 def outcomes_of(family: str) -> dict[str, str]:
     """Return what each comparison gave for a family."""
-    from family_checks import CHECKS, Family, outcome
+    from family_checks import Family, outcome
 
     with tempfile.TemporaryDirectory() as directory:
         checked = Family(family, Path(directory))
-        return {name: outcome(checked, check) for name, check in CHECKS.items()}
+        methods = {name: name.lower().replace(" ", "_") for name in COLUMNS}
+        return {name: outcome(getattr(checked, method)) for name, method in methods.items()}
 
 
 def main(families: Iterable[str]) -> None:

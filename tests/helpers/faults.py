@@ -1,18 +1,16 @@
 """Runs with faults: killed inside a file operation, or refused by the disk."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from commands import run_forked
+from faulty_train import VARIABLE
 from run_ends import num_steps
 
 from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_path, snapshot_steps
 
 FAULTY_TRAIN = Path(__file__).with_name("faulty_train.py")
-VARIABLE = "LEZO_TEST_FAULT"
 
 
 @dataclass(frozen=True)
@@ -28,27 +26,16 @@ class Fault:
 
 
 def run_faulty(arguments, fault=Fault(number=0), log=None, **options):
-    """Run launch/train.py with a fault on forked ranks. `log` gets the operations on the run's
-    directory."""
-    run_dir = next(
-        str(a).removeprefix("run_dir=") for a in arguments if str(a).startswith("run_dir=")
-    )
-    told = {VARIABLE: json.dumps({**asdict(fault), "root": run_dir, "log": log and str(log)})}
-    return run_forked(arguments, FAULTY_TRAIN, **options, **told)
-
-
-def num_reported_steps(run_dir):
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+    """Run launch/train.py with a fault. `log` gets the operations on the run's directory."""
+    (key,) = (word for word in map(str, arguments) if word.startswith("run_dir="))
+    told = {**asdict(fault), "root": key.removeprefix("run_dir="), "log": log and str(log)}
+    return run_forked(arguments, FAULTY_TRAIN, **options, **{VARIABLE: json.dumps(told)})
 
 
 def check_interrupted(run_dir, undisturbed):
-    """Assert that a killed run left what the undisturbed one had at that moment; return the
-    steps it lost.
+    """Check that a killed run left what the undisturbed one had at that moment.
 
-    The last line of its journal may be torn. A lost step is one that metrics.jsonl calls done and
-    the journal lacks.
+    The last line of its journal may be torn, and no step that metrics.jsonl calls done is lost.
     """
     path = run_dir / "journal.jsonl"
     if path.exists():
@@ -59,4 +46,7 @@ def check_interrupted(run_dir, undisturbed):
     # An older one may have been in removal.
     for step in snapshot_steps(run_dir / "snapshots")[-1:]:
         assert read_manifest(snapshot_path(run_dir / "snapshots", step)) is not None
-    return max(0, num_reported_steps(run_dir) - num_steps(run_dir))
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    reported = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+    assert max(reported, default=0) <= num_steps(run_dir)

@@ -1,7 +1,4 @@
-"""launch/train.py with a fault in the file operations of Python and safetensors (see
-`faults.Fault`)."""
-
-from __future__ import annotations
+"""launch/train.py with a `faults.Fault` in the file operations of Python and safetensors."""
 
 import errno
 import json
@@ -18,7 +15,6 @@ from lezo_ds.sharding import weights
 VARIABLE = "LEZO_TEST_FAULT"
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 OPERATIONS = ("write", "fsync", "ftruncate", "replace", "rename", "unlink", "rmdir", "mkdir")
-_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK")
 
 
 class Injector:
@@ -26,9 +22,8 @@ class Injector:
         self._fault = fault
         self._root = os.path.realpath(fault["root"])
         self._seen = 0
-        self._log = (
-            os.open(fault["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if fault["log"] else None
-        )
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._log = os.open(fault["log"] or os.devnull, flags)
         self._write = os.write
 
     def install(self):
@@ -65,30 +60,25 @@ class Injector:
         return operation
 
     def _note(self, name, relative):
-        if self._log is not None:
-            self._write(self._log, f"{name} {relative}\n".encode())
+        self._write(self._log, f"{name} {relative}\n".encode())
 
     def _is_due(self, name, relative):
         fault = self._fault
         if fault["lasts"] and self._seen >= fault["number"]:
             return True
-        if not (re.fullmatch(fault["operation"], name) and re.fullmatch(fault["path"], relative)):
-            return False
-        self._seen += 1
-        return self._seen == fault["number"]
+        matches = re.fullmatch(fault["operation"], name) and re.fullmatch(fault["path"], relative)
+        self._seen += bool(matches)
+        return bool(matches) and self._seen == fault["number"]
 
     def _strike(self):
-        effect = self._fault["effect"]
-        if effect == "kill":
+        if self._fault["effect"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            number = getattr(errno, effect)
-            raise OSError(number, os.strerror(number))
+        number = getattr(errno, self._fault["effect"])
+        raise OSError(number, os.strerror(number))
 
 
 def _path_of(name, arguments, keywords):
-    """Return the absolute path that an operation changes: a rename's new name, a descriptor's
-    file."""
+    """Return the absolute path that an operation changes; of a rename, the new one."""
     subject = arguments[1] if name in ("replace", "rename", "save") else arguments[0]
     if isinstance(subject, int):
         return _opened_path(subject).removesuffix(" (deleted)")
@@ -112,11 +102,7 @@ def _do_half(name, real, arguments, path):
     os.truncate(path, Path(path).stat().st_size // 2)
 
 
-def main():
-    if next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "0") == "0":
+if __name__ == "__main__":
+    if os.environ["RANK"] == "0":
         Injector(json.loads(os.environ[VARIABLE])).install()
     runpy.run_path(str(TRAIN), run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Records of every task with the text that MeZO's protocol makes of them, worked out by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +18,8 @@ class Golden:
     references: tuple[str, ...]
 
 
-_ROWS = json.loads(
-    (Path(__file__).parents[1] / "unit" / "golden" / "tasks.json").read_text(encoding="utf-8")
-)
+_FILE = Path(__file__).parents[1] / "unit" / "golden" / "tasks.json"
 GOLDEN = [
     Golden(**row | {name: tuple(row[name]) for name in ("candidates", "references")})
-    for row in _ROWS
+    for row in json.loads(_FILE.read_text(encoding="utf-8"))
 ]

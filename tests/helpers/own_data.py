@@ -1,12 +1,9 @@
 """A user's own data: support tickets as CSV, conversations, and a tiny model of bytes."""
 
-from __future__ import annotations
-
 import csv
-import json
 import random
 
-from assets import recipe_values, tokenizer_of
+from assets import recipe_values, sizes_of, tokenizer_of, write_records
 from tiny_runs import write_model
 from tokenizers import decoders, pre_tokenizers
 from transformers import OPTConfig
@@ -38,26 +35,15 @@ def write_tickets(path, num_rows=300):
     return path
 
 
-def write_byte_model(directory):
-    """Write a random OPT of 2 blocks x 16 whose tokens are bytes: any text has tokens."""
+def write_byte_model(directory, num_blocks=2, num_positions=256):
+    """Write a random OPT of blocks x 16 whose tokens are bytes: any text has tokens."""
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = pre_tokenizers.Sequence([byte_level, pre_tokenizers.Split("", "isolated")])
     tokenizer = tokenizer_of(words, split, decoders.ByteLevel(), adds_bos=False)
     tokenizer.save_pretrained(directory)
-    config = OPTConfig(
-        bos_token_id=0,
-        pad_token_id=1,
-        eos_token_id=2,
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        ffn_dim=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-    )
-    return write_model(config, directory)
+    sizes = sizes_of(tokenizer, num_blocks, num_positions)
+    return write_model(OPTConfig(**sizes, word_embed_proj_dim=16, ffn_dim=32), directory)
 
 
 def own_values(model, **data):
@@ -121,19 +107,14 @@ WITHOUT_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
 )
 """A template as that of Gemma."""
-
-NEEDS_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
-)
-"""A template that requires a system turn."""
+NEEDS_SYSTEM = WITHOUT_SYSTEM.replace("==", "!=")
 
 COLORS = ("red", "green", "blue", "white")
 
 
-def write_chat_model(directory, template=PLAIN):
-    """Write a random OPT of 2 blocks x 16 whose tokens are bytes, with a chat template if one is
-    given."""
-    write_byte_model(directory)
+def write_chat_model(directory, template=PLAIN, **sizes):
+    """Write a random OPT whose tokens are bytes, with a chat template if one is given."""
+    write_byte_model(directory, **sizes)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
     return directory
@@ -147,6 +128,5 @@ def conversation(number):
 
 
 def write_conversations(path, num_records=40):
-    rows = [{"id": number, "turns": conversation(number)} for number in range(num_records)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_records(path, [{"id": n, "turns": conversation(n)} for n in range(num_records)])
     return path

@@ -1,7 +1,5 @@
 """A fifth kind of task as a user writes one, in a file of their own: the answer is a number."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """A perturbation law as a user writes one, in a file of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Memory of this process, in bytes, as Linux counts it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

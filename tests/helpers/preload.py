@@ -2,8 +2,6 @@
 
 # ruff: noqa: F401 (a module that a rank would import is imported here)
 
-from __future__ import annotations
-
 import gc
 
 import datasets

@@ -1,7 +1,5 @@
 """A command, by default train, whose ranks miss each other after seconds instead of minutes."""
 
-from __future__ import annotations
-
 import os
 
 from lezo_ds.__main__ import main

@@ -1,18 +1,15 @@
-"""Runs a function on several real ranks: processes joined by gloo, as a launcher would join them.
-
-They are forked from a clean server that has only imported the libraries, so that a start is quick.
-"""
-
-from __future__ import annotations
+"""Runs a function on several real ranks, joined by gloo, forked from a server with all imports."""
 
 import multiprocessing
 import os
 import pickle
 import random
 import socket
+import sys
+import tempfile
 import time
 import traceback
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import lezo_ds
@@ -33,76 +30,87 @@ _PORTS = range(15_000, 32_768)  # Linux gives 32768 to 60999 to connections
 _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
 
 
-def run_ranks(function, num_ranks, *arguments, timeout=180.0):
-    """Call `function(*arguments)`, which are pickled, on every rank and return the results, by
-    rank."""
-    port = free_port()
-    ranks = {}
-    processes = []
-    for rank in range(num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_run_rank, args=(theirs, function, arguments, rank, num_ranks, port), daemon=True
-        )
-        process.start()
-        theirs.close()
-        ranks[ours] = rank
-        processes.append(process)
-    outcomes = _collect(ranks, timeout)
-    all_answered = all(outcomes.get(rank, (False, ""))[0] for rank in range(num_ranks))
-    for process in processes:
-        process.join(_GRACE_SECONDS if all_answered else 0)
-        process.kill()
-        process.join()
-    failed = [rank for rank in range(num_ranks) if not outcomes.get(rank, (False, ""))[0]]
-    if failed:
-        texts = [
-            f"rank {rank}: {outcomes[rank][1] if rank in outcomes else 'no answer'}"
-            for rank in failed
-        ]
-        raise AssertionError(f"{len(failed)} of {num_ranks} ranks failed\n" + "\n".join(texts))
-    return [outcomes[rank][1] for rank in range(num_ranks)]
+def fork(function, *arguments):
+    """Start a function in a process forked from the server."""
+    process = context.Process(target=_call, args=(function, *arguments), daemon=True)
+    process.start()
+    return process
 
 
-def _collect(ranks, timeout):
-    """Return (succeeded, result or traceback) of each rank that answers in time."""
-    outcomes = {}
-    pending = dict(ranks)
-    deadline = time.monotonic() + timeout
-    while pending and (left := deadline - time.monotonic()) > 0:
-        for connection in wait(list(pending), left):
-            rank = pending.pop(connection)
-            try:
-                outcomes[rank] = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                outcomes[rank] = (False, "died without an answer")
-            if not outcomes[rank][0]:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    return outcomes
-
-
-def _run_rank(connection: Connection, function, arguments, rank, num_ranks, port):
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    from lezo_ds import distributed
-
+def _call(function, *arguments):
     # Libraries start processes of their own (pytablewriter does).
     multiprocessing.current_process()._config["daemon"] = False
+    function(*arguments)
+
+
+def rank_variables(rank, num_ranks, port):
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def join_ranks(ranks, seconds, grace):
+    """Wait for all ranks, and `grace` seconds once one has failed.
+
+    Return the first exit code that is not 0, or 0, and the ranks that still run.
+    """
+    deadline, code, running = time.monotonic() + seconds, 0, list(ranks)
+    while running and (left := deadline - time.monotonic()) > 0:
+        wait([rank.sentinel for rank in running], left)
+        for rank in [rank for rank in running if not rank.is_alive()]:
+            running.remove(rank)
+            if rank.exitcode != 0 and code == 0:
+                code, deadline = rank.exitcode, min(deadline, time.monotonic() + grace)
+    return code, [ranks.index(rank) for rank in running]
+
+
+def kill(ranks):
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+
+
+def run_ranks(function, num_ranks, *arguments, timeout=180.0):
+    """Call `function(*arguments)`, which are pickled, on every rank; return the results."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as directory:
+        answers = [Path(directory, str(rank)) for rank in range(num_ranks)]
+        ranks = []
+        for rank, answer in enumerate(answers):
+            variables = rank_variables(rank, num_ranks, port) | {"LOCAL_SIZE": str(num_ranks)}
+            ranks.append(fork(_run_rank, function, arguments, variables, answer))
+        join_ranks(ranks, timeout, _GRACE_SECONDS)
+        failed = [place for place, rank in enumerate(ranks) if rank.exitcode != 0]
+        kill(ranks)
+        texts = [f"{len(failed)} of {num_ranks} ranks failed"]
+        for rank in failed:
+            answer = answers[rank]
+            text = (
+                answer.read_text("utf-8", "replace")
+                if answer.exists()
+                else "died without an answer"
+            )
+            texts.append(f"rank {rank}: {text}")
+        assert not failed, "\n".join(texts)
+        return [pickle.loads(answer.read_bytes()) for answer in answers]
+
+
+def _run_rank(function, arguments, variables, answer):
+    os.environ.update(variables)
+    from lezo_ds import distributed
+
     try:
-        outcome = (True, function(*arguments))
+        result = function(*arguments)
     except BaseException:
-        outcome = (False, traceback.format_exc())
+        answer.write_text(traceback.format_exc())
+        sys.exit(1)
     # Plain pickle: multiprocessing's own would send tensors as handles that die with this process.
-    connection.send_bytes(pickle.dumps(outcome))
-    connection.close()
-    if outcome[0]:
-        distributed.shut_down()
+    answer.write_bytes(pickle.dumps(result))
+    distributed.shut_down()
 
 
 def free_port():

@@ -4,44 +4,23 @@ Nothing of the engine is used but the noise and the dither. The steps of MeZO (M
 Algorithm 1) and LeZO (Wang et al. 2024, Algorithm 1) are written out again, on float32 weights.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import statistics
 
 import torch
-from eager_noise import draw, move_codes, round_stochastic
+from eager_noise import draw, round_stochastic
 from torch.nn import functional as F
 
-from lezo_ds.noise import Elements, UpdateTarget
-from lezo_ds.noise.philox import CODE_STREAM, DITHER_STREAM, words_at
+from lezo_ds.noise.philox import DITHER_STREAM, words_at
 from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.zo.keys import direction_key
 
 
 class Reference:
-    """A model of transformers in float32 and its zeroth-order optimizer. `own_name` names noise.
+    """A model of transformers in float32 and its zeroth-order optimizer. `own_name` names noise."""
 
-    With a `rank`, directions are of low rank, and only the matrices of the blocks are trained. With
-    `trains_codes`, the matrices of the blocks are codes of 8 bits.
-    """
-
-    def __init__(
-        self,
-        model,
-        dtype,
-        precision,
-        distribution="normal",
-        own_name=str,
-        rank=0,
-        trains_codes=False,
-    ):
-        self.rank = rank
-        if rank:
-            for name, parameter in model.named_parameters():
-                if parameter.dim() != 2 or "layers." not in name:
-                    parameter.requires_grad_(False)
+    def __init__(self, model, dtype, precision, distribution="normal", own_name=str):
         self.dtype, self.precision, self.distribution = dtype, precision, distribution
         self.model = model.eval()
         self.model.config.use_cache = False
@@ -55,11 +34,6 @@ class Reference:
         self.values = {
             name: self._stored_as_float(p.detach()) for name, p in self.parameters.items()
         }
-        self.codes = {}
-        for name, parameter in self.parameters.items():
-            if trains_codes and parameter.dim() == 2 and "layers." in name:
-                self.codes[name] = _codes_of(parameter.detach(), self.ids[name], dtype)
-                self.values[name] = self._dequantized(name)
         for parameter in self.model.parameters():  # and no buffers, such as frequencies
             parameter.data = parameter.data.to(dtype)
         self.wide = set()
@@ -69,37 +43,20 @@ class Reference:
                 own = module.named_parameters(recurse=False)
                 self.wide.update(own_name(f"{path}.{name}") for name, _ in own)
 
-    def losses_of_groups(self, batch, key, probes, dropped_blocks, size):
-        """Return, for each group of `size` examples, the losses of its own directions."""
-        num_directions = 1 + max(direction for direction, _ in probes)
-        num_examples = sum(micro_batch.weight for micro_batch in batch)
-        groups = []
-        for group, first in enumerate(range(0, num_examples, size)):
-            own = [(group * num_directions + direction, scale) for direction, scale in probes]
-            examples = slice(first, first + size)
-            groups.append(self.losses(batch, key, own, dropped_blocks, examples))
-        return groups
-
     @torch.no_grad()
-    def losses(self, batch, key, probes, dropped_blocks=(), examples=slice(None)):
-        """Return the mean loss over a step's batch, or some of its examples, at theta + scale z of
-        each (direction, scale)."""
+    def losses(self, batch, key, probes, dropped_blocks=()):
+        """Return the mean loss of a batch at theta + scale z of each (direction, scale)."""
         losses = []
         for direction, scale in probes:
             for name, parameter in self.parameters.items():
                 parameter.data = self._stored(name)
                 if _block(name, self.num_blocks) not in dropped_blocks:
-                    wide = parameter.data.float() + scale * self._noise(
-                        name, direction_key(key, direction)
-                    )
+                    z = self._noise(name, direction_key(key, direction))
+                    wide = parameter.data.float() + scale * z
                     # Vectors of norms stay in float32: a 16-bit 1.0 has no room for mu z.
                     parameter.data = wide if name in self.wide else wide.to(self.dtype)
-            of_micro_batches = list(map(self._losses, batch))
-            if examples == slice(None):
-                total = sum(float(each.sum()) for each in of_micro_batches)
-                losses.append(total / sum(micro_batch.weight for micro_batch in batch))
-            else:
-                losses.append(float(torch.cat(of_micro_batches)[examples].mean()))
+            total = sum(float(self._losses(micro_batch).sum()) for micro_batch in batch)
+            losses.append(total / sum(micro_batch.weight for micro_batch in batch))
         return losses
 
     def update(self, record, weight_decay=0.0):
@@ -111,57 +68,22 @@ class Reference:
                 continue
             weight = record.layer_weights[block] if record.layer_weights else 1.0
             factor = 1 - record.learning_rate * weight_decay if value.dim() > 1 else 1.0
-            if self.rank:
-                delta = torch.zeros_like(value)
-                for direction, gradient in enumerate(record.projected_grads):
-                    coefficient = share * gradient * weight / math.sqrt(self.rank)
-                    key = direction_key(record.key, direction)
-                    for a, b in self._vectors(name, key):
-                        delta = delta + (coefficient * a)[:, None] * b
-                self._change(name, factor, delta, record.key)
-                continue
             for direction, gradient in enumerate(record.projected_grads):
                 key = direction_key(record.key, direction)
-                self._change(name, factor, share * gradient * weight * self._noise(name, key), key)
+                value = value * factor - share * gradient * weight * self._noise(name, key)
+                value = self._stored_as_float(value, name, key)
                 factor = 1.0
-
-    def _change(self, name, factor, delta, key):
-        """Store theta * factor - delta."""
-        if name in self.codes:
-            words = words_at(key, self.ids[name], torch.arange(delta.numel()), CODE_STREAM)
-            move_codes(self.codes[name], factor, delta.reshape(-1), words)
-            self.values[name] = self._dequantized(name)
-        else:
-            value = self.values[name] * factor - delta
-            self.values[name] = self._stored_as_float(value, name, key)
-
-    def _dequantized(self, name):
-        codes, elements, _, grid = self.codes[name]
-        steps, minima = grid.float()[:, :, None]
-        return (codes.view(-1, 64) * steps + minima).view(elements.shape)
+            self.values[name] = value
 
     def stored(self):
         """Return the trained weights as they are stored, by name."""
         return {name: self._stored(name) for name in self.values}
 
-    def _vectors(self, name, key):
-        """Yield the vectors a and b of a direction of low rank."""
-        num_rows, num_columns = self.values[name].shape
-        for place in range(self.rank):
-            a = draw(self.distribution, key, self.ids[name], place * num_rows, num_rows)
-            first = 2**39 + place * num_columns
-            yield a, draw(self.distribution, key, self.ids[name], first, num_columns)
-
     def _noise(self, name, key):
-        if self.rank:
-            products = [torch.outer(a, b) for a, b in self._vectors(name, key)]
-            return sum(products) / math.sqrt(self.rank)
         shape = self.values[name].shape
         return draw(self.distribution, key, self.ids[name], 0, shape.numel()).view(shape)
 
     def _stored(self, name):
-        if name in self.codes:
-            return self.values[name].to(self.dtype)
         return _nearest(self.values[name], self.dtype, self.precision)
 
     def _stored_as_float(self, value, name=None, key=None):
@@ -169,18 +91,14 @@ class Reference:
         if self.dtype == torch.float32:
             return value.clone()
         if self.precision == "fp32_master":
-            # The low bits of bf16 are exact, those of fp16 in units of 2**-39 below 2**-14.
-            exact = (
-                value.clone()
-                if self.dtype == torch.bfloat16
-                else (value.double() * 2**39).round() / 2**39
-            )
-            return exact.float()
+            if self.dtype == torch.bfloat16:
+                return value.clone()
+            # The low bits of fp16 are in units of 2**-39 below 2**-14.
+            return ((value.double() * 2**39).round() / 2**39).float()
         if self.precision == "stochastic" and key is not None:
             dither = words_at(key, self.ids[name], torch.arange(value.numel()), DITHER_STREAM)
-            return round_stochastic(
-                value.contiguous(), dither.view(value.shape), self.dtype
-            ).float()
+            dither = dither.view(value.shape)
+            return round_stochastic(value.contiguous(), dither, self.dtype).float()
         return value.to(self.dtype).float()
 
     def _losses(self, batch):
@@ -191,21 +109,9 @@ class Reference:
         """
         hidden = self.model.base_model(**batch.inputs).last_hidden_state
         asked = hidden[batch.selection.rows, batch.selection.positions]
-        logits = F.linear(
-            asked, self.model.get_output_embeddings().weight[batch.selection.vocabulary]
-        )
+        head = self.model.get_output_embeddings().weight
+        logits = F.linear(asked, head[batch.selection.vocabulary])
         return F.cross_entropy(logits.float(), batch.labels["label"], reduction="none").double()
-
-
-def _codes_of(values, parameter_id, dtype):
-    """Return the codes of a matrix and their grid (docs/file-formats.md)."""
-    groups = values.reshape(-1, 64)
-    minima, maxima = groups.amin(1), groups.amax(1)
-    grid = torch.stack([(maxima - minima) / 255, minima]).to(dtype)
-    steps, minima = grid.float()[:, :, None]
-    codes = ((groups - minima) / torch.where(steps == 0, 1, steps)).round().clamp(0, 255)
-    elements = Elements.all_of(parameter_id, values.shape)
-    return UpdateTarget(codes.flatten().to(torch.uint8), elements, grid=grid)
 
 
 def probes_of(estimator, scale, directions):
@@ -251,14 +157,10 @@ def _block(name, num_blocks):
 
 
 def _nearest(values, dtype, precision):
-    """Round float32 values to the nearest of `dtype`; with low bits in bf16, ties go away from
-    zero."""
+    """Round to the nearest of `dtype`; with low bits in bf16, ties go away from zero."""
     if dtype == torch.bfloat16 and precision == "fp32_master":
-        return (
-            ((values.contiguous().view(torch.int32) + 0x8000) >> 16)
-            .to(torch.int16)
-            .view(torch.bfloat16)
-        )
+        rounded = (values.contiguous().view(torch.int32) + 0x8000) >> 16
+        return rounded.to(torch.int16).view(torch.bfloat16)
     return values.to(dtype)
 
 

@@ -1,10 +1,7 @@
-"""What a run has left in its directory, and the part of it that is the same however the run got
-there."""
-
-from __future__ import annotations
+"""What a run has left in its directory, and what of it is the same however the run got there."""
 
 import json
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_path
 from lezo_ds.journal import EvaluationRecord, read_journal
@@ -13,31 +10,17 @@ from lezo_ds.zo.records import StepRecord
 STEP = '"kind":"step"'
 
 
-@dataclass(frozen=True)
-class End:
-    results: dict
-    digest: str
-    weights: dict
-    journal: bytes
+KEPT = ("zero_shot", "test", "best_step", "best_dev_loss", "steps", "skipped_steps")
 
 
 def end(run_dir):
+    """Return what a finished run has left: results, weights by file, and its journal's bytes."""
     results = results_of(run_dir)
     assert results["finished"]
-    kept = [
-        "zero_shot",
-        "test",
-        "best_step",
-        "best_dev_loss",
-        "steps",
-        "weights_digest",
-        "skipped_steps",
-    ]
     manifest = read_manifest(snapshot_path(run_dir / "snapshots", results["steps"]))
-    return End(
-        results={name: results[name] for name in kept},
-        digest=manifest["digest"],
-        weights=manifest["files"],
+    return SimpleNamespace(
+        results={name: results[name] for name in (*KEPT, "weights_digest")},
+        weights=(manifest["digest"], manifest["files"]),
         journal=(run_dir / "journal.jsonl").read_bytes(),
     )
 
@@ -47,9 +30,8 @@ def results_of(run_dir):
 
 
 def records_of(run_dir, kind=(StepRecord, EvaluationRecord)):
-    return [
-        record for record in read_journal(run_dir / "journal.jsonl")[1] if isinstance(record, kind)
-    ]
+    records = read_journal(run_dir / "journal.jsonl").records
+    return [record for record in records if isinstance(record, kind)]
 
 
 def digest_after(run_dir, step):

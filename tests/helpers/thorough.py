@@ -1,7 +1,5 @@
 """Parameters of tests that only `make test-thorough` runs."""
 
-from __future__ import annotations
-
 import pytest
 
 

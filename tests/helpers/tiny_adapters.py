@@ -1,7 +1,5 @@
 """Engines with an adapter on tiny models, and what tests of them look at."""
 
-from __future__ import annotations
-
 import tiny_runs
 from tiny_models import VOCABULARY
 from tiny_runs import make_batch
@@ -23,8 +21,7 @@ def peft_config(kind, family="opt"):
 
 
 def start_engine(directory, peft, dtype="fp32", num_ranks=1, **changes):
-    """Return an engine that trains an adapter; one step moves it far, so that it matters to the
-    logits."""
+    """Return an engine that trains an adapter; one step moves it far."""
     far = {"learning_rate": 0.1, "perturbation_scale": 1e-2}
     return tiny_runs.start_engine(directory, dtype, num_ranks, peft=peft, **(far | changes))
 

@@ -1,7 +1,5 @@
 """One tiny, randomly initialised model of each family the tests cover, built from its config."""
 
-from __future__ import annotations
-
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -82,8 +80,7 @@ it."""
 
 
 def random_model(config, dtype=torch.float32, seed=0):
-    """Return a model whose every parameter, biases and norms too, is random and matters to the
-    logits."""
+    """Return a model whose every parameter is random and matters to the logits."""
     return random_values(AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), seed)
 
 

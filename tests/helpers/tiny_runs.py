@@ -1,7 +1,5 @@
 """Tiny models on disk, batches for them, and an engine on them: what tests of training need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -44,8 +42,7 @@ def write_model(config, directory, dtype=torch.float32, seed=0):
 
 
 def make_batch(step, num_micro_batches=4, examples=2, vocabulary=VOCABULARY):
-    """Return a step's micro-batches: classification batches of random tokens, a pure function of
-    `step`."""
+    """Return a step's micro-batches of random tokens, a pure function of `step`."""
     generator = torch.Generator().manual_seed(step)
 
     def example():
@@ -75,25 +72,22 @@ def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), peft=None,
     return initialize(str(directory), ZoConfig(**settings), ds_config, dtype, SEED, peft, **own)
 
 
+HEADER = Header(
+    noise_version=1, model_fingerprint="f", parameter_table_hash="t", config={}, libraries={}
+)
+
+
 def attach_new_journal(engine, path):
     if engine.global_rank == 0:
-        facts = {
-            "model_fingerprint": "f",
-            "parameter_table_hash": "t",
-            "config": {},
-            "libraries": {},
-        }
-        engine.journal = Journal.create(path, Header(noise_version=1, **facts))
+        engine.journal = Journal.create(path, HEADER)
 
 
 def train(engine, num_steps, num_micro_batches=4, vocabulary=VOCABULARY):
-    return [
-        engine.train_batch(
-            make_batch(engine.global_steps, num_micro_batches, vocabulary=vocabulary),
-            classification_loss,
-        )
-        for _ in range(num_steps)
-    ]
+    records = []
+    for _ in range(num_steps):
+        batch = make_batch(engine.global_steps, num_micro_batches, vocabulary=vocabulary)
+        records.append(engine.train_batch(batch, classification_loss))
+    return records
 
 
 def gathered_low_bits(weights, shard):
@@ -104,8 +98,7 @@ def gathered_low_bits(weights, shard):
 
 
 def full_weights(engine):
-    """Return all parameters whole, by name, and the low bits beside them as `name.low`. A
-    collective."""
+    """Return all parameters whole, and low bits beside them as `name.low`. A collective."""
     weights = {}
     for shard in engine.weights.shards:
         weights[shard.name] = shard.gather()

@@ -1,7 +1,5 @@
 """Made-up records of tasks of every kind, and a random model that reads and writes characters."""
 
-from __future__ import annotations
-
 import copy
 import random
 import string
@@ -23,8 +21,7 @@ _DEEDS = ("fell asleep", "saw", "ate", "lost", "sang of", "ran from")
 
 
 def write_writer(directory, family="opt", seed=0, has_pad=True):
-    """Write a random model of a family and its tokenizer, one token a character, the newline
-    among them.
+    """Write a random model of a family and its tokenizer, one token a character.
 
     It writes few characters only, so that its answers end now and then, and are right in part.
     """
@@ -54,22 +51,15 @@ def _sst2(rng):
 
 
 def _cb(rng):
-    return {
-        "premise": f"{_sentence(rng)}.",
-        "hypothesis": _sentence(rng),
-        "label": rng.randrange(3),
-    }
+    premise = f"{_sentence(rng)}."
+    return {"premise": premise, "hypothesis": _sentence(rng), "label": rng.randrange(3)}
 
 
 def _copa(rng):
     choices = {"choice1": f"{_sentence(rng)}.", "choice2": f"{_sentence(rng)}."}
     question = rng.choice(("cause", "effect"))
-    return {
-        "premise": f"{_sentence(rng)}.",
-        **choices,
-        "question": question,
-        "label": rng.randrange(2),
-    }
+    texts = {"premise": f"{_sentence(rng)}.", "question": question}
+    return {**texts, **choices, "label": rng.randrange(2)}
 
 
 def _record(rng):
@@ -81,13 +71,8 @@ def _record(rng):
 
 def _squad(rng):
     answers = [" ".join(rng.choices("xyz", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3))]
-    context, question = _sentence(rng), f"What of {rng.choice(_NAMES)}?"
-    return {
-        "title": rng.choice(_NAMES),
-        "context": context,
-        "question": question,
-        "answers": {"text": answers},
-    }
+    texts = {"context": _sentence(rng), "question": f"What of {rng.choice(_NAMES)}?"}
+    return {"title": rng.choice(_NAMES), **texts, "answers": {"text": answers}}
 
 
 _RECORDS = {"sst2": _sst2, "cb": _cb, "copa": _copa, "record": _record, "squad": _squad}
@@ -99,15 +84,13 @@ def write_tasks(directory, num_records=24):
     for task, make in _RECORDS.items():
         rng = random.Random(task)
         for split in ("train", "validation"):
-            write_records(
-                directory / task / f"{split}.jsonl", [make(rng) for _ in range(num_records)]
-            )
+            records = [make(rng) for _ in range(num_records)]
+            write_records(directory / task / f"{split}.jsonl", records)
     return directory
 
 
 def task_config(model, data, task, run_dir="", **changes):
-    """Return the configuration of a run of 4 steps; `changes` are dotted keys with __ for the
-    dot."""
+    """Return the configuration of a run of 4 steps; keys of `changes` have __ for the dot."""
     values = {
         "run_dir": str(run_dir),
         "model.path": str(model),

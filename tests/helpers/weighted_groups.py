@@ -1,7 +1,5 @@
 """A layer policy that uses all that one may: weights, groups outside the blocks, and records."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

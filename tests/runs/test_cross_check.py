@@ -1,17 +1,15 @@
-"""Before its first step, a run compares a training pass with the model alone, and refuses to train
-what differs."""
-
-from __future__ import annotations
+"""Before its first step, a run compares a training pass with the model alone, and may refuse."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from assets import write_records
+from family_models import small_config
 from ranks import run_ranks
 from tiny_runs import write_model
 from tiny_tasks import task_config, write_tasks, write_writer
-from transformers import AutoTokenizer, Qwen3_5TextConfig
+from transformers import AutoTokenizer
 
 from lezo_ds import distributed
 from lezo_ds.data.rewards import reward
@@ -20,12 +18,8 @@ from lezo_ds.errors import UserError
 from lezo_ds.runs.cross_check import cross_check, read_twice
 from lezo_ds.runs.trainer import make_engine
 
-LOW_RANK = {
-    "zo__noise_rank": 1,
-    "zo__examples_per_direction": 1,
-    "zo__estimator": "grzo",
-    "zo__directions": 2,
-}
+LOW_RANK = {"zo__noise_rank": 1, "zo__examples_per_direction": 1}
+LOW_RANK |= {"zo__estimator": "grzo", "zo__directions": 2}
 
 
 @reward
@@ -51,6 +45,7 @@ RUNS = {
     "texts": ("squad", {}),
     "groups of directions of rank 1": ("sst2", LOW_RANK),
     "an adapter on a base in 4 bits": ("sst2", {"peft__kind": "lora", "model__bits": 4}),
+    "groups of directions of an adapter": ("sst2", {"peft__kind": "lora", **LOW_RANK}),
     "drawn answers": ("squad", ANSWERS),
     "drawn answers at rank 1": ("squad", {**ANSWERS, **LOW_RANK}),
 }
@@ -93,9 +88,7 @@ def test_a_training_pass_scores_records_as_the_model_alone(assets, run):
     check(engine, data, config)
 
 
-def differences(assets, tensor_parallel):
-    """The differences on two ranks that have a model together."""
-    changes = {"tensor_parallel": tensor_parallel, "deepspeed": None} if tensor_parallel else {}
+def differences(assets, changes):
     distributed.init_distributed()
     found = []
     for run in ("choices", "drawn answers"):
@@ -106,9 +99,9 @@ def differences(assets, tensor_parallel):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("tensor_parallel", [None, 2])
-def test_ranks_that_share_the_weights_compare_the_same_records(assets, tensor_parallel):
-    first, second = run_ranks(differences, 2, assets, tensor_parallel)
+@pytest.mark.parametrize("changes", [{}, {"tensor_parallel": 2, "deepspeed": None}])
+def test_ranks_that_share_the_weights_compare_the_same_records(assets, changes):
+    first, second = run_ranks(differences, 2, assets, changes)
     assert first == second
     assert all(len(of_run) == 2 and max(of_run) < 1e-5 for of_run in first)
 
@@ -117,11 +110,8 @@ def test_ranks_that_share_the_weights_compare_the_same_records(assets, tensor_pa
 def test_a_model_whose_records_reach_each_other_in_a_row_is_refused(assets, run):
     # Linear attention reads every token before it in the row, whatever the mask says.
     tokenizer = AutoTokenizer.from_pretrained(assets / "writer")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    linear = {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
-    linear |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
-    model = Qwen3_5TextConfig(vocab_size=len(tokenizer), **sizes, **heads, **linear)
+    model = small_config("qwen3_5_text")
+    model.vocab_size = len(tokenizer)
     tokenizer.save_pretrained(write_model(model, assets / "linear" / run))
     changes = {"model": f"linear/{run}", "data": "uneven", "train__micro_batch_size": 8}
     engine, data, config = inputs_of(assets, run, **changes)
@@ -142,15 +132,14 @@ def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
         state = engine._perturbed._state
         layer.forward = lambda hidden: (broken if state.current.probes else own_forward)(hidden)
 
-    break_passes(lambda hidden: -own_forward(hidden))
-    with pytest.raises(UserError, match=r"record \d+ has a mean log-probability of"):
-        check(engine, data, config)
-    break_passes(lambda hidden: own_forward(hidden) * float("nan"))
-    with pytest.raises(UserError, match="is more than rounding"):
-        check(engine, data, config)
-    break_passes(lambda hidden: own_forward(hidden[:, :, 1:]))
-    with pytest.raises(UserError, match="does not run in a training pass: Runtime"):
-        check(engine, data, config)
+    for broken, message in (
+        (lambda hidden: -own_forward(hidden), r"record \d+ has a mean log-probability of"),
+        (lambda hidden: own_forward(hidden) * float("nan"), "is more than rounding"),
+        (lambda hidden: own_forward(hidden[:, :, 1:]), "does not run in a training pass: Runtime"),
+    ):
+        break_passes(broken)
+        with pytest.raises(UserError, match=message):
+            check(engine, data, config)
     engine.sharded.ds_config["tensor_parallel"] = {"autotp_size": 2}
     with pytest.raises(UserError, match="; fix: remove tensor_parallel"):
         check(engine, data, config)

@@ -1,8 +1,7 @@
 """Faults that would silently train another model on one rank are found, named, and done again."""
 
-from __future__ import annotations
-
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -35,12 +34,11 @@ def watched_engine(directory, journal=None, **changes):
     return engine
 
 
-def shard_of(engine, name):
-    return next(p for p in engine.weights.shards if p.name == name).parameter.ds_tensor
-
-
-def flip(tensor, index, bit=0):
-    tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])[index] ^= 1 << bit
+def flip(engine, name, low, index):
+    """Flip a bit of a stored element of a parameter, or of its low bits."""
+    shards = {shard.name: shard.parameter.ds_tensor for shard in engine.weights.shards}
+    stored = (engine.weights.low_bits if low else shards)[name]
+    stored.view({2: torch.int16, 4: torch.int32}[stored.element_size()])[index] ^= 8
 
 
 def _another_gradient(engine):
@@ -50,11 +48,8 @@ def _another_gradient(engine):
         ((first, *others),) = own(*arguments)
         return [[math.nextafter(first, 9), *others]]
 
-    Step.mean_losses = mean_losses
-    try:
+    with mock.patch.object(Step, "mean_losses", mean_losses):
         train(engine, 1)
-    finally:
-        Step.mean_losses = own
 
 
 def _another_seed(engine):
@@ -89,10 +84,8 @@ def _train_with_a_fault(directory, journal, fault, faulty_rank, num_ranks):
 )
 def test_what_differs_is_named(opt_directory, tmp_path, fault, rank, num_ranks):
     journal = tmp_path / "journal.jsonl"
-    messages = run_ranks(
-        _train_with_a_fault, num_ranks, opt_directory, journal, fault, rank, num_ranks
-    )
-    (message,) = set(messages)
+    settings = (opt_directory, journal, fault, rank, num_ranks)
+    (message,) = set(run_ranks(_train_with_a_fault, num_ranks, *settings))
     assert f"step {FAULTY_STEP + (fault == RESULT)}" in message
     if num_ranks == 2:  # nobody can say which of two is wrong
         assert f": the ranks differ in {fault}: rank 0 has " in message
@@ -121,8 +114,7 @@ def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
     left_out = set(engine._decide().dropped_layers)
     name = FC1.format(min(left_out if dropped else set(range(4)) - left_out))
     if engine.global_rank == num_ranks - 1:
-        stored = engine.weights.low_bits[name] if low else shard_of(engine, name)
-        flip(stored, 5, bit=3)
+        flip(engine, name, low, 5)
     train(engine, 1)
     return name, error_of(engine.check_weights)
 
@@ -142,8 +134,7 @@ def _flip_in_a_replica(directory, dtype, low):
     train(engine, 2)
     name = FC1.format(2)
     if engine.global_rank == 1:
-        index = -1  # outside of the sample
-        flip(engine.weights.low_bits[name] if low else shard_of(engine, name), index)
+        flip(engine, name, low, -1)  # outside of the sample
     return name, error_of(engine.check_weights)
 
 

@@ -1,14 +1,11 @@
-"""Runs that are killed inside a file operation, or that a disk refuses, end as if nothing had
-happened."""
+"""Runs that are killed in a file operation, or that a disk refuses, end as if nothing happened."""
 
-from __future__ import annotations
-
-import json
 import shutil
 import signal
 
 import pytest
-from commands import assert_one_error, run_forked_well
+from assets import read_lines
+from commands import assert_one_error, run_words, train
 from faults import Fault, check_interrupted, run_faulty
 from run_ends import end, num_steps, records_of
 
@@ -16,12 +13,8 @@ from lezo_ds.checkpoints.snapshots import MANIFEST, read_manifest, snapshot_path
 from lezo_ds.zo.records import StepRecord
 
 STEPS = 12
-LENGTH = [
-    f"train.steps={STEPS}",
-    "train.eval_every=4",
-    "train.snapshot_every=3",
-    "train.keep_snapshots=2",
-]
+LENGTH = [f"train.steps={STEPS}", "train.eval_every=4"]
+LENGTH += ["train.snapshot_every=3", "train.keep_snapshots=2"]
 JOURNAL = "journal.jsonl"
 TEMPORARY = r"snapshots/\.step-\d+\.tmp/"
 SNAPSHOT = r"snapshots/step-\d+"
@@ -39,8 +32,7 @@ def undisturbed(recipe, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def halted(recipe, undisturbed, tmp_path_factory):
-    """A run killed while it wrote the line of its eleventh step; it has snapshots of steps 6 and
-    9."""
+    """A run killed within the line of its eleventh step, with snapshots of steps 6 and 9."""
     run_dir = tmp_path_factory.mktemp("halted") / "run"
     killed(recipe, run_dir, undisturbed, Fault("write", JOURNAL, 15, "within"))
     assert num_steps(run_dir) == 10
@@ -49,42 +41,40 @@ def halted(recipe, undisturbed, tmp_path_factory):
 
 
 def arguments(recipe, run_dir):
-    return ["--config", recipe, f"run_dir={run_dir}", *LENGTH]
+    return run_words(recipe, run_dir, *LENGTH)
 
 
 def killed(recipe, run_dir, undisturbed, fault):
     finished = run_faulty(arguments(recipe, run_dir), fault)
     assert finished.code == -signal.SIGKILL, finished.err[-5000:]
-    assert check_interrupted(run_dir, undisturbed[1]) == 0
+    check_interrupted(run_dir, undisturbed[1])
 
 
 def finish(recipe, run_dir):
-    run_forked_well(arguments(recipe, run_dir))
+    train(recipe, run_dir, *LENGTH)
     return end(run_dir)
 
 
-KILLS = {
-    "before the journal's header has its name": Fault("replace", JOURNAL),
-    "before an evaluation's line": Fault("write", JOURNAL, 2),
-    "within the line of a step": Fault("write", JOURNAL, 4, "within"),
-    "between a step's line and its sync": Fault("fsync", JOURNAL, 3),
-    "within a snapshot's weights": Fault("save", TEMPORARY + ".*", 1, "within"),
-    "within the sync of a snapshot's file": Fault(
-        "fsync", TEMPORARY + "tokenizer.json", 1, "within"
-    ),
-    "before the manifest has its name": Fault("replace", TEMPORARY + MANIFEST),
-    "before a snapshot has its name": Fault("replace", SNAPSHOT),
-    "after a snapshot has its name": Fault("replace", SNAPSHOT, 1, "after"),
-    "while an old snapshot is removed": Fault("unlink", SNAPSHOT + "/.*", 3),
-    "before the results have their name": Fault("replace", "results.json"),
-}
+KILLS = (
+    Fault("replace", JOURNAL),  # before the header has its name
+    Fault("write", JOURNAL, 2),  # before an evaluation's line
+    Fault("write", JOURNAL, 4, "within"),  # within the line of a step
+    Fault("fsync", JOURNAL, 3),  # between a step's line and its sync
+    Fault("save", TEMPORARY + ".*", 1, "within"),  # within a snapshot's weights
+    Fault("fsync", TEMPORARY + "tokenizer.json", 1, "within"),
+    Fault("replace", TEMPORARY + MANIFEST),
+    Fault("replace", SNAPSHOT),  # before a snapshot has its name
+    Fault("replace", SNAPSHOT, 1, "after"),
+    Fault("unlink", SNAPSHOT + "/.*", 3),  # while an old snapshot is removed
+    Fault("replace", "results.json"),
+)
 """In the order in which they can strike one run that goes on after each."""
 
 
 @pytest.mark.thorough
 def test_a_run_killed_in_any_file_operation_ends_as_if_never_killed(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
-    for fault in KILLS.values():
+    for fault in KILLS:
         killed(recipe, run_dir, undisturbed, fault)
     assert finish(recipe, run_dir) == undisturbed[1]
     assert not list((run_dir / "snapshots").glob(".*"))
@@ -93,13 +83,9 @@ def test_a_run_killed_in_any_file_operation_ends_as_if_never_killed(recipe, undi
 
 def reported_evaluations(run_dir):
     """Return the steps and losses of the evaluations in metrics.jsonl."""
-    entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    names = ("step", "dev_loss", "test_loss")
-    evaluations = [entry for entry in entries if {"dev_loss", "test_loss"} & entry.keys()]
-    return [tuple(entry.get(name) for name in names) for entry in evaluations]
-
-
-# What a power cut may lose is only what was not synced.
+    entries = read_lines(run_dir / "metrics.jsonl")
+    losses = [(each["step"], each.get("dev_loss"), each.get("test_loss")) for each in entries]
+    return [(step, *both) for step, *both in losses if both != [None, None]]
 
 
 def test_only_the_line_of_the_last_step_is_ever_not_synced(undisturbed):
@@ -109,9 +95,8 @@ def test_only_the_line_of_the_last_step_is_ever_not_synced(undisturbed):
     relied_on = ("replace snapshots/step-", "replace predictions/", "replace results.json")
     for operation in operations[operations.index("write journal.jsonl") :]:
         if operation == "write journal.jsonl":
-            assert (
-                num_synced == num_written
-            )  # also that of an evaluation, which the next steps rely on
+            # Also that of an evaluation, which the next steps rely on.
+            assert num_synced == num_written
             num_written += isinstance(next(records), StepRecord)
         elif operation == "synced journal.jsonl":
             num_synced = num_written
@@ -140,9 +125,6 @@ def test_a_snapshot_gets_its_name_when_all_of_it_is_synced(undisturbed):
     assert "fsync ." in operations[made : operations.index("replace snapshots/step-00000003")]
 
 
-# Damage.
-
-
 def flip(path, position=None):
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if position is None else position] ^= 4
@@ -157,49 +139,38 @@ def test_a_run_resumes_past_damaged_files(recipe, undisturbed, halted, tmp_path)
     path.write_bytes(data[: data.rindex(b"\n") - 5])  # and the line before, too
     flip(snapshot_path(run_dir / "snapshots", 9) / "model-00001.safetensors")
     (snapshot_path(run_dir / "snapshots", 6) / MANIFEST).unlink()
-    shutil.copytree(
-        snapshot_path(run_dir / "snapshots", 6), run_dir / "snapshots" / ".step-00000001.tmp"
-    )
+    temporary = run_dir / "snapshots" / ".step-00000001.tmp"
+    shutil.copytree(snapshot_path(run_dir / "snapshots", 6), temporary)
     assert finish(recipe, run_dir) == undisturbed[1]
     assert not list((run_dir / "snapshots").glob(".*"))
 
 
-# Disks that refuse.
-
-REFUSALS = {
-    "the facts": (Fault("fsync", ".config.yaml.tmp", effect="ENOSPC"), 1, "config.yaml"),
-    "the journal's line": (Fault("write", JOURNAL, 4, "within", "ENOSPC"), 3, JOURNAL),
-    "a snapshot's weights": (Fault("save", effect="ENOSPC"), 1, "step-00000003"),
-    "the journal's sync, for good": (
-        Fault("fsync", JOURNAL, 2, effect="EIO", lasts=True),
-        3,
-        "Input/output error; last good step: ",
-    ),
-    "all from a moment on": (
-        Fault("write", JOURNAL, 3, effect="EROFS", lasts=True),
-        3,
-        "Read-only",
-    ),
-    "the results": (Fault("replace", "results.json", effect="EROFS"), 1, "results.json"),
-}
+LINE = Fault("write", JOURNAL, 4, "within", "ENOSPC")
+REFUSALS = (
+    (Fault("fsync", ".config.yaml.tmp", effect="ENOSPC"), 1, "config.yaml"),
+    (LINE, 3, JOURNAL),
+    (Fault("save", effect="ENOSPC"), 1, "step-00000003"),
+    (Fault("fsync", JOURNAL, 2, effect="EIO", lasts=True), 3, "error; last good step: "),
+    (Fault("write", JOURNAL, 3, effect="EROFS", lasts=True), 3, "Read-only"),
+    (Fault("replace", "results.json", effect="EROFS"), 1, "results.json"),
+)
 """In the order in which they can strike one run that goes on after each."""
 
 
 def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
-    for fault, code, fragment in REFUSALS.values():
+    for fault, code, fragment in REFUSALS:
         assert_one_error(run_faulty(arguments(recipe, run_dir), fault), code, fragment)
-        assert check_interrupted(run_dir, undisturbed[1]) == 0
+        check_interrupted(run_dir, undisturbed[1])
     assert finish(recipe, run_dir) == undisturbed[1]
 
 
 def test_a_disk_that_refuses_ends_all_ranks(recipe, undisturbed, tmp_path):
-    fault, code, fragment = REFUSALS["the journal's line"]
-    finished = run_faulty(arguments(recipe, tmp_path / "run"), fault, num_ranks=2, grace=60)
-    assert finished.code == code
+    finished = run_faulty(arguments(recipe, tmp_path / "run"), LINE, num_ranks=2, grace=60)
+    assert finished.code == 3
     errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
-    assert any(fragment in line for line in errors)
-    assert check_interrupted(tmp_path / "run", undisturbed[1]) == 0
+    assert any(JOURNAL in line for line in errors)
+    check_interrupted(tmp_path / "run", undisturbed[1])
 
 
 def test_a_run_that_diverges_ends_with_an_exit_code_of_its_own(recipe, tmp_path):

@@ -1,15 +1,12 @@
 """The fitted head: by transformers, one sentence at a time, of a run, and on every layout."""
 
-from __future__ import annotations
-
 import copy
-import json
 import re
 
 import pytest
 import torch
-from assets import write_recipe
-from commands import assert_one_error, run_forked, run_forked_well
+from assets import read_lines, write_recipe, write_records
+from commands import assert_refused, lezo, train
 from own_data import own_values, write_chat_model
 from run_ends import results_of
 from safetensors.torch import load_file
@@ -35,9 +32,13 @@ MODELS["granite"] = GraniteConfig(**SIZES, logits_scaling=4.0, tie_word_embeddin
 MODELS["bert"] = BertConfig(**SIZES, is_decoder=True, max_position_embeddings=64)
 
 
-def fit(recipe, out, *arguments, model=None, runner=run_forked_well, **options):
+def fit_words(recipe, out, *keys, model=None):
     command = ["--model", model or recipe.parent / "model", "--config", recipe, "--out", out]
-    return runner([*command, f"run_dir={out}.run", *arguments], program="fit-head", **options)
+    return [*command, f"run_dir={out}.run", *keys]
+
+
+def fit(recipe, out, *keys, model=None, **options):
+    return lezo("fit-head", *fit_words(recipe, out, *keys, model=model), **options)
 
 
 def write_family(directory, family, **changes):
@@ -88,9 +89,9 @@ def test_a_fitted_head_minimizes_the_loss_of_what_transformers_reads(family, tmp
     recipe = write_family(tmp_path, family)
     printed = fit(recipe, tmp_path / "fitted").out
     base, fitted = (Alone(tmp_path / name) for name in ("model", "fitted"))
-    train, *held_out = splits_of(recipe)
-    hidden, before = base.read(train)
-    same_hidden, after = fitted.read(train)
+    training, *held_out = splits_of(recipe)
+    hidden, before = base.read(training)
+    same_hidden, after = fitted.read(training)
     torch.testing.assert_close(same_hidden, hidden)
 
     # Only the rows of the labels are others, and the embedding is the same.
@@ -105,7 +106,7 @@ def test_a_fitted_head_minimizes_the_loss_of_what_transformers_reads(family, tmp
     near = 1e-2 if family == "gemma2" else 1e-3
     scale = {"granite": 0.25}.get(family, 1.0)
     size = (scale * hidden).square().mean(dim=0).sqrt()
-    errors = after.softmax(dim=1) - F.one_hot(golds_of(train), 2)
+    errors = after.softmax(dim=1) - F.one_hot(golds_of(training), 2)
     if family == "gemma2":
         errors = errors * (1 - after.square())
         before, after = before.atanh(), after.atanh()
@@ -125,30 +126,27 @@ def test_a_fitted_head_minimizes_the_loss_of_what_transformers_reads(family, tmp
         assert name == "test" or expected[3] < expected[2]
 
 
+def tensors_of(directory):
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
 def test_the_head_of_a_run_is_fitted_at_its_weights_and_training_goes_on_from_it(recipe, tmp_path):
-    run_dir = tmp_path / "run"
-    run_forked_well(
-        ["--config", recipe, f"run_dir={run_dir}", "zo.learning_rate=1e-2", "model.dtype=bf16"]
-    )
-    given = ["--run", run_dir, "--step", "last"]
-    run_forked_well([*given, "--out", tmp_path / "exported"], program="export")
-    finished = run_forked_well([*given, "--out", tmp_path / "fitted"], program="fit-head")
-    exported, fitted = (
-        {
-            name: tensor
-            for file in (tmp_path / directory).glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-        for directory in ("exported", "fitted")
-    )
+    train(recipe, tmp_path / "run", "zo.learning_rate=1e-2", "model.dtype=bf16")
+    given = ["--run", tmp_path / "run", "--step", "last"]
+    lezo("export", *given, "--out", tmp_path / "exported")
+    finished = lezo("fit-head", *given, "--out", tmp_path / "fitted")
+    exported, fitted = (tensors_of(tmp_path / name) for name in ("exported", "fitted"))
     assert fitted.keys() == {*exported, "lm_head.weight"}
     assert all(torch.equal(fitted[name], tensor) for name, tensor in exported.items())
     assert "after 8 steps of training" in (tmp_path / "fitted" / "README.md").read_text()
     assert "digest" not in read_manifest(tmp_path / "fitted")
 
     (accuracy,) = re.findall(r"13 test examples: \S+ -> (\S+),", finished.out)
-    changes = [f"model.path={tmp_path / 'fitted'}", f"run_dir={tmp_path / 'next'}", "train.steps=2"]
-    run_forked_well(["--config", recipe, *changes, "model.dtype=bf16"], num_ranks=2)
+    changes = [f"model.path={tmp_path / 'fitted'}", "train.steps=2", "model.dtype=bf16"]
+    train(recipe, tmp_path / "next", *changes, num_ranks=2)
     assert results_of(tmp_path / "next")["zero_shot"] == pytest.approx(float(accuracy), abs=1e-3)
 
 
@@ -157,68 +155,42 @@ def test_all_layouts_fit_the_same_head(recipe, tmp_path):
     fit(recipe, tmp_path / "two", num_ranks=2)
     fit(recipe, tmp_path / "whole", "partition_size=1", num_ranks=2)
     fit(recipe, tmp_path / "split", "tensor_parallel=2", num_ranks=2)
-    one, two, whole, split = (
-        load_file(tmp_path / name / "model-00001.safetensors")["lm_head.weight"]
-        for name in ("one", "two", "whole", "split")
-    )
+    names = ("one", "two", "whole", "split")
+    one, two, whole, split = (tensors_of(tmp_path / name)["lm_head.weight"] for name in names)
     assert torch.equal(two, one)
     assert torch.equal(whole, one)
     torch.testing.assert_close(split, one, rtol=1e-2, atol=1e-3)
 
 
-def test_what_no_head_fits_is_refused(recipe, tmp_path):
-    changes = (*OWN, "data.choices=[link, other]")
-    finished = fit(recipe, tmp_path / "fitted", *changes, runner=run_forked)
-    assert_one_error(finished, 2, "of kind multiple_choice", "lezo-ds train")
-    assert not (tmp_path / "fitted").exists()
-
-
 @pytest.mark.parametrize("labels", ["the film, of Bob", "the film, the plot"])
 def test_labels_of_several_tokens_are_answered_by_one(labels, tmp_path):
     model = write_chat_model(tmp_path / "base")
+    recipe, tickets = tmp_path / "recipe.yaml", tmp_path / "tickets.jsonl"
     bug, billing = labels.split(", ")
-    tickets = tmp_path / "tickets.jsonl"
     texts = ("it crashes", "the price is wrong")
     rows = [{"text": texts[n % 2], "topic": (bug, billing)[n % 2]} for n in range(60)]
-    tickets.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_records(tickets, rows)
     data = {"train": str(tickets), "label_field": "topic", "labels": [bug, billing]}
     data |= {"prompt": "{text}\nThis is about", "num_test": 20, "chat_template": True}
-    (tmp_path / "recipe.yaml").write_text(dump_yaml(own_values(model, **data)))
-    given = ["--model", model, "--config", tmp_path / "recipe.yaml", "--out", tmp_path / "fitted"]
-    fitted = run_forked_well([*given, f"run_dir={tmp_path}"], program="fit-head")
+    recipe.write_text(dump_yaml(own_values(model, **data)))
+    fitted = fit(recipe, tmp_path / "fitted", model=model)
     assert "the model answers labels of several tokens by" in fitted.err
-    new = ["--model", tmp_path / "fitted", tickets, "--out", tmp_path / "labels.jsonl"]
-    run_forked_well(new, program="predict")
-    predicted = [json.loads(line)["predicted"] for line in (tmp_path / "labels.jsonl").open()]
+    lezo("predict", "--model", tmp_path / "fitted", tickets, "--out", tmp_path / "labels.jsonl")
+    predicted = [row["predicted"] for row in read_lines(tmp_path / "labels.jsonl")]
     assert set(predicted) <= {bug, billing}
     right = [row["topic"] == label for row, label in zip(rows, predicted, strict=True)]
     assert sum(right) > 50
 
 
-def test_where_no_fit_helps_nothing_is_written(recipe, tmp_path):
-    """The validation example has the other label, so each fit has a higher loss on it."""
-    records = [json.dumps({"sentence": "a film", "label": label}) for label in (0, 1)]
-    file = tmp_path / "both.jsonl"
-    file.write_text("\n".join(records))
-    data = ["data.path=null", f"data.train={file}", f"data.test={file}", "data.num_dev=1"]
-    labels = 'data.labels={"0": terrible, "1": great}'
-    given = (*OWN, labels, *data, "data.num_train=1")
-    finished = fit(recipe, tmp_path / "fitted", *given, runner=run_forked)
-    assert_one_error(finished, 2, "no fit has a lower validation loss", "lezo-ds train")
-    assert not (tmp_path / "fitted").exists()
-
-
 def test_a_lora_run_is_fitted_like_its_merged_model(recipe, tmp_path):
     changes = ["peft.kind=lora", "peft.lora_targets=q_proj,lm_head", "zo.learning_rate=1"]
-    run_forked_well(["--config", recipe, f"run_dir={tmp_path / 'run'}", *changes])
+    train(recipe, tmp_path / "run", *changes)
     run = ["--run", tmp_path / "run", "--step", "last"]
-    run_forked_well([*run, "--out", tmp_path / "merged", "--merge"], program="export")
+    lezo("export", *run, "--out", tmp_path / "merged", "--merge")
     fit(recipe, tmp_path / "of-merged", model=tmp_path / "merged")
-    run_forked_well([*run, "--out", tmp_path / "of-run"], program="fit-head", num_ranks=2)
-    expected, found = (
-        Alone(tmp_path / name).model.state_dict() for name in ("of-merged", "of-run")
-    )
-    base = Alone(recipe.parent / "model").model.state_dict()
+    lezo("fit-head", *run, "--out", tmp_path / "of-run", num_ranks=2)
+    places = (recipe.parent / "model", tmp_path / "of-merged", tmp_path / "of-run")
+    base, expected, found = (Alone(place).model.state_dict() for place in places)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
@@ -227,34 +199,34 @@ def test_a_lora_run_is_fitted_like_its_merged_model(recipe, tmp_path):
 
 
 def test_a_run_with_a_prefix_is_refused(recipe, tmp_path):
-    run_forked_well(["--config", recipe, f"run_dir={tmp_path / 'run'}", "peft.kind=prefix"])
-    given = ["--run", tmp_path / "run", "--out", tmp_path / "fitted"]
-    finished = run_forked(given, program="fit-head")
-    assert_one_error(finished, 2, "a prefix is not part", "by --model")
+    train(recipe, tmp_path / "run", "peft.kind=prefix", "train.steps=1")
+    words = ["--run", tmp_path / "run", "--out", tmp_path / "fitted"]
+    assert_refused("fit-head", words, "a prefix is not part", "by --model")
 
 
-def test_rounded_weights_and_weights_that_are_not_finite_are_refused(tmp_path):
-    recipe = write_recipe(tmp_path)
-    finished = fit(recipe, tmp_path / "fitted", "model.bits=8", runner=run_forked)
-    assert_one_error(finished, 2, "model.bits=8", "remove model.bits")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    model.model.decoder.final_layer_norm.bias.data[0] = float("nan")
-    model.save_pretrained(tmp_path / "model")
-    finished = fit(recipe, tmp_path / "fitted", runner=run_forked)
-    assert_one_error(finished, 2, "not finite", "fp32")
+def test_where_no_head_can_be_fitted_or_stored_nothing_is_written(recipe, tmp_path):
+    file, out = tmp_path / "both.jsonl", tmp_path / "fitted"
+    write_records(file, [{"sentence": "a film", "label": label} for label in (0, 1)])
+    # The validation example has the other label, so each fit has a higher loss on it.
+    unlike = [*OWN, 'data.labels={"0": terrible, "1": great}', "data.path=null"]
+    unlike += [f"data.train={file}", f"data.test={file}", "data.num_train=1", "data.num_dev=1"]
+    for target, keys, message in (
+        (out, [*OWN, "data.choices=[link, other]"], "of kind multiple_choice"),
+        (out, ["model.bits=8"], "model.bits=8 rounds"),
+        (out, unlike, "no fit has a lower validation loss"),
+        (tmp_path, [], "is not an empty directory"),
+        (file / "fitted", [], "is below a file"),
+        (".", [], "--out is the current folder"),
+    ):
+        assert_refused("fit-head", fit_words(recipe, target, *keys), message)
+        assert not out.exists()
 
 
-def test_a_directory_with_files_is_refused(recipe, tmp_path):
-    (tmp_path / "file").write_text("")
-    finished = fit(recipe, tmp_path, runner=run_forked)
-    assert_one_error(finished, 2, "is not an empty directory", "set another --out")
-    below = fit(recipe, tmp_path / "file" / "fitted", runner=run_forked)
-    assert_one_error(below, 2, "is below a file", "set another --out")
-    here = fit(recipe, ".", runner=run_forked)
-    assert_one_error(here, 2, "--out is the current folder", "name a new folder")
-
-
-def test_logits_that_are_no_multiple_of_the_heads_are_refused(tmp_path):
+def test_models_whose_head_cannot_be_fitted_are_refused(tmp_path):
     recipe = write_family(tmp_path, "gemma2", final_logit_softcapping=1e-3)
-    finished = fit(recipe, tmp_path / "fitted", runner=run_forked)
-    assert_one_error(finished, 2, "Gemma2ForCausalLM are not the output of its head")
+    words = fit_words(recipe, tmp_path / "fitted")
+    assert_refused("fit-head", words, "Gemma2ForCausalLM are not the output of its head")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.model.norm.weight.data[0] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    assert_refused("fit-head", words, "not finite", "fp32")

@@ -1,9 +1,6 @@
 """What ends a run early, what it keeps, and where it reports."""
 
-from __future__ import annotations
-
 import csv
-import json
 import os
 import shutil
 import sys
@@ -11,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from assets import REPOSITORY
-from commands import assert_one_error, run_forked, run_forked_well
+from assets import REPOSITORY, read_lines
+from commands import assert_refused, lezo, run_words, scores_of, train
 from run_ends import results_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_tasks import NUM_POSITIONS, write_tasks, write_writer
@@ -28,10 +25,6 @@ PATH = ":".join(f"{REPOSITORY}/{folder}" for folder in ("", "tests/helpers", "te
 MEASURED = {"seconds", "peak_memory_bytes"}
 FAILURE = "LEZO_TEST_METRIC"
 """A variable of the environment: what a metric returns, or no number, to make it raise."""
-
-
-def train(recipe, run_dir, *keys, runner=run_forked_well, **options):
-    return runner(["--config", recipe, f"run_dir={run_dir}", *keys], **options)
 
 
 def unmeasured(results):
@@ -59,18 +52,15 @@ def test_a_run_goes_on_when_failing_code_of_ones_own_is_corrected(recipe, tmp_pa
     run_dir = tmp_path / "run"
     own = {"num_ranks": 2, "PYTHONPATH": PATH}
     key = "data.metric=test_options:share_of_right"
-    failed = train(recipe, run_dir, key, runner=run_forked, **own, **{FAILURE: "nan"})
-    assert_one_error(failed, 2, key)
-    left = train(
-        recipe, tmp_path / "left", "zo.estimator=test_options:Leaves", runner=run_forked, **own
-    )
-    assert_one_error(left, 2, "Leaves failed: SystemExit: 0 (")
+    words = run_words(recipe, run_dir, key)
+    assert_refused("train", words, key, **own, **{FAILURE: "nan"})
+    words = run_words(recipe, tmp_path / "left", "zo.estimator=test_options:Leaves")
+    assert_refused("train", words, "Leaves failed: SystemExit: 0 (", **own)
     assert not list(tmp_path.glob("*/results.json"))
     train(recipe, run_dir, key, **own)
-    results = results_of(run_dir)
-    rows = (run_dir / "predictions" / "step-00000000.jsonl").read_text().splitlines()
-    is_right = [row["predicted"] in row["right"] for row in map(json.loads, rows)]
-    assert results["zero_shot"] == pytest.approx(sum(is_right) / len(is_right))
+    rows = read_lines(run_dir / "predictions" / "step-00000000.jsonl")
+    is_right = [row["predicted"] in row["right"] for row in rows]
+    assert results_of(run_dir)["zero_shot"] == pytest.approx(sum(is_right) / len(is_right))
 
 
 # With a learning rate of 0, no evaluation is better than those at steps 0 and 2.
@@ -89,82 +79,48 @@ def test_a_run_without_better_validations_stops_and_stays_stopped(recipe, tmp_pa
     assert unmeasured(results_of(run_dir)) == unmeasured(results)
     shutil.copytree(run_dir, cut)
     lines = (run_dir / "journal.jsonl").read_text().splitlines(keepends=True)
-    assert "split" in json.loads(lines[11])
+    assert '"split"' in lines[11]
     (cut / "journal.jsonl").write_text("".join(lines[:12]))  # right after the last evaluation
     train(recipe, cut, *PATIENT)
     assert (cut / "journal.jsonl").read_text() == "".join(lines)
-    fewer = train(recipe, run_dir, *PATIENT, "train.steps=4", runner=run_forked)
-    assert_one_error(fewer, 2, "has 6 steps already; train.steps=4")
 
 
-def test_monitors_get_every_step_and_evaluation(recipe, tmp_path):
+def test_monitors_get_every_step_and_evaluation_and_show_a_resumed_run_as_one(recipe, tmp_path):
     run_dir = tmp_path / "run"
-    train(recipe, run_dir, "train.report_to=[csv]")
-    entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    for name in ("loss", "projected_gradient", "learning_rate", "dev_loss", "test_accuracy"):
-        expected = [
-            (entry["step"], pytest.approx(entry[name])) for entry in entries if name in entry
-        ]
-        (path,) = (run_dir / "monitors").rglob(f"{name}.csv")
-        with path.open() as file:
-            _, *rows = csv.reader(file)
-        assert [(int(row[0]), float(row[1])) for row in rows] == expected
-
-
-def test_monitors_show_a_resumed_run_as_one(recipe, tmp_path):
-    keys = ["train.report_to=[tensorboard]", "train.eval_every=4"]
-    train(recipe, tmp_path / "run", *keys, "train.steps=4")
-    train(recipe, tmp_path / "run", *keys, "train.steps=8")
-    shown = EventAccumulator(str(tmp_path / "run" / "monitors" / "run"))
+    keys = ["train.report_to=[csv, tensorboard]", "train.eval_every=4"]
+    for steps in (4, 8):
+        train(recipe, run_dir, *keys, f"train.steps={steps}")
+    shown = EventAccumulator(str(run_dir / "monitors" / "run"))
     shown.Reload()
     assert [point.step for point in shown.Scalars("loss")] == list(range(1, 9))
     assert all(point.value > 0 for point in shown.Scalars("tokens_per_second"))
+    entries = read_lines(run_dir / "metrics.jsonl")
+    for name in ("loss", "projected_gradient", "learning_rate", "dev_loss", "test_accuracy"):
+        logged = [entry for entry in entries if name in entry]
+        expected = [(entry["step"], pytest.approx(entry[name])) for entry in logged]
+        (path,) = (run_dir / "monitors").rglob(f"{name}.csv")
+        with path.open() as file:
+            rows = [row for row in csv.reader(file) if row[0] != "step"]  # a header of each start
+        assert [(int(row[0]), float(row[1])) for row in rows] == expected
 
 
-# Runs that only get worse, or that no reward tells anything.
-
-KINDS = {
-    "lezo": ["zo.learning_rate=1"],
-    "reward": ["zo.learning_rate=30", "train.objective=test_options:variety"],
-}
-
-
-@reward
-def variety(answers, records):
-    return [float(len(set(answer))) for answer in answers]
-
-
-def answers_of_writer(folder):
-    """Write a model that answers questions; return the keys that make it a recipe's."""
-    data = write_tasks(folder / "data") / "squad"
-    model = write_writer(folder / "writer")
-    sizes = [f"data.{split}=9" for split in ("num_train", "num_dev", "num_test")]
-    sizes += [f"data.max_length={NUM_POSITIONS}", "generation.max_new_tokens=12"]
-    return [f"model.path={model}", "data.task=squad", f"data.path={data}", *sizes]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_gets_worse_says_so_and_gives_the_base_model(kind, recipe, tmp_path):
-    run_dir, model, keys = tmp_path / "run", recipe.parent / "model", KINDS[kind]
-    if kind == "reward":
-        model, keys = tmp_path / "writer", [*keys, *answers_of_writer(tmp_path)]
-    arguments = [f"run_dir={run_dir}", f"model.path={model}", "train.keep_snapshots=1", *keys]
-    assert WORSE in run_forked_well(["--config", recipe, *arguments], PYTHONPATH=PATH).out
+def test_a_run_that_gets_worse_says_so_and_gives_the_base_model(recipe, tmp_path):
+    run_dir, file = tmp_path / "run", tmp_path / "run.lezo"
+    model = f"model.path={recipe.parent / 'model'}"
+    keys = [model, "train.keep_snapshots=1", "zo.learning_rate=1"]
+    assert WORSE in train(recipe, run_dir, *keys).out
     results = results_of(run_dir)
     assert (results["best_step"], results["worse_than_base"], results["steps"]) == (0, True, 8)
     assert results["best_dev_loss"] < results["trained_dev_loss"]
     assert results["test"] == results["zero_shot"]
     assert snapshot_steps(run_dir / "snapshots") == [8]
-    lines = list(map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()))
+    lines = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines if "dev_loss" in line] == [0, 4, 8]
 
-    source = ["--run", run_dir]
-    if kind == "lezo":
-        scored = json.loads(run_forked_well([*source, "--json"], program="evaluate").out)
-        assert (scored["step"], scored["score"]) == (0, results["zero_shot"])
-        run_forked_well([*source, "--journal", tmp_path / "run.lezo"], program="export")
-        source = ["--journal", tmp_path / "run.lezo", f"model.path={model}"]
-    exported = run_forked_well([*source, "--out", tmp_path / "out"], program="export")
+    scored = scores_of("--run", run_dir)
+    assert (scored["step"], scored["score"]) == (0, results["zero_shot"])
+    lezo("export", "--run", run_dir, "--journal", file)
+    exported = lezo("export", "--journal", file, model, "--out", tmp_path / "out")
     assert WORSE in exported.err and WORSE in (tmp_path / "out" / "README.md").read_text()
     digests = read_manifest(tmp_path / "out")["digest"], results["weights_digest"]
     assert digests == (results["model_fingerprint"],) * 2
@@ -182,27 +138,30 @@ def num_words(completions, **fields):
 def test_rewards_that_are_all_equal_are_named_and_samples_show_the_answers(recipe, tmp_path):
     run_dir = tmp_path / "run"
     keys = [
-        f"run_dir={run_dir}",
-        *answers_of_writer(tmp_path),
+        f"model.path={write_writer(tmp_path / 'writer')}",
+        f"data.path={write_tasks(tmp_path / 'data') / 'squad'}",
+        "data.task=squad",
+        f"data.max_length={NUM_POSITIONS}",
+        "generation.max_new_tokens=12",
         "train.objective={test_options:nothing: 1, test_options:num_words: 0}",
         "data.metric=reward",
+        *(f"data.num_{split}=9" for split in ("train", "dev", "test")),
     ]
-    finished = run_forked_well(["--config", recipe, *keys], PYTHONPATH=PATH, num_ranks=2)
+    finished = train(recipe, run_dir, *keys, PYTHONPATH=PATH, num_ranks=2)
     assert "All losses or rewards were equal in 8 of 8 steps" in finished.out
     assert "-0" not in finished.out.replace("-0000", "").split("Run directory")[0]
     assert results_of(run_dir)["flat_steps"] == 8
-    samples = list(map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines()))
+    samples = read_lines(run_dir / "samples.jsonl")
     of_base = [sample for sample in samples if (sample["step"], sample["split"]) == (0, "test")]
-    predictions = (run_dir / "predictions" / "step-00000000.jsonl").read_text().splitlines()
-    shown = [json.loads(line) for line in predictions][: len(of_base)]
-    assert len(of_base) == 4
-    assert [s["answer"] for s in of_base] == [row["predicted"] for row in shown]
+    rows = read_lines(run_dir / "predictions" / "step-00000000.jsonl")
+    predicted = [row["predicted"] for row in rows]
+    assert [sample["answer"] for sample in of_base] == predicted[:4]
     for sample in samples:
         assert str(sample["reward"]) == "0.0"  # and not -0.0
         assert sample["rewards"] == {"nothing": 0.0, "num_words": len(sample["answer"].split())}
         assert type(sample["ended"]) is bool
-    lines = list(map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()))
+    lines = read_lines(run_dir / "metrics.jsonl")
     means = [line["test_rewards/num_words"] for line in lines if "test_rewards/num_words" in line]
-    words = [len(json.loads(line)["predicted"].split()) for line in predictions]
-    assert means[0] == pytest.approx(sum(words) / len(words))
+    num_all_words = sum(len(answer.split()) for answer in predicted)
+    assert means[0] == pytest.approx(num_all_words / len(predicted))
     assert all(0 <= line.get("test_share_ended", 0) <= 1 for line in lines)

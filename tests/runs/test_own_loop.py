@@ -1,12 +1,10 @@
 """A user-written training loop resumes from its journal after a kill, and `export` takes it."""
 
-from __future__ import annotations
-
 import os
 import signal
 
 import pytest
-from commands import assert_one_error, run_forked, run_forked_well
+from commands import assert_refused, lezo
 from ranks import run_ranks
 from tiny_adapters import peft_config
 from tiny_runs import TINY_OPT, start_engine, train, write_model
@@ -41,24 +39,20 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["none", "lora", "prefix"])
 def test_a_killed_loop_resumes_and_both_are_exported(model, tmp_path, kind):
-    whole = tmp_path / "whole"
-    killed = tmp_path / "killed"
+    whole, killed, out, again = (tmp_path / name for name in ("whole", "killed", "out", "again"))
     ((_, digest), _) = run_ranks(loop, 2, model, whole, kind)
     with pytest.raises(AssertionError, match="died without an answer"):
         run_ranks(loop, 2, model, killed, kind, 4)
     assert run_ranks(loop, 2, model, killed, kind) == [(4, digest)] * 2
     assert read_journal(whole / "journal.jsonl") == read_journal(killed / "journal.jsonl")
-
-    out = tmp_path / "exported"
-    run_forked_well(["--run", killed, "--step", "last", "--out", out], program="export")
+    lezo("export", "--run", killed, "--step", "last", "--out", out)
     assert read_manifest(out)["digest"] == digest
     if kind == "prefix":  # its start is not in the journal
         return
     file = tmp_path / "loop.lezo"
-    run_forked_well(["--run", killed, "--journal", file], program="export")
-    again = tmp_path / "again"
-    words = ["--journal", file, "--step", "last", "--out", again, f"model.path={model}"]
-    run_forked_well(words, program="export")
+    lezo("export", "--run", killed, "--journal", file)
+    base = f"model.path={model}"
+    lezo("export", "--journal", file, "--step", "last", "--out", again, base)
     assert read_manifest(again)["digest"] == digest
 
 
@@ -72,5 +66,5 @@ def test_a_directory_holds_one_loop_and_names_no_task(model, tmp_path):
     engine.resources.close()
     with pytest.raises(UserError, match=r"zo.learning_rate differs from the journal's: it is 0.1"):
         start_engine(model, run_dir=tmp_path / "run", learning_rate=0.1)
-    ended = run_forked(["--run", tmp_path / "run", "--step", "last"], program="evaluate")
-    assert_one_error(ended, 2, "data.task=own-loop is not a registered task")
+    words = ["--run", tmp_path / "run", "--step", "last"]
+    assert_refused("evaluate", words, "data.task=own-loop is not a registered task")

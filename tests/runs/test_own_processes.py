@@ -1,14 +1,13 @@
 """Functions of the user's that start processes of their own."""
 
-from __future__ import annotations
-
 import signal
 import time
 
 import pytest
 import yaml
 from assets import write_records
-from commands import python, start, wait_until
+from commands import python, run_words, start, wait_until
+from own_data import own_values
 from run_ends import results_of
 from tiny_tasks import write_writer
 
@@ -62,23 +61,19 @@ def rewarded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rewarded")
     (folder / "judge.py").write_text(JUDGE)
     write_records(folder / "t.jsonl", [{"q": f"Order {number}"} for number in range(20)])
-    values = {
-        "model": {"path": str(write_writer(folder / "model")), "dtype": "fp32"},
-        "data": {"train": "./t.jsonl", "prompt": "{q}", "num_dev": 2, "num_test": 2},
-        "generation": {"max_new_tokens": 4},
-        "zo": {"estimator": "evolution-strategies", "noise_rank": 1, "directions": 2},
-        "train": {"steps": 1, "batch_size": 2, "micro_batch_size": 2},
-        "deepspeed": "zero3_cpu",
-    }
-    values["zo"] |= {"learning_rate": 1e-3, "sparsity": 0}
+    values = own_values(write_writer(folder / "model"), train="./t.jsonl", prompt="{q}")
+    values["data"] |= {"num_dev": 2, "num_test": 2}
+    values["generation"] = {"max_new_tokens": 4}
+    values["zo"] |= {"estimator": "evolution-strategies", "noise_rank": 1, "directions": 2}
+    values["train"] |= {"steps": 1, "batch_size": 2, "micro_batch_size": 2}
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(values))
     return recipe
 
 
 def train(recipe, run_dir, objective):
-    arguments = ["--config", recipe, f"run_dir={run_dir}", f"train.objective=judge:{objective}"]
-    return start(python(*arguments, program="train"), WAITS=str(run_dir / "waits"))
+    words = run_words(recipe, run_dir, f"train.objective=judge:{objective}")
+    return start(python(*words, program="train"), WAITS=str(run_dir / "waits"))
 
 
 def test_processes_of_a_reward_start_find_its_module_and_end_when_told_to(rewarded, tmp_path):

@@ -1,9 +1,4 @@
-"""The journals of docs/journals give the weights of their runs again, on one and on two ranks.
-
-The shortest is one of the ordinary tests.
-"""
-
-from __future__ import annotations
+"""The journals of docs/journals give the weights of their runs again, on one and on two ranks."""
 
 import re
 

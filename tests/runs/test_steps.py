@@ -1,7 +1,5 @@
 """Steps on several ranks: the same bits on any number of them, and steps that are skipped."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -43,12 +41,8 @@ def _group_of_two():
 
 
 def test_a_rank_makes_no_group_but_its_own_which_waits_as_long_as_all_do():
-    assert run_ranks(_group_of_two, 4) == [
-        (ranks, 1, 77) for ranks in ([0, 1], [0, 1], [2, 3], [2, 3])
-    ]
-
-
-# Steps whose losses are not finite.
+    groups = ([0, 1], [0, 1], [2, 3], [2, 3])
+    assert run_ranks(_group_of_two, 4) == [(ranks, 1, 77) for ranks in groups]
 
 
 def _spoiled(engine, value, rank):

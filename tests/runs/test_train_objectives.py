@@ -1,7 +1,4 @@
-"""Steps on every kind of loss: equal on any number of ranks, in either forward, in any
-micro-batches."""
-
-from __future__ import annotations
+"""Steps on every kind of loss: equal on any number of ranks, in any passes and micro-batches."""
 
 import pytest
 import torch
@@ -70,9 +67,8 @@ def train_all(assets, num_ranks, *settings):
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_forwards_ranks_and_passes_change_no_bit_of_a_step_and_micro_batches_no_loss(assets):
-    ((alone, one_pass_each, whole_batches),) = run_ranks(
-        train_all, 1, assets, 1, (2, 2), (1, 2), (2, 4)
-    )
+    (found,) = run_ranks(train_all, 1, assets, 1, (2, 2), (1, 2), (2, 4))
+    alone, one_pass_each, whole_batches = found
     for (by_two,) in run_ranks(train_all, 2, assets, 2, (2, 2)):
         assert by_two == alone == one_pass_each
     for objective, (records, _) in alone.items():
