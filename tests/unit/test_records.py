@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import datasets
@@ -44,13 +45,18 @@ def test_every_kind_of_file_has_the_same_records(ending, tmp_path):
     assert read(path) == RECORDS
 
 
-@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl", "parquet"])
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_what_is_written_is_read_again(ending, tmp_path):
     path = tmp_path / f"data.{ending}"
-    write_records(path, RECORDS)
+    pd.DataFrame(RECORDS).to_parquet(tmp_path / "source.parquet")
+    for records in (RECORDS, [{"text": "a\rb, c", "label": '"'}]):  # a return alone ends a row
+        if ending != "parquet":
+            write_records(path, records, path)
+            assert read(path) == records
+    write_records(path, RECORDS, tmp_path / "source.parquet")
     assert read(path) == RECORDS
     if ending == "csv":
-        write_records(path, [{"text": "über ☃", "x": "1;2"}], ";", "cp1252")
+        write_records(path, [{"text": "über ☃", "x": "1;2"}], path, ";", "cp1252")
         assert read(path, ";", "cp1252") == [{"text": "über \\u2603", "x": "1;2"}]
         assert "cannot be read" in refusal_of(path, ";")
 
@@ -86,6 +92,7 @@ def test_an_ordinary_table_has_the_rows_that_pandas_reads(content, expected, tmp
         ("\na,text,text,,\nx,y,z,,\n", "the first line has the column 'text' 2 times"),
         ('text,label\n"x,bug\n', "EOF inside string"),
         (b"text,label\n\xff\xfe,bug\n", "can't decode byte 0xff"),
+        ("text\na\n  \nb\n", "pandas reads 2 of its 3 rows"),
     ],
 )
 def test_a_table_that_pandas_would_repair_or_cannot_read_is_refused(content, message, tmp_path):
@@ -108,6 +115,9 @@ def test_a_table_that_pandas_would_repair_or_cannot_read_is_refused(content, mes
         ("t.json", "[" * 100_000, "cannot be read"),
         ("t.jsonl", "\u00e9".encode("latin-1"), "can't decode"),
         ("t.parquet", "x", "cannot be read"),
+        ("t.csv.gz", gzip.compress(b"text,label\na,b\n")[:-9], "cannot be read"),
+        ("t.csv.bak", "a\n1\n", "has no suffix of .csv, .tsv, .jsonl, .json, .parquet"),
+        ("t.csv.json", "a\n1\n", "cannot be read"),
         ("t.xlsx", "x", "has no suffix of .csv, .tsv, .jsonl, .json, .parquet"),
     ],
 )
@@ -130,11 +140,20 @@ def test_values_of_parquet_are_those_of_pyarrow(tmp_path, monkeypatch):
     assert read(tmp_path / "t.parquet") == table.to_pylist()
 
 
-def test_a_map_of_parquet_is_an_object_that_can_be_written(tmp_path):
-    table = pa.table({"m": pa.array([[("a", 1)], [("a", 2)]], pa.map_(pa.string(), pa.int64()))})
-    parquet.write_table(table, tmp_path / "t.parquet")
-    write_records(tmp_path / "again.parquet", read(tmp_path / "t.parquet"))
-    assert read(tmp_path / "again.parquet") == [{"m": {"a": 1}}, {"m": {"a": 2}}]
+def test_columns_of_parquet_keep_their_types_and_bits(tmp_path):
+    table = pa.table(
+        {
+            "map": pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64())),
+            "large": pa.array([2**63, 1], pa.uint64()),
+            "time": pa.array([1, 2], pa.timestamp("ns")),
+            "kind": pa.array(["x", "y"]).dictionary_encode(),
+        }
+    )
+    source = tmp_path / "t.parquet"
+    parquet.write_table(table, source)
+    write_records(tmp_path / "o.parquet", [each | {"n": 1} for each in read(source)], source)
+    expected = table.append_column("n", pa.array([1, 1]))
+    assert parquet.read_table(tmp_path / "o.parquet").equals(expected)
 
 
 def test_a_column_that_parquet_has_twice_is_refused(tmp_path):
