@@ -232,9 +232,9 @@ class DataConfig(Section):
     @classmethod
     def _name_described_task(cls, values: Any) -> Any:
         """Set the default of `task` to custom if the keys describe one."""
-        if not isinstance(values, dict):
-            return values  # it is refused
-        described = values.get("prompt") is not None or values.get("messages") is not None
+        described = isinstance(values, dict) and (  # else it is refused
+            values.get("prompt") is not None or values.get("messages") is not None
+        )
         return {"task": CUSTOM, **values} if described else values
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -89,7 +89,7 @@ def _apply(
     backend = tokenizer.backend
     tools = find_tools(record or {})
     source = _source(tokenizer, tools)
-    for key in dict.fromkeys(chain.from_iterable(turns)):
+    for key in {key for turn in turns for key in turn}:
         if key not in source:
             logger.warning("the chat template does not write the key `%s` of turns", key)
     try:

@@ -245,23 +245,20 @@ def write_records(
         columns = parquet.ParquetFile(source).read()
         for name in records[0]:
             if name not in columns.column_names:
-                added = pa.array([record[name] for record in records])
-                columns = columns.append_column(name, added)
+                columns = columns.append_column(name, pa.array([each[name] for each in records]))
         parquet.write_table(columns, sink)
     elif suffix in TABLES:
         import pandas as pd
         from pandas.io.common import infer_compression
 
         table = pd.DataFrame(records)
-        quoting = csv.QUOTE_MINIMAL
-        if "\r" in table.to_csv():  # the writer of Python 3.11 quotes it only with all values
-            quoting = csv.QUOTE_ALL
+        # The writer of Python 3.11 quotes a carriage return only with all other values.
         table.to_csv(
             sink,
             sep=separator or TABLES[suffix],
             index=False,
             lineterminator="\n",
-            quoting=quoting,
+            quoting=csv.QUOTE_ALL if "\r" in table.to_csv() else csv.QUOTE_MINIMAL,
             encoding=encoding,
             errors="backslashreplace",
             compression=infer_compression(path, "infer"),

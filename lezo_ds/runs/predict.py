@@ -141,8 +141,10 @@ def _refuse_output(source: Path, out: Path) -> None:
     if out.exists():
         raise UserError(f"--out {out} exists", fix="set another --out")
     if suffix_of(out) != suffix_of(source):
-        message = f"--out {out} does not end in {suffix_of(source)}, as {source} does"
-        raise UserError(message, fix="set another --out")
+        raise UserError(
+            f"--out {out} is not of the kind of {source}, {suffix_of(source)}",
+            fix="set another --out",
+        )
 
 
 def _refuse_taken(records: Sequence[dict[str, Any]]) -> None:

@@ -53,6 +53,8 @@ def export(*arguments, runner=run_forked_well, **options):
 
 def test_an_exported_model_scores_as_its_run_and_keeps_its_dtype(finished, recipe, tmp_path):
     results = results_of(finished)
+    own = ("--run", finished, "--journal", finished / "journal.jsonl")
+    assert_one_error(export(*own, runner=run_forked), 2, "journal.jsonl exists")
     export("--run", finished, "--out", tmp_path / "model")
     assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
     data = [f"data.{name}" for name in (f"path={recipe.parent / 'data'}", "num_test=13")]

@@ -285,5 +285,7 @@ def test_an_export_is_scored_on_one_file_and_written_as_a_run(root, tmp_path):
     (rows,) = (out / "predictions").iterdir()
     assert len(rows.read_text().splitlines()) == 80
     assert yaml.safe_load((out / "config.yaml").read_text())["data"]["prompt"] == ASKED["prompt"]
+    refused = run_forked(words, program="evaluate")
+    assert_one_error(refused, 2, "scored exists and is not an empty directory")
     refused = run_forked(["--model", root / "base"], program="evaluate")
     assert_one_error(refused, 2, "base names no task")
