@@ -281,7 +281,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     else:
         if arguments.limit is not None:
             raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
-        if arguments.out is not None:
+        if arguments.out:
             from lezo_ds.runs.export import refuse_taken
 
             refuse_taken(arguments.out)

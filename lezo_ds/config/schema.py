@@ -266,6 +266,11 @@ class DataConfig(Section):
             "remove data.path",
         )
         refuse_if(
+            bool(self.choices) and isinstance(self.labels, dict),
+            "a map in data.labels gives the texts of labels, and data.choices gives them, too",
+            "list in data.labels what the column holds for the first, second, ... choice",
+        )
+        refuse_if(
             self.num_demonstrations > 0 and self.in_chat,
             "data.num_demonstrations shows no examples in a chat template",
             "set data.num_demonstrations=0, or write the examples into the conversations",

@@ -239,13 +239,12 @@ def write_records(
     suffix = suffix_of(path)
     sink = io.BytesIO()
     if suffix == ".parquet":
-        import pyarrow as pa
         from pyarrow import parquet
 
         columns = parquet.ParquetFile(source).read()
         for name in records[0]:
             if name not in columns.column_names:
-                columns = columns.append_column(name, pa.array([each[name] for each in records]))
+                columns = columns.append_column(name, [[each[name] for each in records]])
         parquet.write_table(columns, sink)
     elif suffix in TABLES:
         import pandas as pd
@@ -257,17 +256,17 @@ def write_records(
             sink,
             sep=separator or TABLES[suffix],
             index=False,
-            lineterminator="\n",
             quoting=csv.QUOTE_ALL if "\r" in table.to_csv() else csv.QUOTE_MINIMAL,
             encoding=encoding,
             errors="backslashreplace",
             compression=infer_compression(path, "infer"),
         )
     else:
-        if suffix == ".json":
-            text = json.dumps(list(records), ensure_ascii=False, indent=1, default=str) + "\n"
-        else:
-            lines = [json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records]
-            text = "".join(lines)
+        indent = 1 if suffix == ".json" else None
+        values = [list(records)] if indent else records
+        text = "".join(
+            json.dumps(each, ensure_ascii=False, indent=indent, default=str) + "\n"
+            for each in values
+        )
         sink.write(text.encode(errors="backslashreplace"))
     write_atomically(path, sink.getvalue())

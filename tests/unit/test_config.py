@@ -135,6 +135,10 @@ CONTRADICTIONS = [
     ("generation.num_samples=2", "need a temperature"),
     ("generation.stop=a,", "has an empty string"),
     ("train.objective={}", "does not name a reward"),
+    (
+        "data.prompt={a} data.choices=x,y data.labels={'b':'x','a':'y'}",
+        "a map in data.labels gives",
+    ),
     ("zo={sparsity:1}", "zo has several values"),
 ]
 
