@@ -281,6 +281,10 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     else:
         if arguments.limit is not None:
             raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
+        if arguments.out:
+            from lezo_ds.runs.export import refuse_taken
+
+            refuse_taken(arguments.out)
         opened = _open_weights(arguments, needs_task=True)
         from lezo_ds.runs.opening import score
         from lezo_ds.runs.screen import scores_summary

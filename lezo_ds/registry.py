@@ -17,7 +17,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -75,7 +75,7 @@ class Registry(dict[str, T]):
 
     def _import(self, name: str) -> Any:
         try:
-            with _recipe_folder(name):
+            with chdir("."), _recipe_folder(name):  # a module may leave the working directory
                 component = pkgutil.resolve_name(name)
             self._check_kind(component)
         except (Exception, SystemExit) as error:  # the module may raise anything

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable
+from contextlib import chdir
 from typing import Any, TypeVar
 
 from lezo_ds.errors import LezoError, UserError, cut, one_line
@@ -16,7 +17,8 @@ T = TypeVar("T")
 def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """Call a user function, or run it if it is async.
 
-    An exception in it becomes a UserError with its file and line.
+    An exception in it becomes a UserError with its file and line. The working directory stays the
+    same, to which the paths of a run are relative.
 
     Args:
         name: the recipe key and its value, such as train.objective=module:function.
@@ -25,8 +27,9 @@ def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named
         named: further ones by name.
     """
     try:
-        returned = function(*arguments, **named)
-        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        with chdir("."):
+            returned = function(*arguments, **named)
+            return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     except LezoError:
         raise
     # sys.exit() in the function would end the run as if all its steps were done.

@@ -83,7 +83,7 @@ def config_from_dict(
         FOLDERS[:] = [str(folder.absolute())]
         _resolve_paths(nested, keys_with("path"), folder)
     for key, value in map(read_override, overrides):
-        _set(nested, key.split("."), value)
+        _set(nested, key.split("."), value, replaces=key not in SECTIONS)
         _resolve_paths(nested, keys_with("path") & {key}, None)
     if overrides and values:
         where += " and the command line"
@@ -134,7 +134,11 @@ def read_recipe(source: str | Path) -> tuple[dict[str, Any], Path]:
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe without dotted keys. A section that is null has no values."""
+    """Return the values of a recipe without dotted keys. A section that is null has no values.
+
+    Raises:
+        UserError: A key has several values, as zo.sparsity and as sparsity in the section zo.
+    """
     nested: dict[str, Any] = {}
     for name, value in values.items():
         if name not in SECTIONS:
@@ -263,7 +267,9 @@ def _in_words(entry: Mapping[str, Any]) -> str:
     return " ".join([str(entry["type"]), *words])
 
 
-def _set(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
+def _set(
+    values: dict[str, Any], path: Sequence[str], value: Any, *, replaces: bool = False
+) -> None:
     """Set a value below nested dicts. Those of the caller's values are copied, not changed."""
     *parents, leaf = path
     for name in parents:
@@ -275,6 +281,11 @@ def _set(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
             )
         values[name] = dict(inner or {})
         values = values[name]
+    if leaf in values and not replaces:
+        raise UserError(
+            f"{leaf} has several values: {shown(values[leaf])} and {shown(value)}",
+            fix="remove all but one; a command line changes a section by its keys",
+        )
     values[leaf] = value
 
 

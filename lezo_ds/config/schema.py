@@ -232,7 +232,9 @@ class DataConfig(Section):
     @classmethod
     def _name_described_task(cls, values: Any) -> Any:
         """Set the default of `task` to custom if the keys describe one."""
-        described = values.get("prompt") is not None or values.get("messages") is not None
+        described = isinstance(values, dict) and (  # else it is refused
+            values.get("prompt") is not None or values.get("messages") is not None
+        )
         return {"task": CUSTOM, **values} if described else values
 
     @model_validator(mode="after")
@@ -262,6 +264,11 @@ class DataConfig(Section):
             self.train is not None and self.path is not None,
             "data.train and data.path both say where the data is",
             "remove data.path",
+        )
+        refuse_if(
+            bool(self.choices) and isinstance(self.labels, dict),
+            "a map in data.labels gives the texts of labels, and data.choices gives them, too",
+            "list in data.labels what the column holds for the first, second, ... choice",
         )
         refuse_if(
             self.num_demonstrations > 0 and self.in_chat,

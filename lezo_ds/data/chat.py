@@ -17,9 +17,11 @@ reads when it is asked for the turn, and the whole text must begin with it:
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -37,6 +39,8 @@ from lezo_ds.data.examples import ASSISTANT, EncodedExample, Example, TokenIds, 
 from lezo_ds.data.template import Record
 from lezo_ds.data.turns import find_tools
 from lezo_ds.errors import UserError, one_line
+
+logger = logging.getLogger(__name__)
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers (5.23) looks for it
 _QUESTION: Turn = {"role": "user", "content": "A question"}
@@ -62,17 +66,19 @@ def write(
     text = str(_apply(tokenizer, turns, record, tokenize=False, add_generation_prompt=opened))
     plain = without_marks(text)
     for number, turn in enumerate(turns, start=1):
-        # Many templates drop the thoughts of earlier turns.
-        _, _, content = without_marks(turn["content"]).rpartition(END_OF_THOUGHT)
+        thought, _, content = without_marks(turn["content"]).rpartition(END_OF_THOUGHT)
         functions = [call.get("function", call) for call in turn.get("tool_calls", ())]
         # What a tool returns may be written as JSON.
         in_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
         is_written = content.strip() in plain or in_json in plain
+        if turn is turns[-1]:  # many templates drop the thoughts of earlier turns
+            is_written &= thought.rpartition("<think>")[2].strip() in plain
         if not is_written or not all(each.get("name", "") in plain for each in functions):
             raise UserError(
                 f"the chat template of {tokenizer.backend.name_or_path} does not write turn "
                 f"{number}, of {turn['role']}",
-                fix="use a role that the template knows, or write the turn as text",
+                fix="use a role that the template knows, write the turn as text, or use a template "
+                "that keeps the thought of the last turn",
             )
     return text
 
@@ -84,6 +90,9 @@ def _apply(
     backend = tokenizer.backend
     tools = find_tools(record or {})
     source = _source(tokenizer, tools)
+    for key in {key for turn in turns for key in turn}:
+        if key not in source:
+            _warn_unwritten(key)
     try:
         # Transformers (5.23) has no argument for the day that a template writes.
         template = _compile_jinja_template(source)
@@ -98,6 +107,11 @@ def _apply(
             f"the chat template of {backend.name_or_path} refuses the conversation: {reason}",
             fix="correct the record, or set or remove data.system_prompt",
         ) from error
+
+
+@cache  # once a key, not once a record
+def _warn_unwritten(key: str) -> None:
+    logger.warning("the chat template does not write the key `%s` of turns", key)
 
 
 def _source(tokenizer: PromptTokenizer, tools: list[Any] | None) -> str:

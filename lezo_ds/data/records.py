@@ -15,6 +15,7 @@ table, a row with too many values, and a repeated name of a column or key of a J
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import re
@@ -36,7 +37,7 @@ SUFFIXES = (*TABLES, ".jsonl", ".json", ".parquet")
 UTF_8 = "utf-8-sig"
 """UTF-8 with or without a byte order mark: the encoding of tables unless a recipe names another."""
 
-_SUFFIX = re.compile(r"(\.csv|\.tsv)(\.\w+)?$|\.jsonl$|\.json$|\.parquet$")
+_SUFFIX = re.compile(r"(\.csv|\.tsv)(\.gz|\.bz2|\.xz|\.zip|\.zst)?$|\.jsonl$|\.json$|\.parquet$")
 _ON_HUB = re.compile("([^/]*/[^/]*)(?:/([^/]*))?:([^:]*)")
 _PARQUET_ROWS = 1024  # in memory at a time
 
@@ -70,7 +71,7 @@ def read_records(
             yield from _read_parquet(path)
         else:
             yield from _read_json(path, is_list=suffix == ".json")
-    except (OSError, ValueError, LookupError, RecursionError, csv.Error) as error:
+    except Exception as error:  # each library raises its own types
         fix = f"write it as the {suffix} file that its name says"
         if suffix in TABLES:
             fix = (
@@ -136,10 +137,10 @@ def _read_table(path: Path, separator: str, encoding: str) -> Iterator[dict[str,
 
 
 def _check_rows(path: Path, table: Any, separator: str, encoding: str) -> None:
-    """Refuse rows that pandas has filled up, and say which cell spans lines.
+    """Refuse rows that pandas has filled up or left out, and say which cell spans lines.
 
     Raises:
-        ValueError: a row has too few values.
+        ValueError: a row has too few values, or pandas has not read all rows.
     """
     from pandas.io.common import get_handle
 
@@ -148,12 +149,16 @@ def _check_rows(path: Path, table: Any, separator: str, encoding: str) -> None:
         rows = csv.reader(opened.handle, delimiter=separator)
         header = next(filter(None, rows), [])
         _refuse_repeated("the first line has the column", list(filter(None, header)))
-        for row in rows:
-            if 0 < len(row) < len(table.columns):
+        num_rows = 0
+        for row in filter(None, rows):
+            num_rows += 1
+            if len(row) < len(table.columns):
                 raise ValueError(
                     f"the row that ends in line {rows.line_num} has {len(row)} values for "
                     f"{len(table.columns)} columns"
                 )
+    if num_rows != len(table):  # as of a line that has only spaces
+        raise ValueError(f"pandas reads {len(table)} of its {num_rows} rows")
     for column in table.columns:
         spans = table.index[table[column].str.contains("\n", regex=False)]
         if len(spans):
@@ -212,37 +217,56 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 def write_records(
     path: Path,
     records: Sequence[dict[str, Any]],
+    source: Path,
     separator: str | None = None,
     encoding: str | None = None,
 ) -> None:
-    """Write records to a file that `read_records` reads, atomically. The arguments are alike.
+    """Write records to a file that `read_records` reads, atomically.
 
-    All records have the same fields in a table. Values that a table or JSON lacks are written as
-    texts. A character that the encoding lacks is written as an escape.
+    Values that a table or JSON lacks are written as texts. A character that the encoding lacks is
+    written as an escape.
+
+    Args:
+        path: its suffix says how it is written, and compressed.
+        records: those of `source`, all with the same further fields.
+        source: a file of the same kind. The columns of Parquet keep their types.
+        separator: of the values of a table; None is that of its suffix.
+        encoding: of a table; None is UTF-8.
 
     Raises:
         UserError: the suffix of the file is unknown. OSError: it cannot be written.
     """
     suffix = suffix_of(path)
+    sink = io.BytesIO()
     if suffix == ".parquet":
-        import pyarrow as pa
         from pyarrow import parquet
 
-        sink = pa.BufferOutputStream()
-        parquet.write_table(pa.Table.from_pylist(list(records)), sink)
-        write_atomically(path, sink.getvalue().to_pybytes())
-        return
-    if suffix in TABLES:
+        columns = parquet.ParquetFile(source).read()
+        for name in records[0]:
+            if name not in columns.column_names:
+                columns = columns.append_column(name, [[each[name] for each in records]])
+        parquet.write_table(columns, sink)
+    elif suffix in TABLES:
         import pandas as pd
+        from pandas.io.common import infer_compression
 
-        text = pd.DataFrame(records).to_csv(
-            sep=separator or TABLES[suffix], index=False, lineterminator="\n"
+        table = pd.DataFrame(records)
+        # The writer of Python 3.11 quotes a carriage return only with all other values.
+        table.to_csv(
+            sink,
+            sep=separator or TABLES[suffix],
+            index=False,
+            quoting=csv.QUOTE_ALL if "\r" in table.to_csv() else csv.QUOTE_MINIMAL,
+            encoding=encoding,
+            errors="backslashreplace",
+            compression=infer_compression(path, "infer"),
         )
-    elif suffix == ".json":
-        rows = list(records)
-        text = json.dumps(rows, ensure_ascii=False, indent=1, default=str) + "\n"
     else:
-        lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
-        text = "".join(lines)
-    codec = encoding or "utf-8" if suffix in TABLES else "utf-8"
-    write_atomically(path, text.encode(codec, errors="backslashreplace"))
+        indent = 1 if suffix == ".json" else None
+        values = [list(records)] if indent else records
+        text = "".join(
+            json.dumps(each, ensure_ascii=False, indent=indent, default=str) + "\n"
+            for each in values
+        )
+        sink.write(text.encode(errors="backslashreplace"))
+    write_atomically(path, sink.getvalue())

@@ -55,7 +55,9 @@ def _read_turn(where: str, value: object) -> tuple[Turn, bool]:
             f"{where} is {shown(value)}, without a role",
             fix="rename its keys to role and content, or to from and value",
         )
-    content = keys.pop("content", keys.pop("value", ""))
+    # A turn that calls tools may say nothing else.
+    default = "" if "tool_calls" in keys else None
+    content = keys.pop("content", keys.pop("value", default))
     if isinstance(content, list):
         content = "".join(_part_text(where, part) for part in content)
     if not isinstance(content, str):

@@ -245,9 +245,11 @@ def write_journal(path: Path, file: Path) -> int:
     """Write a zeroth-order run, finished or not, as one file, and return its size in bytes.
 
     Raises:
-        UserError: `path` is not a run, or a base model and a journal do not give its weights.
+        UserError: `path` is not a run, or a base model and a journal do not give its weights; or
+            `file` exists, as the run's own journal does.
         LezoError: the file cannot be written.
     """
+    refuse_taken(file)
     run = read_run(path)
     if not is_replayable(run.config):
         raise UserError(

@@ -26,7 +26,7 @@ from lezo_ds import distributed
 from lezo_ds.data.described import find_task
 from lezo_ds.data.examples import Example
 from lezo_ds.data.reader import load_reader
-from lezo_ds.data.records import read_records, write_records
+from lezo_ds.data.records import read_records, suffix_of, write_records
 from lezo_ds.data.score import PREDICTED, PROBABILITY, predict
 from lezo_ds.data.splits import checked_example, json_text
 from lezo_ds.data.tasks import Task
@@ -122,7 +122,7 @@ def predict_file(
 
         def write() -> None:
             with failures_named(out):
-                write_records(out, labelled, data.separator, data.encoding)
+                write_records(out, labelled, source, data.separator, data.encoding)
             remove_directory(folder.path)
 
         distributed.on_rank_zero(write)
@@ -140,9 +140,11 @@ def _example(task: Task, number: int, record: dict[str, Any]) -> Example:
 def _refuse_output(source: Path, out: Path) -> None:
     if out.exists():
         raise UserError(f"--out {out} exists", fix="set another --out")
-    if out.suffix != source.suffix:
-        message = f"--out {out} does not end in {source.suffix}, as {source} does"
-        raise UserError(message, fix="set another --out")
+    if suffix_of(out) != suffix_of(source):
+        raise UserError(
+            f"--out {out} is not of the kind of {source}, {suffix_of(source)}",
+            fix="set another --out",
+        )
 
 
 def _refuse_taken(records: Sequence[dict[str, Any]]) -> None:

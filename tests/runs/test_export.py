@@ -57,6 +57,8 @@ def model(finished):
 
 def test_an_exported_model_scores_as_its_run_and_keeps_its_dtype(finished, model, recipe):
     results = results_of(finished)
+    own = ["--run", finished, "--journal", finished / "journal.jsonl"]
+    assert_refused("export", own, "journal.jsonl exists")
     assert read_manifest(model)["digest"] == results["weights_digest"]
     data = f"data.path={recipe.parent / 'data'}"
     of_model = scores_of("--model", model, data, "data.num_test=13")

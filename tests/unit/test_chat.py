@@ -30,6 +30,8 @@ AT_ONCE = PLAIN.replace("\n", "|")
 TRIMMING = PLAIN.replace("turn['content']", "turn['content'] | trim")
 CHANGING = PLAIN.replace("turn['content']", "turn['content'] | replace('là', 'LÀ')")
 UNLIKE = PLAIN.replace("<s>assistant\n", "<s>assistant\n<think>")
+FORGETTING = PLAIN.replace("turn['content']", "turn['content'].split('</think>')[-1]")
+THOUGHT = {"role": "assistant", "content": "<think>\nWhere?\n</think>\n\nHere"}
 DATED = "{{ strftime_now('%d %b %Y') }}" + PLAIN
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
 
@@ -119,6 +121,7 @@ def test_a_space_that_asks_for_an_answer_may_begin_its_first_token(tmp_path):
         (own_data.WITHOUT_SYSTEM, TURNS, "refuses the conversation: .*no system"),
         (own_data.NEEDS_SYSTEM, TURNS[1:], "set or remove data.system_prompt"),
         (PLAIN.replace("turn['content']", "''"), TURNS, "does not write turn 1, of system"),
+        (FORGETTING, [TURNS[1], THOUGHT], "does not write turn 2, of assistant"),
         (None, TURNS, "has no chat template; fix: use a model that was trained for"),
         (PLAIN, [*TURNS[:2], {**TURNS[2], "content": "a" * 300}], "has 3.. tokens; at most 2"),
         (MARKED.replace("'assistant'", "'bot'", 1), TURNS, "does not mark any token"),
@@ -128,6 +131,16 @@ def test_what_the_template_cannot_write_is_refused(template, turns, message, tmp
     reader = reader_of(write_chat_model(tmp_path, template), messages="turns")
     with pytest.raises(UserError, match=message):
         encode_turns(reader, turns)
+
+
+def test_keys_of_turns_that_the_template_does_not_name_are_named_once(tmp_path, caplog):
+    reader = reader_of(write_chat_model(tmp_path, PLAIN), messages="turns")
+    for _ in range(2):
+        encode_turns(reader, [TURNS[1], {**TURNS[2], "thinking": "Where?"}])
+    assert [each.message for each in caplog.records if "of turns" in each.message] == [
+        "the chat template does not write the key `thinking` of turns"
+    ]
+    encode_turns(reader, [TURNS[1], THOUGHT])  # the thought of the last turn is written
 
 
 def test_tools_are_written_by_the_template_that_reads_them(tmp_path):

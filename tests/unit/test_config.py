@@ -110,7 +110,18 @@ CONTRADICTIONS = [
     ("generation.num_samples=2", "need a temperature"),
     ("generation.stop=a,", "has an empty string"),
     ("train.objective={}", "does not name a reward"),
+    (
+        "data.prompt={a} data.choices=x,y data.labels={'b':'x','a':'y'}",
+        "a map in data.labels gives",
+    ),
+    ("zo={sparsity:1}", "zo has several values"),
 ]
+
+
+def test_a_key_of_a_recipe_has_one_value():
+    for twice in ({"zo.sparsity": 1, **REQUIRED}, {**REQUIRED, "zo.sparsity": 1}):
+        with pytest.raises(UserError, match=r"sparsity has several values: .*; fix: "):
+            config_from_dict(twice, "recipe.yaml")
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG_VALUES + UNKNOWN_KEYS + CONTRADICTIONS)
@@ -126,6 +137,7 @@ def test_what_is_wrong_unknown_or_contradicts_is_refused_with_a_fix(words, messa
     ("text", "message"),
     [
         ("zo: {sparsity: 0}\nzo: {sparsity: 1}", 'line 2: found duplicate key "zo"'),
+        ("run_dir: r\nmodel: {path: m, dtype: fp32}\ndata: t.csv", "data=t.csv in "),
         ("zo: &a {sparsity: 0}\ntrain: *a", "line 2: aliases are not supported"),
         ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
         ("seed: " + "[" * 5000, "is not valid YAML: RecursionError"),

@@ -248,6 +248,7 @@ def test_nulls_that_arrow_fills_in_are_not_read():
         ([{"content": "a"}], "turn 1 in column `turns` is {'content': 'a'}, without a role"),
         ([ASKED, {**ANSWERED, "weight": 0.5}], "the weight of turn 2 .* is not 0 or 1"),
         ([ASKED, {**ANSWERED, "content": " "}], "turn 2 .* is the assistant's and is empty"),
+        ([{"role": "user", "text": "a"}], "the content of turn 1 .* is null, not a text"),
         ([{**ASKED, "content": 5}], "the content of turn 1 .* is 5, not a text"),
         ([{**ASKED, "content": [{"type": "image_url"}]}], "no images or sounds are read"),
         ([{**ANSWERED, "tool_calls": [BROKEN_CALL]}], "a call in turn 1 .* is not JSON"),

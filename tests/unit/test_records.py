@@ -1,5 +1,7 @@
 """Records are what pandas, pyarrow, json and datasets read; what these would repair is refused."""
 
+import gzip
+
 import datasets
 import pandas as pd
 import pyarrow as pa
@@ -24,9 +26,10 @@ def refusal_of(path, *options):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "ending", ["csv", "tsv", "CSV", "csv.gz", "tsv.zip", "json", "jsonl", "parquet"]
-)
+ENDINGS = ["csv", "tsv", "CSV", "csv.gz", "tsv.zip", "json", "jsonl", "parquet"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_every_kind_of_file_has_the_same_records(ending, tmp_path):
     path = tmp_path / f"data.{ending}"
     table = pd.DataFrame(RECORDS)
@@ -39,13 +42,18 @@ def test_every_kind_of_file_has_the_same_records(ending, tmp_path):
     assert read(path) == RECORDS
 
 
-@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl", "parquet"])
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_what_is_written_is_read_again(ending, tmp_path):
     path = tmp_path / f"data.{ending}"
-    write_records(path, RECORDS)
+    pd.DataFrame(RECORDS).to_parquet(tmp_path / "source.parquet")
+    for records in (RECORDS, [{"text": "a\rb, c", "label": '"'}]):  # a return alone ends a row
+        if ending != "parquet":
+            write_records(path, records, path)
+            assert read(path) == records
+    write_records(path, RECORDS, tmp_path / "source.parquet")
     assert read(path) == RECORDS
     if ending == "csv":
-        write_records(path, [{"text": "über ☃", "x": "1;2"}], ";", "cp1252")
+        write_records(path, [{"text": "über ☃", "x": "1;2"}], path, ";", "cp1252")
         assert read(path, ";", "cp1252") == [{"text": "über \\u2603", "x": "1;2"}]
         assert "cannot be read" in refusal_of(path, ";")
 
@@ -81,6 +89,7 @@ def test_an_ordinary_table_has_the_rows_that_pandas_reads(content, expected, tmp
         ("\na,text,text,,\nx,y,z,,\n", "the first line has the column 'text' 2 times"),
         ('text,label\n"x,bug\n', "EOF inside string"),
         (b"text,label\n\xff\xfe,bug\n", "can't decode byte 0xff"),
+        ("text\na\n  \nb\n", "pandas reads 2 of its 3 rows"),
     ],
 )
 def test_a_table_that_pandas_would_repair_or_cannot_read_is_refused(content, message, tmp_path):
@@ -103,6 +112,9 @@ def test_a_table_that_pandas_would_repair_or_cannot_read_is_refused(content, mes
         ("t.json", "[" * 100_000, "cannot be read"),
         ("t.jsonl", "\u00e9".encode("latin-1"), "can't decode"),
         ("t.parquet", "x", "cannot be read"),
+        ("t.csv.gz", gzip.compress(b"text,label\na,b\n")[:-9], "cannot be read"),
+        ("t.csv.bak", "a\n1\n", "has no suffix of .csv, .tsv, .jsonl, .json, .parquet"),
+        ("t.csv.json", "a\n1\n", "cannot be read"),
         ("t.xlsx", "x", "has no suffix of .csv, .tsv, .jsonl, .json, .parquet"),
     ],
 )
@@ -125,13 +137,25 @@ def test_values_of_parquet_are_those_of_pyarrow_and_a_map_is_an_object(tmp_path,
     parquet.write_table(table, path)
     monkeypatch.setattr(module, "_PARQUET_ROWS", 2)
     assert read(path) == table.to_pylist()
-    kind = pa.map_(pa.string(), pa.int64())
-    parquet.write_table(pa.table({"m": pa.array([[("a", 1)], [("a", 2)]], kind)}), path)
-    write_records(path, read(path))
-    assert read(path) == [{"m": {"a": 1}}, {"m": {"a": 2}}]
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     parquet.write_table(twice, path)
     assert "it has the column 'a' 2 times" in refusal_of(path)
+
+
+def test_columns_of_parquet_keep_their_types_and_bits(tmp_path):
+    table = pa.table(
+        {
+            "map": pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64())),
+            "large": pa.array([2**63, 1], pa.uint64()),
+            "time": pa.array([1, 2], pa.timestamp("ns")),
+            "kind": pa.array(["x", "y"]).dictionary_encode(),
+        }
+    )
+    source = tmp_path / "t.parquet"
+    parquet.write_table(table, source)
+    write_records(tmp_path / "o.parquet", [each | {"n": 1} for each in read(source)], source)
+    expected = table.append_column("n", pa.array([1, 1]))
+    assert parquet.read_table(tmp_path / "o.parquet").equals(expected)
 
 
 def test_the_hub_has_the_records_of_datasets(tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+import os
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,6 +79,12 @@ def emptying(answers, records):
     return [len(record.pop("solution")) for record in records]
 
 
+@reward
+def leaving(answers, records):
+    os.chdir("/")
+    return [1, 1]
+
+
 def half_each(logits, batch):
     return torch.full((len(batch.examples),), 0.5)
 
@@ -118,6 +126,17 @@ def test_turns_of_a_chat_are_lists_as_in_trl():
 
 def test_what_a_reward_changes_in_a_record_reaches_no_later_call():
     assert loss_of("emptying", ["", ""]) == loss_of("emptying", ["", ""]) == [-1.0, -1.0]
+
+
+def test_a_reward_does_not_move_the_files_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaves.py").write_text(
+        "import os\nos.chdir('/')\nfrom test_rewards import brevity\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (named("leaving"), "leaves:brevity"):
+        load_objective(name, SQUAD).loss(["", ""], TEXTS)
+        assert Path.cwd() == tmp_path
 
 
 def test_several_rewards_are_trls_weighted_sum_of_those_that_apply():
