@@ -15,10 +15,15 @@ from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
 
 
+def copied_files():
+    """Return what the Dockerfile copies from the repository."""
+    lines = re.findall(r"^COPY (.+)$", (REPOSITORY / "Dockerfile").read_text(), re.MULTILINE)
+    return [name for line in lines for name in line.split()[:-1]]
+
+
 def test_the_image_has_the_files_that_the_package_is_built_from():
     image, setup = (REPOSITORY.joinpath(n).read_text() for n in ("Dockerfile", "setup.py"))
-    lines = re.findall(r"^COPY (.+)$", image, re.MULTILINE)
-    copied = [name for line in lines for name in line.split()[:-1]]
+    copied = copied_files()
     read = {*re.findall(r'Path\("([\w./]+)"\)', setup), "setup.py", "pyproject.toml", "LICENSE"}
     needed = {name.partition("/")[0] for name in read} | {"launch", "ds_configs", "constraints.txt"}
     assert set(copied) == needed

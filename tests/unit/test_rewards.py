@@ -261,7 +261,7 @@ def test_objectives_are_those_of_the_task_or_named_in_a_module():
         ("no losses", UserError, r"own returned tensor\(\[1, 1\]\), not one loss per example"),
         ("absent", UserError, r"own failed: KeyError: 'absent' \(.*test_rewards.py line \d+\)"),
         ("exit", UserError, "own failed: SystemExit: 0 "),
-        ("interrupt", KeyboardInterrupt, ""),
+        ("interrupt", KeyboardInterrupt, "^$"),
     ],
 )
 def test_a_function_that_fails_is_named_and_an_interrupt_is_one(name, error, message, monkeypatch):
