@@ -62,6 +62,7 @@ from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.forward.directions import directions_of
+from lezo_ds.forward.probes import Perturbation
 from lezo_ds.noise import Elements, UpdateTarget
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools.memory_plan import OPT_SHAPES, opt_config
@@ -496,7 +497,7 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
         inputs={name: torch.cat([rows] * num_probes) for name, rows in prompts.inputs.items()},
         prompts=replace(greedy, common_ids=None),
     )
-    at_probes = engine.perturbation(step, forward_pass)
+    at_probes = Perturbation(forward_pass.probes, frozenset(step.plan.dropped_layers))
     plain = plain_model(config.model.path, config.model.dtype)
     # generate passes the last states of the prompts as a strided view, and torch would copy the
     # head's weight for each row of it.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +25,9 @@ from lezo_ds.user_code import call_of_user
 from lezo_ds.zo.estimators import Probe
 from lezo_ds.zo.keys import direction_keys, step_key
 from lezo_ds.zo.layers import LayerSample
-from lezo_ds.zo.passes import Groups, KeyedProbe, Pass
+from lezo_ds.zo.passes import Groups, KeyedProbe
 from lezo_ds.zo.records import StepPlan, StepRecord
 from lezo_ds.zo.step import PlanFormat, Step
-
-T = TypeVar("T")
 
 FAR_FROM_THETA = 0.1
 """A scale at which a model's output is another one, and yet finite in 16 bits."""
@@ -116,8 +113,10 @@ class LezoEngine(ReplayEngine):
         """
         batch = StepBatch.of(batch)
         step = self.plan_step(batch)
+        claims = self._claims(step)
         losses = self._measure(step, batch, loss_function)
-        record = self._call("estimator", step.estimate, self._sum(losses, step, batch))
+        sums = self.sum_losses(losses, batch, claims)
+        record = call_of_user(self._named("estimator"), step.estimate, sums)
         self._write_ahead(record)
         self.apply(record.step + 1)
         self._end_if_diverged()
@@ -128,11 +127,11 @@ class LezoEngine(ReplayEngine):
         size = self.config.examples_per_direction
         groups = Groups.of(len(batch), batch.num_examples, size)
         if not self._settings_agreed:
-            self._call("estimator", self.estimator.check_groups, groups.number)
+            call_of_user(self._named("estimator"), self.estimator.check_groups, groups.number)
             self._agree_on_settings(len(batch))
         message = b""
         if self.global_rank == 0:
-            probes = self._call("estimator", self._probes)
+            probes = call_of_user(self._named("estimator"), self._probes)
             message = self.plan_format.pack(self._decide(), probes)
         message = distributed.broadcast_bytes(message, self.plan_format.num_bytes)
         plan, probes = self.plan_format.unpack(message)
@@ -170,21 +169,17 @@ class LezoEngine(ReplayEngine):
 
     def own_learning_rate(self) -> float:
         """Return the learning rate of the next step, as this machine computes it."""
-        return self._call("lr_schedule", self.learning_rates.at, self.global_steps)
+        return call_of_user(self._named("lr_schedule"), self.learning_rates.at, self.global_steps)
 
     def _sample(self) -> LayerSample:
         policy = self.layer_policy
-        return self._call("layer_policy", policy.checked_sample, self.seed, self.records)
+        return call_of_user(
+            self._named("layer_policy"), policy.checked_sample, self.seed, self.records
+        )
 
-    def _call(self, key: str, function: Callable[..., T], *arguments: object) -> T:
-        """Return what a component returns that a key of zo names. UserError: it raised."""
-        name = f"zo.{key}={getattr(self.config, key)}"
-        return call_of_user(name, function, *arguments)
-
-    def perturbation(self, step: Step, forward_pass: Pass) -> Perturbation:
-        """Return the weights at which a pass measures the loss. theta itself stays as it is."""
-        dropped = frozenset(step.plan.dropped_layers)
-        return Perturbation(step.probes_of(forward_pass), dropped)
+    def _named(self, key: str) -> str:
+        """Return a key of zo and its value, as an error of the component that it names says."""
+        return f"zo.{key}={getattr(self.config, key)}"
 
     def _measure(self, step: Step, batch: StepBatch, loss_function: LossFunction) -> Tensor:
         """Run this rank's passes; return their losses, and 0 for those of other ranks' passes.
@@ -192,21 +187,21 @@ class LezoEngine(ReplayEngine):
         So the sum over all ranks, float64 [num_losses], has every loss.
         """
         losses = torch.zeros(step.num_losses, dtype=torch.float64, device=self.device)
+        dropped = frozenset(step.plan.dropped_layers)
         for forward_pass in self.passes_of_rank(self.global_rank, step.passes):
-            perturbation = self.perturbation(step, forward_pass)
             micro_batch = batch[forward_pass.micro_batch]
+            perturbation = Perturbation(forward_pass.probes, dropped)
             step.add(losses, forward_pass, self.losses_at(micro_batch, perturbation, loss_function))
         return losses
 
-    def _sum(self, losses: Tensor, step: Step, batch: StepBatch) -> list[float]:
-        """Return the losses of all ranks, and check that all do the same step. A collective."""
-        claims = {
+    def _claims(self, step: Step) -> dict[str, str]:
+        """Return what this rank works on. Ranks of the same step have the same claims."""
+        return {
             "step": str(self.global_steps),
             "seed": str(self.seed),
             "plan": repr((step.plan, step.probes)),
             **self._last_result(),
         }
-        return self.sum_losses(losses, batch, claims)
 
     def _write_ahead(self, record: StepRecord) -> None:
         """Append a record to the run's records, and to the journal if this rank has it.

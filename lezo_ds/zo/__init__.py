@@ -6,7 +6,7 @@ evolution strategies):
     records of all steps so far
       -> LayerPolicy.sample        which transformer blocks the step drops          layers.py
       -> Estimator.probes          at which theta + scale * z(key) to measure       estimators.py
-      -> passes_of_step            which rank runs which probe of which batch       passes.py
+      -> Step.passes               which probes of which micro-batch run at once    step.py
       -> (forward passes)          the loss at each probe
       -> Estimator.estimate        one projected gradient for each direction
       -> StepRecord                the line of the journal                          records.py

@@ -7,21 +7,6 @@ from typing import Any, NamedTuple, TypeVar
 from lezo_ds.errors import UserError
 
 
-class Pass(NamedTuple):
-    """One forward pass: one micro-batch, copied once for each of its consecutive probes.
-
-    Attributes:
-        micro_batch: index among the micro-batches of the step.
-        probes: indices of its probes among those of the step.
-        counts: whether this rank contributes the losses. It does not if another rank runs the
-            same pass and has them: this rank then only takes part in the gathers of weights.
-    """
-
-    micro_batch: int
-    probes: range
-    counts: bool = True
-
-
 class KeyedProbe(NamedTuple):
     """The weights theta + scale * z(key), with a key for each group of a pass's examples.
 
@@ -40,6 +25,23 @@ class KeyedProbe(NamedTuple):
         if len(self.keys) != 1:
             raise ValueError("a perturbed copy of a weight serves all examples, not a group")
         return self.keys[0]
+
+
+class Pass(NamedTuple):
+    """One forward pass: one micro-batch, copied once for each of its consecutive probes.
+
+    Attributes:
+        micro_batch: index among the micro-batches of the step.
+        first_probe: index of its first probe among those of the step.
+        probes: with the keys of the micro-batch's groups.
+        counts: whether this rank contributes the losses. It does not if another rank runs the
+            same pass and has them: this rank then only takes part in the gathers of weights.
+    """
+
+    micro_batch: int
+    first_probe: int
+    probes: tuple[KeyedProbe, ...]
+    counts: bool = True
 
 
 class Groups(NamedTuple):
@@ -124,19 +126,3 @@ def can_group(size: int, num_examples: int, num_micro_batches: int) -> bool:
         return False
     fits = micro_batch_size % size == 0 or size % micro_batch_size == 0
     return fits and num_examples % size == 0
-
-
-def passes_of_step(num_micro_batches: int, num_probes: int, probes_per_pass: int) -> list[Pass]:
-    """Return all forward passes of a step; rank r runs passes r, r + world, r + 2 world, and so on.
-
-    A pass gathers each weight once for all of its probes.
-
-    >>> [(each.micro_batch, list(each.probes)) for each in passes_of_step(1, 4, 2)]
-    [(0, [0, 1]), (0, [2, 3])]
-    """
-    passes = []
-    for micro_batch in range(num_micro_batches):
-        for start in range(0, num_probes, probes_per_pass):
-            stop = min(start + probes_per_pass, num_probes)
-            passes.append(Pass(micro_batch, range(start, stop)))
-    return passes

@@ -5,8 +5,8 @@ other estimators have other probes. A step is made of a plan, which rank 0 decid
 and of the shape of the batch, which every rank knows:
 
     line 3         StepPlan         dropped layers, key of the noise, learning rate; and the probes
-    lines 4 to 6   Step.passes      the forward passes, which the ranks share
-                   Step.probes_of   theta + scale * z, at which a pass measures the loss
+    lines 4 to 6   Step.passes      the forward passes, which the ranks share, and their probes:
+                                    theta + scale * z, at which a pass measures the loss
     line 7         Step.estimate    projected gradients from the losses of all ranks
     line 8         StepRecord       what every rank updates its own shards by (updates.py)
 """
@@ -22,7 +22,7 @@ from typing import Any
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import Estimate, Estimator, Probe, mean_losses
 from lezo_ds.zo.keys import direction_keys
-from lezo_ds.zo.passes import Groups, KeyedProbe, Pass, passes_of_step
+from lezo_ds.zo.passes import Groups, KeyedProbe, Pass
 from lezo_ds.zo.records import StepPlan, StepRecord
 
 
@@ -57,8 +57,28 @@ class Step:
 
     @property
     def passes(self) -> list[Pass]:
-        """All forward passes, in the order in which workers share them."""
-        return passes_of_step(self.groups.num_micro_batches, len(self.probes), self.probes_per_pass)
+        """All forward passes, in the order in which workers share them.
+
+        A pass gathers each weight once for all of its probes.
+        """
+        passes = []
+        for micro_batch in range(self.groups.num_micro_batches):
+            probes = self._keyed_probes(micro_batch)
+            for first in range(0, len(probes), self.probes_per_pass):
+                of_pass = probes[first : first + self.probes_per_pass]
+                passes.append(Pass(micro_batch, first, of_pass))
+        return passes
+
+    def _keyed_probes(self, micro_batch: int) -> tuple[KeyedProbe, ...]:
+        """Return all probes, with the keys of the directions of a micro-batch's groups."""
+        groups = self.groups.of_micro_batch(micro_batch)
+        keys = direction_keys(self.plan.key, self.num_directions)
+        per_group = self.estimator.num_directions
+        keyed = []
+        for probe in self.probes:
+            of_groups = [keys[group * per_group + probe.direction] for group in groups]
+            keyed.append(KeyedProbe(tuple(of_groups), probe.scale))
+        return tuple(keyed)
 
     @property
     def num_losses(self) -> int:
@@ -86,25 +106,13 @@ class Step:
         """
         if not forward_pass.counts:
             return
-        for probe, of_examples in zip(forward_pass.probes, of_probes, strict=True):
+        for probe, of_examples in enumerate(of_probes, start=forward_pass.first_probe):
             of_groups = of_examples.double().chunk(self.groups.per_micro_batch)
             for group, of_group in enumerate(of_groups):
                 total = of_group.sum()
                 if self.may_lack_losses:  # an example without a loss counts as those that have one
                     total = of_group.nanmean() * len(of_group)
                 losses[self.place(forward_pass.micro_batch, group, probe)] = total
-
-    def probes_of(self, forward_pass: Pass) -> tuple[KeyedProbe, ...]:
-        """Return the probes of a pass, with the keys of the directions of its groups."""
-        groups = self.groups.of_micro_batch(forward_pass.micro_batch)
-        keys = direction_keys(self.plan.key, self.num_directions)
-        per_group = self.estimator.num_directions
-        keyed = []
-        for index in forward_pass.probes:
-            probe = self.probes[index]
-            of_groups = [keys[group * per_group + probe.direction] for group in groups]
-            keyed.append(KeyedProbe(tuple(of_groups), probe.scale))
-        return tuple(keyed)
 
     def mean_losses(self, sums: Sequence[float]) -> list[list[float]]:
         """Return the mean loss over each group of examples at each probe: [groups][probes].
