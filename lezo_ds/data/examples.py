@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lezo_ds.data.template import Record
@@ -49,6 +49,19 @@ class Example:
         if self.label is None:
             return ()
         return (self.candidates[self.label],)
+
+    def at_turn(self, turn: int) -> Example:
+        """Return the example of a conversation that ends with one turn, and learns only that."""
+        answer = (self.messages[turn]["content"],)
+        return replace(
+            self,
+            prompt=self.messages[turn - 1]["content"],
+            candidates=answer,
+            label=0,
+            references=answer,
+            messages=self.messages[: turn + 1],
+            learned=(turn,),
+        )
 
 
 @dataclass(frozen=True)

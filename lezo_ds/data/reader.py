@@ -132,18 +132,7 @@ class EncodedSplit:
         values = self.rows[row]
         example: Example = self._of_places[values["place"]]
         turn = values["turn"]
-        if turn < 0:
-            return example
-        answer = (example.messages[turn]["content"],)
-        return replace(
-            example,
-            prompt=example.messages[turn - 1]["content"],
-            candidates=answer,
-            label=0,
-            references=answer,
-            messages=example.messages[: turn + 1],
-            learned=(turn,),
-        )
+        return example if turn < 0 else example.at_turn(turn)
 
     def _encoded(self, row: int) -> EncodedExample:
         values = self.rows[row]
@@ -222,14 +211,14 @@ class Reader:
             UserError: the example cannot be encoded.
         """
         read = self.as_read(example)
-        prompt: TokenIds = ()
-        is_answered = self.generation is not None and not is_training
-        if is_answered or self.objective.reads_answers:
-            prompt = self._prompt(read)
+        is_scored = self.generation is not None and not is_training
         parts = self.task.encode(self.tokenizer, self._encoding_config, read)
-        is_by_turn = len(parts) > 1
+        turns = example.learned if len(parts) > 1 else (-1,)
         rows = []
-        for number, encoded in enumerate(parts):
+        for encoded, turn in zip(parts, turns, strict=True):
+            prompt: TokenIds = ()
+            if is_scored or self.objective.reads_answers:
+                prompt = self._prompt(read if turn < 0 else read.at_turn(turn))
             label = -1 if encoded.label is None else encoded.label
             content: list[Any] = [encoded.sequences, encoded.masks, label]
             content += [example.references, prompt]
@@ -239,7 +228,7 @@ class Reader:
             row = {
                 "place": place,
                 "index": example.index,
-                "turn": example.learned[number] if is_by_turn else -1,
+                "turn": turn,
                 "sequences": encoded.sequences,
                 "masks": encoded.masks,
                 "label": label,

@@ -174,6 +174,9 @@ def test_the_turns_of_one_conversation_are_answered_with_keys_of_their_own(tmp_p
     data = load_task_data(config)
     keys = keys_of(data.step_batch(config, 0))
     assert len(set(keys)) == len(keys) == 24 == 2 * len(set(data.train.index.tolist()))
+    for prompt, example in zip(data.train.prompts, data.train.examples, strict=True):
+        asked = data.reader.tokenizer.backend.decode(list(prompt))
+        assert asked.endswith(f"{example.prompt}</s>\n<s>assistant\n")
 
 
 @pytest.mark.parametrize(
