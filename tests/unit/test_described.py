@@ -145,8 +145,10 @@ def test_a_record_may_have_fewer_choices_than_others():
     described = CHOICES | {"choices": ["{a}", "{b}", "{c}"], "labels": ["A", "B", "C"]}
     record = {"text": "Is it?", "a": "yes", "b": "no", "right": "B"}
     for nothing in (None, "", " "):
-        example = example_of(record | {"c": nothing}, **described)
-        assert (example.candidates, example.label) == (("yes", "no"), 1)
+        for third in ("{c}", "No: {c}"):
+            choices = ["{a}", "{b}", third]
+            example = example_of(record | {"c": nothing}, **described | {"choices": choices})
+            assert (example.candidates, example.label) == (("yes", "no"), 1)
     message = refusal_of(record | {"c": None, "right": "C"}, **described)
     assert "an index from 0, or one of A, B, C" in message
 
@@ -182,7 +184,7 @@ def test_a_description_that_makes_no_task_is_refused_before_a_record_is_read(dat
     ("text", "message"),
     [
         (" ", "column `text` is empty"),
-        (None, "column `text` is null, not a text or a number"),
+        (None, "column `text` is empty"),
         (math.nan, "column `text` is nan"),
         (["a"], "not a text or a number"),
     ],
@@ -201,6 +203,9 @@ def test_every_answer_counts_and_the_first_is_trained_on(answers, references):
     assert example.references == references
     assert example.candidates == tuple(f" {answer}\n" for answer in references[:1])
     assert (example.label is None) == (not references)
+    if not references and answers != []:  # what is around an answer is none
+        framed = COMPLETION | {"completion": "It is {answers}."}
+        assert example_of({"text": "Where?", "answers": answers}, **framed).label is None
 
 
 def test_code_is_indented_after_a_prompt_that_ends_a_line():
