@@ -50,6 +50,11 @@ class Example:
             return ()
         return (self.candidates[self.label],)
 
+    @property
+    def right_texts(self) -> tuple[str, ...]:
+        """Every text that counts as right."""
+        return self.references or self.gold_texts
+
     def at_turn(self, turn: int) -> Example:
         """Return the example of a conversation that ends with one turn, and learns only that."""
         answer = (self.messages[turn]["content"],)

@@ -352,7 +352,7 @@ class Reader:
         written = zip(split.examples, split.num_gold.tolist(), strict=True)
         num_unreachable = 0
         for example, num_gold in written:
-            right = example.references
+            right = [text.strip() for text in example.right_texts]
             are_stopped = [any(stop in text for stop in settings.stops) for text in right]
             is_long = num_gold - 1 > settings.max_new_tokens  # the last one ends it
             num_unreachable += bool(right) and (is_long or all(are_stopped))

@@ -449,7 +449,8 @@ def evaluate(
         names = list(map(str, task.names(examples[0])))
         right = [names[example.label or 0] for example in examples]
         by_label = label_scores(right, [names[choice] for choice in predicted])
-    if score is not None and task.has_answers and not examples[0].references:
+    has_majority = task.has_answers and not (task.writes_answers or examples[0].references)
+    if score is not None and has_majority:
         majority = majority_score(score, examples)
     result = EvaluationResult(
         loss,
@@ -560,11 +561,10 @@ def prediction_rows(
     score = load_score_of_one(task)
     rows = []
     for example, prediction in zip(examples, predicted, strict=True):
-        right = example.references or example.gold_texts
         row = {
             "index": example.index,
             "prompt": example.prompt,
-            "right": [answer.strip() for answer in right],
+            "right": [answer.strip() for answer in example.right_texts],
             "predicted": task.shown(example, prediction),
         }
         if score is not None:

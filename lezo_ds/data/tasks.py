@@ -298,7 +298,7 @@ class Generation(Task):
         return [Predicted(answer) for answer in scorer.answers()]
 
     def tried_predictions(self, examples: Sequence[Example]) -> list[Prediction]:
-        answers = [(*example.references, TRIED_ANSWERS[1])[0] for example in examples]
+        answers = [(*example.right_texts, TRIED_ANSWERS[1])[0] for example in examples]
         return ["", *answers[1:]]  # models write empty answers, too
 
 
