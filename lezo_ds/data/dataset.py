@@ -187,7 +187,8 @@ class Examples:
         versions = [importlib.metadata.version(name) for name in _LIBRARIES]
         objective = str(config.train.objective)
         hashes = list(map(sha256_file, files))
-        return _hash_of(hashes, recipe, lezo_ds.__version__, versions, objective)
+        day = self.reader.tokenizer.today.date() if config.data.in_chat else None
+        return _hash_of(hashes, recipe, day, lezo_ds.__version__, versions, objective)
 
 
 def _encode(folder: Path, reader: Reader, examples: Sequence[Example], name: str) -> None:
