@@ -94,7 +94,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model's outputs for the examples of a split: the `Scorer` of `Task.score`.
+    """A model's outputs for the examples of a split, which `Task.score` asks for.
 
     What several methods need is computed once.
 
