@@ -62,9 +62,7 @@ def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
-def candidate_batch(
-    examples: Sequence[EncodedExample], pad_id: int, *, deduplicate: bool = True
-) -> MicroBatch:
+def candidate_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
     """Lay out every candidate of every labeled example, to train a classification task.
 
     If all E examples have the same C candidates, and each is one token, an example is one row: its
@@ -82,13 +80,12 @@ def candidate_batch(
     Args:
         examples: examples with labels.
         pad_id: token that fills rows.
-        deduplicate: whether the first layout may be used.
 
     Returns:
         A batch of weight E. Its labels are "label", int64 [E], and in the second layout
         those of `token_batch` and "candidate_slots", int64 [E, most candidates].
     """
-    vocabulary = shared_candidates(examples) if deduplicate else None
+    vocabulary = shared_candidates(examples)
     labels = {"label": torch.tensor([example.gold for example in examples])}
     if vocabulary is not None:
         contexts = [example.sequences[0][:-1] for example in examples]
