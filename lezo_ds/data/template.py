@@ -65,6 +65,13 @@ class Template:
             raise UserError(f"column {columns} is empty", fix="fill it in")
         return filled
 
+    def texts(self, record: Record) -> list[str]:
+        """Return the texts of a record: those of a list in its only field, or else one."""
+        value = self.only_value(record)
+        if isinstance(value, list):
+            return [field_text(self.fields[0], each) for each in value]
+        return [self.fill_given(record)]
+
     def only_value(self, record: Record) -> Any:
         """Return what a record holds in the field that is the whole template; None if none is."""
         if len(self.pieces) != 1:

@@ -171,6 +171,8 @@ def test_a_template_reads_nested_fields_and_nothing_but_the_record():
         (CLASSES | {"prompt": "{text} {topic}"}, "shows the answer: it has topic, too"),
         (CLASSES | {"labels": {"a": "yes", "b": "yes"}}, "fewer than two labels"),
         (CLASSES | {"completion": "{a}"}, "are of three kinds of tasks"),
+        (COMPLETION | {"label_field": "topic"}, "are of three kinds of tasks"),
+        (CLASSES | {"labels": None}, "data.label_field needs data.labels or data.choices"),
         (CHAT | {"prompt": "{text}"}, "are of three kinds of tasks"),
         (CLASSES | {"system_prompt": "Be kind."}, "data.system_prompt needs a chat template"),
     ],
@@ -294,6 +296,9 @@ def test_trls_prompt_and_completion_of_turns_are_a_conversation():
     example = example_of(record, **data)
     assert (example.messages, example.learned) == ((SYSTEM, ASKED, ANSWERED), (2,))
     assert (example.prompt, example.references) == ("Sure?", ("Yes",))
+    completion = [{**ANSWERED, "weight": 0}, ASKED, ANSWERED, ASKED]
+    example = example_of(record | {"completion": completion}, **data)
+    assert (example.learned, example.references) == ((4,), ("Yes",))
     for name in record:  # as a table has them
         for text in (json.dumps(record[name]), str(record[name])):
             message = refusal_of(record | {name: text}, **data)
