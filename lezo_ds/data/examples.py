@@ -105,10 +105,6 @@ class EncodedExample:
         assert self.label is not None
         return self.label
 
-    def num_gold_tokens(self) -> int:
-        """Return the number of tokens of the right candidate."""
-        return sum(self.masks[self.gold])
-
 
 class TokenCounts(NamedTuple):
     """Of the learned tokens of a conversation, how many the model predicts.

@@ -26,7 +26,7 @@ from torch import Tensor
 from lezo_ds.checkpoints.checkpoint import load_model_config, num_positions, resolve_model
 from lezo_ds.checkpoints.tokenizer_check import refuse_second_begin
 from lezo_ds.config import RunConfig
-from lezo_ds.data.chat import TurnEnd, encode_question, end_of_turn
+from lezo_ds.data.chat import encode_question
 from lezo_ds.data.encode import (
     PromptTokenizer,
     common_start,
@@ -235,7 +235,7 @@ class Reader:
                 "prompt": prompt,
                 "truncated": encoded.truncated,
                 "length": encoded.num_tokens,
-                "num_gold": 0 if label < 0 else encoded.num_gold_tokens(),
+                "num_gold": 0 if label < 0 else encoded.option_lengths[label],
                 "prompt_length": len(prompt),
                 "largest": max(chain(prompt, *encoded.sequences), default=0),
                 "digest": digest.hexdigest(),
@@ -430,6 +430,5 @@ def load_reader(
         refuse_second_begin(tokenizer.backend, data.prompt, tokenizer.begin_ids)
     settings = None
     if task.writes_answers or objective.reads_answers:
-        end = end_of_turn(tokenizer) if data.in_chat else TurnEnd()
-        settings = generation_settings(tokenizer, config.generation, end, in_chat=data.in_chat)
+        settings = generation_settings(tokenizer, config.generation, in_chat=data.in_chat)
     return Reader(task, objective, tokenizer, load_model_config(directory), config, settings)

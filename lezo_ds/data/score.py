@@ -144,10 +144,8 @@ class Scorer:
     def token_counts(self) -> list[TokenCounts]:
         """Return how many tokens of each conversation's turns are the model's first choice."""
         _, right = self._token_scores
-        return [
-            TokenCounts(int(num_right), example.num_gold_tokens())
-            for num_right, example in zip(right.tolist(), self.encoded, strict=True)
-        ]
+        pairs = zip(right.tolist(), self.split.num_gold.tolist(), strict=True)
+        return [TokenCounts(int(num_right), total) for num_right, total in pairs]
 
     def token_loss(self) -> float:
         """Return the mean loss of the tokens of these turns."""

@@ -255,9 +255,14 @@ class Generation(Task):
     def encode(
         self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
     ) -> list[EncodedExample]:
-        if example.messages and example.learned:
+        if example.learned:
             return encode_turns(tokenizer, config, example)
-        return super().encode(tokenizer, config, _ended(tokenizer, config, example))
+        stop = config.generation.stop
+        if stop is not None:  # the gold text ends with what ends generated ones, if not a newline
+            ending = stop[0] if len(stop) == 1 else tokenizer.end_text
+            candidates = [text.removesuffix("\n") + ending for text in example.candidates]
+            example = replace(example, candidates=tuple(candidates))
+        return super().encode(tokenizer, config, example)
 
     def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
         return scorer.objective_loss(), scorer.answers()
@@ -269,19 +274,6 @@ class Generation(Task):
     def tried_predictions(self, examples: Sequence[Example]) -> list[Prediction]:
         answers = [(*example.right_texts, TRIED_ANSWERS[1])[0] for example in examples]
         return ["", *answers[1:]]  # models write empty answers, too
-
-
-def _ended(tokenizer: PromptTokenizer, config: RunConfig, example: Example) -> Example:
-    """Return an example whose gold text ends with what ends generated ones.
-
-    That is a newline, which it has, the only text in generation.stop, or the EOS.
-    """
-    stop = config.generation.stop
-    if stop is None:
-        return example
-    ending = stop[0] if len(stop) == 1 else tokenizer.end_text
-    candidates = [each.removesuffix("\n") + ending for each in example.candidates]
-    return replace(example, candidates=tuple(candidates))
 
 
 @dataclass(frozen=True, kw_only=True)
