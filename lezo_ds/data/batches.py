@@ -62,7 +62,9 @@ def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
-def candidate_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
+def candidate_batch(
+    examples: Sequence[EncodedExample], pad_id: int, *, deduplicate: bool = True
+) -> MicroBatch:
     """Lay out every candidate of every labeled example, to train a classification task.
 
     If all E examples have the same C candidates, and each is one token, an example is one row: its
@@ -80,12 +82,13 @@ def candidate_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBat
     Args:
         examples: examples with labels.
         pad_id: token that fills rows.
+        deduplicate: whether the first layout may be used.
 
     Returns:
         A batch of weight E. Its labels are "label", int64 [E], and in the second layout
         those of `token_batch` and "candidate_slots", int64 [E, most candidates].
     """
-    vocabulary = shared_candidates(examples)
+    vocabulary = shared_candidates(examples) if deduplicate else None
     labels = {"label": torch.tensor([example.gold for example in examples])}
     if vocabulary is not None:
         contexts = [example.sequences[0][:-1] for example in examples]
