@@ -210,11 +210,7 @@ def _split_at(tokenizer: PromptTokenizer, whole: str, asked: str) -> tuple[Token
     encoded = tokenizer.backend(
         whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
-    first = 0
-    for place, (_, end) in enumerate(encoded["offset_mapping"]):
-        if end > len(asked):
-            first = place
-            break
+    first = len(list(takewhile(lambda span: span[1] <= len(asked), encoded["offset_mapping"])))
     return tuple(encoded["input_ids"]), first
 
 

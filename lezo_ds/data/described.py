@@ -195,24 +195,19 @@ class _Labels(Classification):
     class_of: Mapping[str, int]
 
     def build_example(self, record: Record) -> Example:
-        value = field_value(record, self.label_field)
-        label = self._find(_label_text(self.label_field, value))
+        label = _label_text(self.label_field, field_value(record, self.label_field))
         if label is None and self.has_answers:  # it is left out, whatever its other fields have
             return Example("", (), None)
-        filled = self.prompt.fill_prompt(record)
-        return Example(filled, tuple(after(filled, text) for text in self.texts), label)
-
-    def _find(self, label: str | None) -> int | None:
-        if label is None:
-            return None
-        if label not in self.class_of:
-            known = list(self.class_of)
+        known = list(self.class_of)
+        if label is not None and label not in known:
             raise UserError(
                 f"column `{self.label_field}` is {shown(label)}, which is not one of data.labels: "
                 f"{cut(', '.join(known), 200)}",
                 fix=did_you_mean(label, known, "correct the record, or add it to data.labels"),
             )
-        return self.class_of[label]
+        right = None if label is None else self.class_of[label]
+        filled = self.prompt.fill_prompt(record)
+        return Example(filled, tuple(after(filled, text) for text in self.texts), right)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +235,7 @@ class _Choices(MultipleChoice):
                 f"data.choices gives {shown(texts)}, not two or more texts",
                 fix="correct the record, or data.choices; store lists in .jsonl or .parquet",
             )
-        right = field_value(record, self.label_field)
-        label = self._find(right, texts, self._names(record))
+        label = self._find(record, texts)
         return Example(filled, tuple(after(filled, text) for text in texts), label)
 
     def names(self, example: Example) -> Sequence[Any]:
@@ -258,17 +252,24 @@ class _Choices(MultipleChoice):
         return texts
 
     def _names(self, record: Record) -> list[str]:
-        """Return a record's own names for its choices: {"text": [red, blue], "label": [A, B]}."""
+        """Return the names of choices: data.labels, or a record's own as in ARC, or none.
+
+        Its own are beside the texts: {"text": [red, blue], "label": [A, B]}.
+        """
+        if self.labels:
+            return [str(name) for name in self.labels]
         section, _, _ = "".join(self.texts[0].fields).rpartition(".")
         beside = record.get(section)
         listed = beside.get("label") if isinstance(beside, Mapping) else None
         return list(map(str, listed)) if isinstance(listed, list) else []
 
-    def _find(self, value: object, texts: Sequence[str], names: Sequence[str]) -> int | None:
+    def _find(self, record: Record, texts: Sequence[str]) -> int | None:
+        """Return the index of the right text; None if the record has no label."""
+        value = field_value(record, self.label_field)
         label = _label_text(self.label_field, value)
         if label is None:
             return None
-        names = [str(name) for name in self.labels or names][: len(texts)]
+        names = self._names(record)[: len(texts)]
         if label in names:
             return names.index(label)
         meant = set()

@@ -112,7 +112,8 @@ class Task:
             UserError: the record does not fit the task.
         """
         if not self.has_answers:
-            record = self._without_answer(record)
+            blanks = {name: self.fields.get(name, str)() for name in self.answer_fields}
+            record = {**record, **blanks}  # which need not have an answer
         for name, kind in self.fields.items():
             value = field_value(record, name)
             is_truth_for_number = kind is int and isinstance(value, bool)
@@ -138,11 +139,6 @@ class Task:
                 fix=f"correct the record, or build_example of {self.name}",
             ) from error
         return replace(example, record=record)
-
-    def _without_answer(self, record: Record) -> Record:
-        """Return a record with a blank, as 0 or "", for its answer, which it need not have."""
-        blanks = {name: self.fields.get(name, str)() for name in self.answer_fields}
-        return {**record, **blanks}
 
     def without_answer(self, example: Example) -> Example:
         """Return an example without its right answer."""

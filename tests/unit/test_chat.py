@@ -104,6 +104,15 @@ def test_each_turn_ends_a_sequence_that_begins_with_what_asks_for_it(template, t
     assert [example.messages for example in examples] == [tuple(TURNS[:3]), tuple(TURNS)]
 
 
+def test_a_turn_of_which_the_template_writes_nothing_is_refused(tmp_path):
+    template = "{% for turn in messages %}{{ turn['role'] + turn['content'] }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant{% endif %}"
+    reader = reader_of(write_chat_model(tmp_path, template), messages="turns")
+    called = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    with pytest.raises(UserError, match="does not mark any token"):
+        encode_turns(reader, [TURNS[1], called])
+
+
 def test_a_space_that_asks_for_an_answer_may_begin_its_first_token(tmp_path):
     model = write_model(tmp_path, SPACED, " Use")
     for asked in ("Hi", "Hi</s>"):  # without and with marks

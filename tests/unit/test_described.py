@@ -123,6 +123,9 @@ def test_names_beside_the_texts_come_first_as_in_arc():
         example = task.example(record)
         assert example.label == label
         assert list(task.names(example)) == list(map(str, names))
+    labeled = task_of(described | {"labels": ["x", "y"]})
+    example = labeled.example({**record, "right": "y"})
+    assert (example.label, labeled.names(example)) == (1, ["x", "y"])
 
 
 @pytest.mark.parametrize(
