@@ -235,6 +235,12 @@ class _Choices(MultipleChoice):
                 f"data.choices gives {shown(texts)}, not two or more texts",
                 fix="correct the record, or data.choices; store lists in .jsonl or .parquet",
             )
+        names = self._names(record)
+        if names and len(names) < len(texts):
+            raise UserError(
+                f"only {len(names)} of {len(texts)} choices have a label: {shown(names)}",
+                fix="list one label for each choice in data.labels, or correct the record",
+            )
         label = self._find(record, texts)
         return Example(filled, tuple(after(filled, text) for text in texts), label)
 

@@ -241,6 +241,11 @@ def draw_splits(task: Task, data: DataConfig, labels: BySplit, keys: BySplit) ->
             raise UserError(problem, fix="set a smaller data.num_train or data.num_dev")
         logger.warning("%s: MeZO's protocol trains on %d", problem, num_train)
     dev = order.get("dev", left[num_train:])[: drawn.get("dev", wanted["dev"])]
+    if len(dev) < (wanted["dev"] or 0):
+        raise UserError(
+            f"data.num_dev={wanted['dev']} is more than the {len(dev)} records of data.validation",
+            fix="set a smaller data.num_dev",
+        )
     rows = {"train": left[:num_train], "dev": dev, "test": test}
     return _without_repeats(task, rows, labels, keys)
 

@@ -154,6 +154,8 @@ def test_a_record_may_have_fewer_choices_than_others():
             assert (example.candidates, example.label) == (("yes", "no"), 1)
     message = refusal_of(record | {"c": None, "right": "C"}, **described)
     assert "an index from 0, or one of A, B, C" in message
+    message = refusal_of(record | {"c": "maybe"}, **described | {"labels": ["A", "B"]})
+    assert "only 2 of 3 choices have a label" in message
 
 
 def test_a_template_reads_nested_fields_and_nothing_but_the_record():
