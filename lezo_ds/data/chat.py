@@ -232,10 +232,7 @@ def encode_question(tokenizer: PromptTokenizer, config: RunConfig, example: Exam
     Raises:
         UserError: the template cannot write the conversation, or it is too long.
     """
-    asked = example.messages
-    if example.learned:
-        asked = asked[: example.learned[-1]]
-    text = write(tokenizer, asked, example.record, opened=True)
+    text = write(tokenizer, example.asked, example.record, opened=True)
     (ids,) = tokenizer.encode_written([text])
     _refuse_long(len(ids), config.data.max_length - config.generation.max_new_tokens)
     return ids

@@ -42,7 +42,7 @@ from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
 from lezo_ds.data.described import find_task
 from lezo_ds.data.examples import Example
-from lezo_ds.data.metrics import REWARD, try_metric
+from lezo_ds.data.metrics import load_score, try_metric
 from lezo_ds.data.objectives import Objective, load_objective
 from lezo_ds.data.reader import FEATURES, EncodedSplit, Lazy, Reader, column_of, load_reader
 from lezo_ds.data.splits import (
@@ -241,7 +241,7 @@ def _encode_some(places: list[int]) -> dict[str, list[Any]]:
 
 def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
     """Refuse an objective that does not fit the task."""
-    if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
+    if (load_score(task) is None or not task.has_answers) and not objective.is_reward:
         needs = "data.metric=reward" if task.has_answers else "a task without right answers"
         raise UserError(
             f"{needs} needs a reward, not train.objective={config.train.objective}",

@@ -55,6 +55,11 @@ class Example:
         """Every text that counts as right."""
         return self.references or self.gold_texts
 
+    @property
+    def asked(self) -> tuple[Turn, ...]:
+        """The turns before the last one to learn, or all."""
+        return self.messages[: self.learned[-1]] if self.learned else self.messages
+
     def at_turn(self, turn: int) -> Example:
         """Return the example of a conversation that ends with one turn, and learns only that."""
         answer = (self.messages[turn]["content"],)

@@ -74,12 +74,8 @@ class Template:
 
     def only_value(self, record: Record) -> Any:
         """Return what a record holds in the field that is the whole template; None if none is."""
-        if len(self.pieces) != 1:
-            return None
-        ((text, field),) = self.pieces
-        if text or field is None:
-            return None
-        return field_value(record, field)
+        is_whole = len(self.fields) == 1 and self.pieces == (("", self.fields[0]),)
+        return field_value(record, self.fields[0]) if is_whole else None
 
 
 def parse_template(key: str, text: str) -> Template:
