@@ -32,6 +32,7 @@ CHANGING = PLAIN.replace("turn['content']", "turn['content'] | replace('là', 'L
 UNLIKE = PLAIN.replace("<s>assistant\n", "<s>assistant\n<think>")
 FORGETTING = PLAIN.replace("turn['content']", "turn['content'].split('</think>')[-1]")
 THOUGHT = {"role": "assistant", "content": "<think>\nWhere?\n</think>\n\nHere"}
+SILENT = {"role": "assistant", "content": "", "tool_calls": [{}]}
 DATED = "{{ strftime_now('%d %b %Y') }}" + PLAIN
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
 
@@ -104,15 +105,6 @@ def test_each_turn_ends_a_sequence_that_begins_with_what_asks_for_it(template, t
     assert [example.messages for example in examples] == [tuple(TURNS[:3]), tuple(TURNS)]
 
 
-def test_a_turn_of_which_the_template_writes_nothing_is_refused(tmp_path):
-    template = "{% for turn in messages %}{{ turn['role'] + turn['content'] }}{% endfor %}"
-    template += "{% if add_generation_prompt %}assistant{% endif %}"
-    reader = reader_of(write_chat_model(tmp_path, template), messages="turns")
-    called = {"role": "assistant", "content": "", "tool_calls": [{}]}
-    with pytest.raises(UserError, match="does not mark any token"):
-        encode_turns(reader, [TURNS[1], called])
-
-
 def test_a_space_that_asks_for_an_answer_may_begin_its_first_token(tmp_path):
     model = write_model(tmp_path, SPACED, " Use")
     for asked in ("Hi", "Hi</s>"):  # without and with marks
@@ -134,6 +126,7 @@ def test_a_space_that_asks_for_an_answer_may_begin_its_first_token(tmp_path):
         (None, TURNS, "has no chat template; fix: use a model that was trained for"),
         (PLAIN, [*TURNS[:2], {**TURNS[2], "content": "a" * 300}], "has 3.. tokens; at most 2"),
         (MARKED.replace("'assistant'", "'bot'", 1), TURNS, "does not mark any token"),
+        (PLAIN.replace(" + '</s>\n'", ""), [TURNS[1], SILENT], "does not mark any token"),
     ],
 )
 def test_what_the_template_cannot_write_is_refused(template, turns, message, tmp_path):

@@ -12,7 +12,6 @@ from tiny_tasks import task_config, write_tasks, write_writer
 from lezo_ds.config import load_config
 from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.dataset import Examples
-from lezo_ds.data.encode import common_start
 from lezo_ds.data.rewards import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
@@ -51,11 +50,6 @@ def text(data, ids):
 
 def keys_of(batch):
     return [key for part in batch for key in part.prompts.sample_keys.tolist()]
-
-
-def test_the_start_of_all_sequences_is_found():
-    assert common_start([(1, 2, 3), (1, 2), (1, 2, 9)]) == [1, 2]
-    assert common_start([(1,), ()]) == common_start([]) == []
 
 
 @pytest.mark.parametrize(("size", "is_once"), [(None, True), (2, True), (1, False)])
