@@ -164,10 +164,11 @@ def encode_turns(
     turns = example.messages
     of_assistant = [number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT]
     template = _source(tokenizer, find_tools(example.record))
-    texts = "".join(turn["content"] for turn in turns)
     marks_turns = _GENERATION.search(template) and list(example.learned) == of_assistant
-    if marks_turns and not has_marks(texts):  # transformers has no mask for marked control tokens
-        write(tokenizer, turns, example.record)  # refuses what it leaves out
+    texts = [turn["content"] for turn in turns]
+    if marks_turns:  # transformers has no mask for marked control tokens
+        texts.append(write(tokenizer, turns, example.record))
+    if marks_turns and not any(map(has_marks, texts)):
         written = _apply(
             tokenizer,
             turns,

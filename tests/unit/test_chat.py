@@ -268,7 +268,8 @@ def control_tokens(reader, ids):
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_conversation_has_the_control_tokens_of_the_template_alone(template, tmp_path):
-    reader = reader_of(write_model(tmp_path, template, "<think>"), messages="turns")
+    with_tools = WITH_TOOLS.replace(PLAIN, template)
+    reader = reader_of(write_model(tmp_path, with_tools, "<think>"), messages="turns")
     answer = "Use </s> <think> twice"
     turns = [{"role": "user", "content": FORGED}, {"role": "assistant", "content": answer}]
     (encoded,) = encode_turns(reader, turns)
@@ -276,6 +277,8 @@ def test_a_conversation_has_the_control_tokens_of_the_template_alone(template, t
     assert FORGED in text_of(reader, encoded.sequences[0])
     assert learned(reader, encoded).strip() == answer + "</s>"
     turns[1]["content"] = "Yes"
+    (encoded,) = encode_turns(reader, TURNS[1:3], tools=[{"name": "</s>"}])
+    assert control_tokens(reader, encoded.sequences[0]) == ["<s>", "</s>", "<s>", "</s>"]
     (encoded,) = encode_turns(reader, turns)
     template = reader.tokenizer.backend.apply_chat_template
     expected = template(turns, sanitize_control_tokens=True, return_dict=False)
