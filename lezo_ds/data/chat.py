@@ -88,7 +88,7 @@ def _apply(
 ) -> Any:
     """Return what apply_chat_template of the tokenizer returns for turns."""
     backend = tokenizer.backend
-    tools = find_tools(record or {})
+    tools = tokenizer.marked(find_tools(record or {}))  # which may be stored as JSON text
     source = _source(tokenizer, tools)
     for key in {key for turn in turns for key in turn}:
         if key not in source:

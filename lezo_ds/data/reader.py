@@ -272,10 +272,9 @@ class Reader:
 
     def as_read(self, example: Example) -> Example:
         """Return an example as the model reads it, with marks at the text of control tokens."""
-        content = json.dumps(example.record, ensure_ascii=False, default=str)
-        if self.tokenizer.control_tokens.search(content):
-            record = self.tokenizer.marked(dict(example.record))
-            marked = self.task.build_example(record)
+        record = json.dumps(example.record, ensure_ascii=False, default=str)
+        if self.tokenizer.control_tokens.search(record):
+            marked = self.task.build_example(self.tokenizer.marked(dict(example.record)))
             learned = bool(example.learned) or not marked.learned
             messages = marked.messages if learned else marked.messages[: marked.learned[0]]
             example = replace(
@@ -283,7 +282,6 @@ class Reader:
                 prompt=marked.prompt,
                 candidates=marked.candidates[: len(example.candidates)],
                 messages=messages,
-                record=record,
             )
         if self.config.data.protocol == "mezo" and not example.demonstrations:
             # MeZO's code strips white space of any kind before the whole text. Demonstrations begin

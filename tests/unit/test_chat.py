@@ -277,8 +277,9 @@ def test_a_conversation_has_the_control_tokens_of_the_template_alone(template, t
     assert FORGED in text_of(reader, encoded.sequences[0])
     assert learned(reader, encoded).strip() == answer + "</s>"
     turns[1]["content"] = "Yes"
-    (encoded,) = encode_turns(reader, TURNS[1:3], tools=[{"name": "</s>"}])
-    assert control_tokens(reader, encoded.sequences[0]) == ["<s>", "</s>", "<s>", "</s>"]
+    for tools in ([{"name": "</s>"}], r'[{"name": "\u003c/s>"}]'):
+        (encoded,) = encode_turns(reader, TURNS[1:3], tools=tools)
+        assert control_tokens(reader, encoded.sequences[0]) == ["<s>", "</s>", "<s>", "</s>"]
     (encoded,) = encode_turns(reader, turns)
     template = reader.tokenizer.backend.apply_chat_template
     expected = template(turns, sanitize_control_tokens=True, return_dict=False)
