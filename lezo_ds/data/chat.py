@@ -211,8 +211,9 @@ def _split_at(tokenizer: PromptTokenizer, whole: str, asked: str) -> tuple[Token
     encoded = tokenizer.backend(
         whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
-    first = len(list(takewhile(lambda span: span[1] <= len(asked), encoded["offset_mapping"])))
-    return tuple(encoded["input_ids"]), first
+    spans = encoded["offset_mapping"]
+    before = takewhile(lambda span: span[1] <= len(asked), spans)
+    return tuple(encoded["input_ids"]), len(list(before))
 
 
 def _checked(config: RunConfig, ids: TokenIds, mask: tuple[bool, ...]) -> EncodedExample:

@@ -107,7 +107,11 @@ def _described(data: DataConfig) -> Task:
                 f"data.prompt shows the answer: it has {name}, too",
                 fix=f"remove {{{name}}} from it",
             )
-    common: dict[str, Any] = {"name": CUSTOM, "prompt": prompt, "answer_fields": answers}
+    common: dict[str, Any] = {
+        "name": CUSTOM,
+        "prompt": prompt,
+        "answer_fields": answers,
+    }
     if data.label_field is None:
         return _Answers(
             **common,
@@ -325,9 +329,8 @@ class _Answers(Generation):
             if not answered:
                 answers = [text for text in self.completion.texts(record) if text.strip()]
         if asked or answered or self.in_chat:
-            before = _with_system(
-                asked or ({"role": "user", "content": prompt},), self.system_prompt
-            )
+            asked = asked or ({"role": "user", "content": prompt},)
+            before = _with_system(asked, self.system_prompt)
             if answers:
                 answered = ({"role": ASSISTANT, "content": answers[0].strip()},)
                 learned = [0]

@@ -59,7 +59,10 @@ _SINGLE_SPACE = re.compile(r"^ (?!\s)")
 
 
 def generation_settings(
-    tokenizer: PromptTokenizer, config: GenerationConfig, *, in_chat: bool
+    tokenizer: PromptTokenizer,
+    config: GenerationConfig,
+    *,
+    in_chat: bool,
 ) -> GenerationSettings:
     """Return how answers are written, which end at EOS, at a text of the recipe, or with a turn.
 

@@ -21,16 +21,29 @@ TASKS: Registry[Task] = Registry("task", "data.task", kind=Task)
 _SUPER_GLUE = "aps/super_glue"
 
 
-def _add(kind: type[Task], name: str, hub_id: str, prompt: str, **others: Any) -> None:
-    """Register a task whose prompt is a template. `others` are its further attributes.
+def _add(
+    kind: Callable[..., Task],
+    name: str,
+    hub_id: str,
+    prompt: str,
+    answers: dict[str, type],
+    **others: Any,
+) -> None:
+    """Register a task of a kind whose prompt is a template.
 
-    Its `fields` are those of the prompt, which have texts, and those of its answers.
+    Its fields are those of the template, which have texts, and those of its answers, with their
+    types. `others` are its further attributes.
     """
     template = parse_template(name, prompt)
-    answers = others["fields"]
-    fields = dict.fromkeys(template.fields, str) | answers
-    others |= {"fields": fields, "answer_fields": tuple(answers), "prompt": template}
-    TASKS.add(name, kind(name=name, hub_id=hub_id, **others))
+    task = kind(
+        name=name,
+        hub_id=hub_id,
+        fields=dict.fromkeys(template.fields, str) | answers,
+        answer_fields=tuple(answers),
+        prompt=template,
+        **others,
+    )
+    TASKS.add(name, task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +74,17 @@ def _labeled(
     **others: Any,
 ) -> None:
     """Register a `_Labeled` task. `others` are further attributes."""
-    others |= {"hub_config": hub_config, "candidates": candidates, "fields": {"label": int}}
-    _add(_Labeled, name, hub_id, prompt, labels=range(len(candidates)), **others)
+    _add(
+        _Labeled,
+        name,
+        hub_id,
+        prompt,
+        answers={"label": int},
+        hub_config=hub_config,
+        candidates=candidates,
+        labels=range(len(candidates)),
+        **others,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,12 +243,12 @@ _add(
     "squad",
     "rajpurkar/squad",
     "Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer:",
-    fields={"answers.text": list},
+    answers={"answers.text": list},
 )
 _add(
     _Answered,
     "drop",
     "ucinlp/drop",
     "Passage: {passage}\nQuestion: {question}\nAnswer:",
-    fields={"answers_spans.spans": list},
+    answers={"answers_spans.spans": list},
 )
