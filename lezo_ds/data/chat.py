@@ -88,7 +88,7 @@ def _apply(
 ) -> Any:
     """Return what apply_chat_template of the tokenizer returns for turns."""
     backend = tokenizer.backend
-    tools = find_tools(record or {})
+    tools = tokenizer.marked(find_tools(record or {}))  # which may be stored as JSON text
     source = _source(tokenizer, tools)
     for key in {key for turn in turns for key in turn}:
         if key not in source:
@@ -164,10 +164,11 @@ def encode_turns(
     turns = example.messages
     of_assistant = [number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT]
     template = _source(tokenizer, find_tools(example.record))
-    texts = "".join(turn["content"] for turn in turns)
     marks_turns = _GENERATION.search(template) and list(example.learned) == of_assistant
-    if marks_turns and not has_marks(texts):  # transformers has no mask for marked control tokens
-        write(tokenizer, turns, example.record)  # refuses what it leaves out
+    texts = [turn["content"] for turn in turns]
+    if marks_turns:  # transformers has no mask for marked control tokens
+        texts.append(write(tokenizer, turns, example.record))
+    if marks_turns and not any(map(has_marks, texts)):
         written = _apply(
             tokenizer,
             turns,
@@ -210,12 +211,9 @@ def _split_at(tokenizer: PromptTokenizer, whole: str, asked: str) -> tuple[Token
     encoded = tokenizer.backend(
         whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
-    first = 0
-    for place, (_, end) in enumerate(encoded["offset_mapping"]):
-        if end > len(asked):
-            first = place
-            break
-    return tuple(encoded["input_ids"]), first
+    spans = encoded["offset_mapping"]
+    before = takewhile(lambda span: span[1] <= len(asked), spans)
+    return tuple(encoded["input_ids"]), len(list(before))
 
 
 def _checked(config: RunConfig, ids: TokenIds, mask: tuple[bool, ...]) -> EncodedExample:
@@ -236,10 +234,7 @@ def encode_question(tokenizer: PromptTokenizer, config: RunConfig, example: Exam
     Raises:
         UserError: the template cannot write the conversation, or it is too long.
     """
-    asked = example.messages
-    if example.learned:
-        asked = asked[: example.learned[-1]]
-    text = write(tokenizer, asked, example.record, opened=True)
+    text = write(tokenizer, example.asked, example.record, opened=True)
     (ids,) = tokenizer.encode_written([text])
     _refuse_long(len(ids), config.data.max_length - config.generation.max_new_tokens)
     return ids

@@ -42,7 +42,7 @@ from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import RunConfig
 from lezo_ds.data.described import find_task
 from lezo_ds.data.examples import Example
-from lezo_ds.data.metrics import REWARD, try_metric
+from lezo_ds.data.metrics import load_score, try_metric
 from lezo_ds.data.objectives import Objective, load_objective
 from lezo_ds.data.reader import FEATURES, EncodedSplit, Lazy, Reader, column_of, load_reader
 from lezo_ds.data.splits import (
@@ -187,7 +187,8 @@ class Examples:
         versions = [importlib.metadata.version(name) for name in _LIBRARIES]
         objective = str(config.train.objective)
         hashes = list(map(sha256_file, files))
-        return _hash_of(hashes, recipe, lezo_ds.__version__, versions, objective)
+        day = self.reader.tokenizer.today.date() if config.data.in_chat else None
+        return _hash_of(hashes, recipe, day, lezo_ds.__version__, versions, objective)
 
 
 def _encode(folder: Path, reader: Reader, examples: Sequence[Example], name: str) -> None:
@@ -240,7 +241,7 @@ def _encode_some(places: list[int]) -> dict[str, list[Any]]:
 
 def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
     """Refuse an objective that does not fit the task."""
-    if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
+    if (load_score(task) is None or not task.has_answers) and not objective.is_reward:
         needs = "data.metric=reward" if task.has_answers else "a task without right answers"
         raise UserError(
             f"{needs} needs a reward, not train.objective={config.train.objective}",

@@ -68,14 +68,19 @@ def _described(data: DataConfig) -> Task:
     """Return the task that the keys of `data` describe. The config has checked their combination.
 
     Raises:
-        UserError: keys are of several kinds of tasks, a template is wrong, or the prompt shows the
-            answer.
+        UserError: keys are of several kinds of tasks, or lack one; a template is wrong; or the
+            prompt shows the answer.
     """
-    kinds = [data.messages, data.completion, data.labels or data.choices]
+    kinds = [data.messages, data.completion, data.label_field]
     if kinds.count(None) < 2 or (data.messages and data.prompt):
         raise UserError(
             "data.messages, data.completion and data.label_field are of three kinds of tasks",
             fix="keep the keys of one of them",
+        )
+    if data.label_field is not None and not (data.labels or data.choices):
+        raise UserError(
+            "data.label_field needs data.labels or data.choices",
+            fix="add one of them, or remove it: a reward gets all columns",
         )
     if data.system_prompt is not None and not data.in_chat:
         raise UserError(
@@ -89,58 +94,53 @@ def _described(data: DataConfig) -> Task:
         )
     assert data.prompt is not None
     prompt = field_template("data.prompt", data.prompt)
+    completion = None
+    answers: tuple[str, ...] = ()
+    if data.completion is not None:
+        completion = field_template("data.completion", data.completion)
+        answers = completion.fields
+    elif data.label_field is not None:
+        answers = (data.label_field,)
+    for name in answers:
+        if name in prompt.fields:
+            raise UserError(
+                f"data.prompt shows the answer: it has {name}, too",
+                fix=f"remove {{{name}}} from it",
+            )
     common: dict[str, Any] = {
         "name": CUSTOM,
         "prompt": prompt,
+        "answer_fields": answers,
     }
+    if data.label_field is None:
+        return _Answers(
+            **common,
+            has_answers=completion is not None,
+            metric=Generation.metric if completion else REWARD,
+            completion=completion,
+            in_chat=data.chat_template,
+            system_prompt=data.system_prompt,
+        )
+    common["label_field"] = data.label_field
     if data.choices is not None:
-        assert data.label_field is not None
         return _Choices(
             **common,
-            answer_fields=_answer_fields(prompt, (data.label_field,)),
             labels=tuple(data.labels or ()),
-            label_field=data.label_field,
             texts=tuple(parse_template("data.choices", choice) for choice in data.choices),
         )
-    if data.labels is not None:
-        assert data.label_field is not None
-        texts = data.labels
-        if not isinstance(texts, Mapping):
-            texts = {label: label for label in texts}
-        classes = _classes(texts)
-        numbers = {text: number for number, text in enumerate(classes)}
-        return _Labels(
-            **common,
-            keeps_shares=True,
-            answer_fields=_answer_fields(prompt, (data.label_field,)),
-            labels=tuple(classes.values()),
-            label_field=data.label_field,
-            texts=tuple(classes),
-            class_of={label: numbers[text] for label, text in texts.items()},
-        )
-    completion = None
-    if data.completion is not None:
-        completion = field_template("data.completion", data.completion)
-    return _Answers(
+    assert data.labels is not None
+    labels = data.labels
+    if not isinstance(labels, Mapping):
+        labels = {label: label for label in labels}
+    classes = _classes(labels)
+    numbers = {text: number for number, text in enumerate(classes)}
+    return _Labels(
         **common,
-        answer_fields=_answer_fields(prompt, completion.fields if completion else ()),
-        has_answers=completion is not None,
-        metric=Generation.metric if completion else REWARD,
-        completion=completion,
-        in_chat=data.chat_template,
-        system_prompt=data.system_prompt,
+        keeps_shares=True,
+        labels=tuple(classes.values()),
+        texts=tuple(classes),
+        class_of={label: numbers[text] for label, text in labels.items()},
     )
-
-
-def _answer_fields(prompt: Template, answers: Sequence[str]) -> tuple[str, ...]:
-    """Return the fields of an answer. UserError: the prompt shows one of them."""
-    both = [name for name in answers if name in prompt.fields]
-    if both:
-        raise UserError(
-            f"data.prompt shows the answer: it has {', '.join(both)}, too",
-            fix=f"remove {{{both[0]}}} from it",
-        )
-    return tuple(answers)
 
 
 def _classes(texts: Mapping[str, str]) -> dict[str, str]:
@@ -199,24 +199,19 @@ class _Labels(Classification):
     class_of: Mapping[str, int]
 
     def build_example(self, record: Record) -> Example:
-        value = field_value(record, self.label_field)
-        label = self._find(_label_text(self.label_field, value))
+        label = _label_text(self.label_field, field_value(record, self.label_field))
         if label is None and self.has_answers:  # it is left out, whatever its other fields have
             return Example("", (), None)
-        filled = self.prompt.fill_prompt(record)
-        return Example(filled, tuple(after(filled, text) for text in self.texts), label)
-
-    def _find(self, label: str | None) -> int | None:
-        if label is None:
-            return None
-        if label not in self.class_of:
-            known = list(self.class_of)
+        known = list(self.class_of)
+        if label is not None and label not in known:
             raise UserError(
                 f"column `{self.label_field}` is {shown(label)}, which is not one of data.labels: "
                 f"{cut(', '.join(known), 200)}",
                 fix=did_you_mean(label, known, "correct the record, or add it to data.labels"),
             )
-        return self.class_of[label]
+        right = None if label is None else self.class_of[label]
+        filled = self.prompt.fill_prompt(record)
+        return Example(filled, tuple(after(filled, text) for text in self.texts), right)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +239,13 @@ class _Choices(MultipleChoice):
                 f"data.choices gives {shown(texts)}, not two or more texts",
                 fix="correct the record, or data.choices; store lists in .jsonl or .parquet",
             )
-        right = field_value(record, self.label_field)
-        label = self._find(right, texts, self._names(record))
+        names = self._names(record)
+        if names and len(names) < len(texts):
+            raise UserError(
+                f"only {len(names)} of {len(texts)} choices have a label: {shown(names)}",
+                fix="list one label for each choice in data.labels, or correct the record",
+            )
+        label = self._find(record, texts)
         return Example(filled, tuple(after(filled, text) for text in texts), label)
 
     def names(self, example: Example) -> Sequence[Any]:
@@ -254,9 +254,7 @@ class _Choices(MultipleChoice):
     def _texts(self, record: Record) -> list[str]:
         """Return the choices of a record, which may have fewer than others."""
         if len(self.texts) == 1:
-            listed = self.texts[0].only_value(record)
-            if isinstance(listed, list):
-                return [field_text(self.texts[0].fields[0], each) for each in listed]
+            return self.texts[0].texts(record)
         # Where others have more, a table has "", and Parquet null.
         texts = [template.fill_given(record) for template in self.texts]
         while texts and not texts[-1].strip():
@@ -264,17 +262,24 @@ class _Choices(MultipleChoice):
         return texts
 
     def _names(self, record: Record) -> list[str]:
-        """Return a record's own names for its choices: {"text": [red, blue], "label": [A, B]}."""
+        """Return the names of choices: data.labels, or a record's own as in ARC, or none.
+
+        Its own are beside the texts: {"text": [red, blue], "label": [A, B]}.
+        """
+        if self.labels:
+            return [str(name) for name in self.labels]
         section, _, _ = "".join(self.texts[0].fields).rpartition(".")
         beside = record.get(section)
         listed = beside.get("label") if isinstance(beside, Mapping) else None
         return list(map(str, listed)) if isinstance(listed, list) else []
 
-    def _find(self, value: object, texts: Sequence[str], names: Sequence[str]) -> int | None:
+    def _find(self, record: Record, texts: Sequence[str]) -> int | None:
+        """Return the index of the right text; None if the record has no label."""
+        value = field_value(record, self.label_field)
         label = _label_text(self.label_field, value)
         if label is None:
             return None
-        names = [str(name) for name in self.labels or names][: len(texts)]
+        names = self._names(record)[: len(texts)]
         if label in names:
             return names.index(label)
         meant = set()
@@ -310,37 +315,33 @@ class _Answers(Generation):
     system_prompt: str | None
 
     def build_example(self, record: Record) -> Example:
-        asked = _turns_of(self.prompt, record)
+        asked, _ = _turns_of(self.prompt, record)
         if self.completion is None:  # the model writes what comes after the others' last turn
             while asked and asked[-1]["role"] == ASSISTANT:
                 asked = asked[:-1]
         prompt = asked[-1]["content"] if asked else self.prompt.fill_prompt(record)
         answered: tuple[Turn, ...] = ()
+        learned: list[int] = []
         answers: list[str] = []
         if self.completion is not None and self.has_answers:
             self._refuse_bad(record)
-            answered = _turns_of(self.completion, record)
-            answers = [answered[-1]["content"]] if answered else self._answers(record)
+            answered, learned = _turns_of(self.completion, record)
+            if not answered:
+                answers = [text for text in self.completion.texts(record) if text.strip()]
         if asked or answered or self.in_chat:
             asked = asked or ({"role": "user", "content": prompt},)
-            answered = answered or tuple(
-                {"role": ASSISTANT, "content": text.strip()} for text in answers[:1]
-            )
             before = _with_system(asked, self.system_prompt)
-            messages = (*before, *answered)
-            learned = [
-                number
-                for number in range(len(before), len(messages))
-                if messages[number]["role"] == ASSISTANT
-            ]
-            gold = tuple(messages[number]["content"] for number in learned[-1:])
+            if answers:
+                answered = ({"role": ASSISTANT, "content": answers[0].strip()},)
+                learned = [0]
+            gold = tuple(answered[number]["content"] for number in learned[-1:])
             return Example(
                 prompt,
                 gold,
                 0 if gold else None,
-                references=tuple(text.strip() for text in answers) if gold else (),
-                messages=messages,
-                learned=tuple(learned),
+                references=tuple(text.strip() for text in answers or gold),
+                messages=(*before, *answered),
+                learned=tuple(len(before) + number for number in learned),
             )
         gold = tuple(answers[:1])  # the one to train on
         if prompt.endswith("\n"):  # the first line of code may be indented
@@ -359,16 +360,6 @@ class _Answers(Generation):
                 "column `label` is False, which marks a bad answer, and all answers are learned",
                 fix="remove such records, or rename the column",
             )
-
-    def _answers(self, record: Record) -> list[str]:
-        """Return the right answers of a record, the first of which is learned."""
-        assert self.completion is not None
-        value = self.completion.only_value(record)
-        if isinstance(value, list):
-            texts = [field_text(self.completion.fields[0], each) for each in value]
-        else:
-            texts = [self.completion.fill_given(record)]
-        return [text for text in texts if text.strip()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,17 +380,9 @@ class _Conversations(Chat):
             return Example("", (), None)
         messages = _with_system(turns, self.system_prompt)
         shift = len(messages) - len(turns)
-        last = learned[-1]
-        asked = turns[last - 1]["content"] if last else ""
-        gold = (turns[last]["content"],)
-        return Example(
-            asked,
-            gold,
-            0,
-            references=gold,
-            messages=messages[: last + shift + 1],
-            learned=tuple(number + shift for number in learned),
-        )
+        places = tuple(number + shift for number in learned)
+        whole = Example("", (), None, messages=messages)
+        return replace(whole.at_turn(places[-1]), learned=places)
 
     def unanswered(self) -> Task:
         return _Answers(
@@ -421,16 +404,15 @@ def _with_system(turns: tuple[Turn, ...], system_prompt: str | None) -> tuple[Tu
     return ({"role": "system", "content": system_prompt}, *turns)
 
 
-def _turns_of(template: Template, record: Record) -> tuple[Turn, ...]:
-    """Return the turns in the only field of a template, or nothing if it gives text.
+def _turns_of(template: Template, record: Record) -> tuple[tuple[Turn, ...], list[int]]:
+    """Return the turns in the only field of a template, and the indices of those to learn.
+
+    There are none if it gives text.
 
     Raises:
         UserError: turns are stored as text, or one cannot be read.
     """
     value = template.only_value(record)
-    if isinstance(value, str) and _STORED_TURNS.match(value):
-        read_turns(template.fields[0], value)  # refuses a text
-    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
-        return ()
-    turns, _ = read_turns(template.fields[0], value)
-    return turns
+    is_text = isinstance(value, str) and _STORED_TURNS.match(value)  # which is refused
+    is_list = isinstance(value, list) and value and isinstance(value[0], Mapping)
+    return read_turns(template.fields[0], value) if is_text or is_list else ((), [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lezo_ds.data.template import Record
@@ -50,6 +50,29 @@ class Example:
             return ()
         return (self.candidates[self.label],)
 
+    @property
+    def right_texts(self) -> tuple[str, ...]:
+        """Every text that counts as right."""
+        return self.references or self.gold_texts
+
+    @property
+    def asked(self) -> tuple[Turn, ...]:
+        """The turns before the last one to learn, or all."""
+        return self.messages[: self.learned[-1]] if self.learned else self.messages
+
+    def at_turn(self, turn: int) -> Example:
+        """Return the example of a conversation that ends with one turn, and learns only that."""
+        answer = (self.messages[turn]["content"],)
+        return replace(
+            self,
+            prompt=self.messages[turn - 1]["content"],
+            candidates=answer,
+            label=0,
+            references=answer,
+            messages=self.messages[: turn + 1],
+            learned=(turn,),
+        )
+
 
 @dataclass(frozen=True)
 class EncodedExample:
@@ -86,10 +109,6 @@ class EncodedExample:
         """Index of the right candidate of a labeled example."""
         assert self.label is not None
         return self.label
-
-    def num_gold_tokens(self) -> int:
-        """Return the number of tokens of the right candidate."""
-        return sum(self.masks[self.gold])
 
 
 class TokenCounts(NamedTuple):

@@ -40,7 +40,7 @@ from transformers import (
 
 from lezo_ds import distributed
 from lezo_ds.config import GenerationConfig
-from lezo_ds.data.chat import END_OF_THOUGHT, TurnEnd, without_thought
+from lezo_ds.data.chat import END_OF_THOUGHT, TurnEnd, end_of_turn, without_thought
 from lezo_ds.data.encode import NEWLINE, PromptTokenizer
 from lezo_ds.data.examples import TokenIds
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
@@ -61,7 +61,6 @@ _SINGLE_SPACE = re.compile(r"^ (?!\s)")
 def generation_settings(
     tokenizer: PromptTokenizer,
     config: GenerationConfig,
-    end: TurnEnd,
     *,
     in_chat: bool,
 ) -> GenerationSettings:
@@ -71,9 +70,9 @@ def generation_settings(
         tokenizer: of the model.
         config: the section generation of the recipe. Without a stop, an answer ends at the first
             newline, or in a chat at the end of its turn.
-        end: what else ends an answer, as the end of a turn.
-        in_chat: whether answers are turns of a chat.
+        in_chat: whether answers are turns of a chat, whose end ends them.
     """
+    end = end_of_turn(tokenizer) if in_chat else TurnEnd()
     stops = tuple(config.stop or ())
     if config.stop is None and not in_chat:
         stops = (NEWLINE,)

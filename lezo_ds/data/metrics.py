@@ -54,13 +54,13 @@ def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
 def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
     """Return the mean F1 of answers, each with the reference that is nearest."""
     pairs = zip(answers, examples, strict=True)
-    return fmean(best_f1(answer, example.references) for answer, example in pairs)
+    return fmean(best_f1(answer, example.right_texts) for answer, example in pairs)
 
 
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
     """Return the fraction of answers that equal a reference once both are normalized."""
     return fmean(
-        normalize(answer) in map(normalize, example.references)
+        normalize(answer) in map(normalize, example.right_texts)
         for answer, example in zip(answers, examples, strict=True)
     )
 

@@ -21,8 +21,29 @@ TASKS: Registry[Task] = Registry("task", "data.task", kind=Task)
 _SUPER_GLUE = "aps/super_glue"
 
 
-def _add(task: Task) -> None:
-    TASKS.add(task.name, task)
+def _add(
+    kind: Callable[..., Task],
+    name: str,
+    hub_id: str,
+    prompt: str,
+    answers: dict[str, type],
+    **others: Any,
+) -> None:
+    """Register a task of a kind whose prompt is a template.
+
+    Its fields are those of the template, which have texts, and those of its answers, with their
+    types. `others` are its further attributes.
+    """
+    template = parse_template(name, prompt)
+    task = kind(
+        name=name,
+        hub_id=hub_id,
+        fields=dict.fromkeys(template.fields, str) | answers,
+        answer_fields=tuple(answers),
+        prompt=template,
+        **others,
+    )
+    TASKS.add(name, task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,21 +73,17 @@ def _labeled(
     candidates: tuple[str, ...],
     **others: Any,
 ) -> None:
-    """Register a `_Labeled` task with the fields of its prompt. `others` are further attributes."""
-    template = parse_template(name, prompt)
-    fields: dict[str, type] = dict.fromkeys(template.fields, str)
-    fields["label"] = int
+    """Register a `_Labeled` task. `others` are further attributes."""
     _add(
-        _Labeled(
-            name=name,
-            hub_id=hub_id,
-            hub_config=hub_config,
-            fields=fields,
-            prompt=template,
-            candidates=candidates,
-            labels=range(len(candidates)),
-            **others,
-        )
+        _Labeled,
+        name,
+        hub_id,
+        prompt,
+        answers={"label": int},
+        hub_config=hub_config,
+        candidates=candidates,
+        labels=range(len(candidates)),
+        **others,
     )
 
 
@@ -76,35 +93,16 @@ class _Answered(Generation):
 
     Attributes:
         prompt: template of the prompt.
-        answers: the field with a list of the answers.
     """
 
     prompt: Template
-    answers: str
 
     def build_example(self, record: Record) -> Example:
         filled = self.prompt.fill({**record, "question": record["question"].strip()})
-        right = tuple(field_value(record, self.answers))
+        right = tuple(field_value(record, self.answer_fields[0]))
         if not right:
             return Example(filled, (), None)
         return Example(filled, (f" {right[0]}\n",), 0, references=right)
-
-
-def _answered(name: str, hub_id: str, prompt: str, answers: str) -> None:
-    """Register an `_Answered` task."""
-    template = parse_template(name, prompt)
-    fields: dict[str, Any] = dict.fromkeys(template.fields, str)
-    fields[answers] = list
-    _add(
-        _Answered(
-            name=name,
-            hub_id=hub_id,
-            fields=fields,
-            answer_fields=(answers,),
-            prompt=template,
-            answers=answers,
-        )
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,13 +180,14 @@ _labeled(
     sizes=SplitSizes(num_train=150, num_dev=100),
     mezo_sizes=SplitSizes(num_dev=100),
 )
-_add(
+TASKS.add(
+    "boolq",
     _BoolQ(
         name="boolq",
         hub_id="google/boolq",
         fields={"passage": str, "question": str, "answer": bool},
         answer_fields=("answer",),
-    )
+    ),
 )
 _labeled(
     "wsc",
@@ -218,7 +217,8 @@ _labeled(
     "Yes or No?\n",
     ("No", "Yes"),
 )
-_add(
+TASKS.add(
+    "copa",
     _Copa(
         name="copa",
         hub_id=_SUPER_GLUE,
@@ -226,26 +226,29 @@ _add(
         fields={"premise": str, "choice1": str, "choice2": str, "question": str, "label": int},
         sizes=SplitSizes(num_train=300, num_dev=100),
         mezo_sizes=SplitSizes(num_dev=100),
-    )
+    ),
 )
-_add(
+TASKS.add(
+    "record",
     _Record(
         name="record",
         hub_id=_SUPER_GLUE,
         hub_config="record",
         fields={"passage": str, "query": str, "entities": list, "answers": list},
         answer_fields=("answers",),
-    )
+    ),
 )
-_answered(
+_add(
+    _Answered,
     "squad",
     "rajpurkar/squad",
     "Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer:",
-    answers="answers.text",
+    answers={"answers.text": list},
 )
-_answered(
+_add(
+    _Answered,
     "drop",
     "ucinlp/drop",
     "Passage: {passage}\nQuestion: {question}\nAnswer:",
-    answers="answers_spans.spans",
+    answers={"answers_spans.spans": list},
 )

@@ -131,7 +131,7 @@ def training_objective(task: Task) -> Objective:
 def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
     """Return minus the best token F1 of each answer with its example's references, float64 [E]."""
     pairs = zip(answers, batch.examples, strict=True)
-    losses = [-best_f1(answer, example.references) for answer, example in pairs]
+    losses = [-best_f1(answer, example.right_texts) for answer, example in pairs]
     return torch.tensor(losses, dtype=torch.float64)
 
 

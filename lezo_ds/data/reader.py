@@ -26,7 +26,7 @@ from torch import Tensor
 from lezo_ds.checkpoints.checkpoint import load_model_config, num_positions, resolve_model
 from lezo_ds.checkpoints.tokenizer_check import refuse_second_begin
 from lezo_ds.config import RunConfig
-from lezo_ds.data.chat import TurnEnd, encode_question, end_of_turn
+from lezo_ds.data.chat import encode_question
 from lezo_ds.data.encode import (
     PromptTokenizer,
     common_start,
@@ -132,18 +132,7 @@ class EncodedSplit:
         values = self.rows[row]
         example: Example = self._of_places[values["place"]]
         turn = values["turn"]
-        if turn < 0:
-            return example
-        answer = (example.messages[turn]["content"],)
-        return replace(
-            example,
-            prompt=example.messages[turn - 1]["content"],
-            candidates=answer,
-            label=0,
-            references=answer,
-            messages=example.messages[: turn + 1],
-            learned=(turn,),
-        )
+        return example if turn < 0 else example.at_turn(turn)
 
     def _encoded(self, row: int) -> EncodedExample:
         values = self.rows[row]
@@ -222,14 +211,14 @@ class Reader:
             UserError: the example cannot be encoded.
         """
         read = self.as_read(example)
-        prompt: TokenIds = ()
-        is_answered = self.generation is not None and not is_training
-        if is_answered or self.objective.reads_answers:
-            prompt = self._prompt(read)
+        is_scored = self.generation is not None and not is_training
         parts = self.task.encode(self.tokenizer, self._encoding_config, read)
-        is_by_turn = len(parts) > 1
+        turns = example.learned if len(parts) > 1 else (-1,)
         rows = []
-        for number, encoded in enumerate(parts):
+        for encoded, turn in zip(parts, turns, strict=True):
+            prompt: TokenIds = ()
+            if is_scored or self.objective.reads_answers:
+                prompt = self._prompt(read if turn < 0 else read.at_turn(turn))
             label = -1 if encoded.label is None else encoded.label
             content: list[Any] = [encoded.sequences, encoded.masks, label]
             content += [example.references, prompt]
@@ -239,14 +228,14 @@ class Reader:
             row = {
                 "place": place,
                 "index": example.index,
-                "turn": example.learned[number] if is_by_turn else -1,
+                "turn": turn,
                 "sequences": encoded.sequences,
                 "masks": encoded.masks,
                 "label": label,
                 "prompt": prompt,
                 "truncated": encoded.truncated,
                 "length": encoded.num_tokens,
-                "num_gold": 0 if label < 0 else encoded.num_gold_tokens(),
+                "num_gold": 0 if label < 0 else encoded.option_lengths[label],
                 "prompt_length": len(prompt),
                 "largest": max(chain(prompt, *encoded.sequences), default=0),
                 "digest": digest.hexdigest(),
@@ -363,7 +352,7 @@ class Reader:
         written = zip(split.examples, split.num_gold.tolist(), strict=True)
         num_unreachable = 0
         for example, num_gold in written:
-            right = example.references
+            right = [text.strip() for text in example.right_texts]
             are_stopped = [any(stop in text for stop in settings.stops) for text in right]
             is_long = num_gold - 1 > settings.max_new_tokens  # the last one ends it
             num_unreachable += bool(right) and (is_long or all(are_stopped))
@@ -441,6 +430,5 @@ def load_reader(
         refuse_second_begin(tokenizer.backend, data.prompt, tokenizer.begin_ids)
     settings = None
     if task.writes_answers or objective.reads_answers:
-        end = end_of_turn(tokenizer) if data.in_chat else TurnEnd()
-        settings = generation_settings(tokenizer, config.generation, end, in_chat=data.in_chat)
+        settings = generation_settings(tokenizer, config.generation, in_chat=data.in_chat)
     return Reader(task, objective, tokenizer, load_model_config(directory), config, settings)

@@ -121,10 +121,7 @@ def _trl_arguments(
             prompts.append(example.prompt)
             completions.append(answer)
             continue
-        asked = example.messages
-        if example.learned:
-            asked = asked[: example.learned[-1]]
-        prompts.append(copy.deepcopy(list(asked)))
+        prompts.append(copy.deepcopy(list(example.asked)))
         completions.append([{"role": ASSISTANT, "content": answer}])
     names = dict.fromkeys(name for record in records for name in record)
     fields = {

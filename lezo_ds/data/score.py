@@ -29,6 +29,7 @@ from itertools import chain
 from statistics import fmean
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -94,7 +95,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model's outputs for the examples of a split: the `Scorer` of `Task.score`.
+    """A model's outputs for the examples of a split, which `Task.score` asks for.
 
     What several methods need is computed once.
 
@@ -143,10 +144,8 @@ class Scorer:
     def token_counts(self) -> list[TokenCounts]:
         """Return how many tokens of each conversation's turns are the model's first choice."""
         _, right = self._token_scores
-        return [
-            TokenCounts(int(num_right), example.num_gold_tokens())
-            for num_right, example in zip(right.tolist(), self.encoded, strict=True)
-        ]
+        pairs = zip(right.tolist(), self.split.num_gold.tolist(), strict=True)
+        return [TokenCounts(int(num_right), total) for num_right, total in pairs]
 
     def token_loss(self) -> float:
         """Return the mean loss of the tokens of these turns."""
@@ -199,8 +198,7 @@ class Scorer:
             return torch.cat([hidden.float(), logits.float()], dim=1)
 
         hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        rows = _rows(self.split.lengths, range(len(encoded)))
-        values = self._spread(rows, width + len(encoded[0].sequences), read)
+        values = self._spread(self.split.lengths, width + len(encoded[0].sequences), read)
         hook.remove()
         return values[:, :width], values[:, width:]
 
@@ -231,12 +229,12 @@ class Scorer:
             return -teacher_forcing_loss(logits, batch).unsqueeze(1)
 
         keys: list[object] = [ids[:-1] for ids in sequences]
-        size = self.batch_size
+        rows_of_a_key = 1
         if are_together:
             keys = example_of.tolist()
-            size //= num_contexts
-        rows = _rows(list(map(len, sequences)), keys)
-        sums = self._spread(rows, 1, score, size)
+            rows_of_a_key = num_contexts
+        lengths = np.array(list(map(len, sequences)))
+        sums = self._spread(lengths, 1, score, keys, rows_of_a_key)
         return list(torch.split(sums.squeeze(1), num_candidates))
 
     @cached_property
@@ -251,9 +249,7 @@ class Scorer:
             # Zeros after the end do no harm: a batch is shorter only if all its rows have ended.
             return F.pad(tokens, (0, width - tokens.shape[1]))
 
-        lengths = self.split.column("prompt_length")
-        rows = _rows(lengths, range(len(lengths)))
-        return self._spread(rows, width, write).long()
+        return self._spread(self.split.column("prompt_length"), width, write).long()
 
     @cached_property
     def _candidate_scores(self) -> Tensor:
@@ -278,8 +274,7 @@ class Scorer:
                 [teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], dim=1
             )
 
-        rows = _rows(self.split.lengths, range(len(encoded)))
-        return self._spread(rows, 2, score).T
+        return self._spread(self.split.lengths, 2, score).T
 
     @cached_property
     def objective_values(self) -> Tensor:
@@ -302,8 +297,7 @@ class Scorer:
             losses = judges.loss_of(scores)
             return torch.cat([losses[:, None], scores], dim=1)
 
-        rows = _rows(self.split.lengths, range(len(self.split)))
-        return self._spread(rows, width, run)
+        return self._spread(self.split.lengths, width, run)
 
     def _mean(self, losses: Tensor) -> float:
         """Return the mean of the objective from its sum over each example, float64 [examples].
@@ -340,29 +334,34 @@ class Scorer:
 
     def _spread(
         self,
-        rows: Sequence[list[int]],
+        lengths: np.ndarray,
         width: int,
         run: Callable[[Sequence[int]], Tensor],
-        batch_size: int | None = None,
+        keys: Sequence[object] = (),
+        rows_of_a_key: int = 1,
     ) -> Tensor:
         """Run items on all ranks, in batches of `batch_size` rows (see the module's docstring).
 
         Args:
-            rows: the items, by number from 0, that share each row of a batch.
+            lengths: of the items, in tokens. The shortest run first.
             width: number of values of an item.
             run: the collective (items of a batch) -> values, [items, width].
-            batch_size: another than that of the evaluation.
+            keys: items of the same key are in the same batch; () if each has its own.
+            rows_of_a_key: the rows that all items of a key may need.
 
         Returns:
             float64 [all items, width], the same on every rank.
         """
-        size = batch_size or self.batch_size
+        items_of: dict[object, list[int]] = {}
+        for item, key in enumerate(keys or range(len(lengths))):
+            items_of.setdefault(key, []).append(item)
+        groups = sorted(items_of.values(), key=lambda items: int(lengths[items].max()))
+        size = self.batch_size // rows_of_a_key
         batches = [
-            list(chain.from_iterable(rows[begin : begin + size]))
-            for begin in range(0, len(rows), size)
+            list(chain.from_iterable(groups[begin : begin + size]))
+            for begin in range(0, len(groups), size)
         ]
-        num_items = sum(map(len, rows))
-        values = torch.zeros(num_items, width, dtype=torch.float64)
+        values = torch.zeros(len(lengths), width, dtype=torch.float64)
         same_batches = self.engine.tensor_parallel  # ranks that run the same batches
         stride = distributed.world_size() // same_batches
         first = distributed.rank() // same_batches
@@ -374,14 +373,6 @@ class Scorer:
             if index < len(batches) and counts:
                 values[items] = result
         return distributed.sum_tensor(values.to(distributed.device())).cpu()
-
-
-def _rows(lengths: Any, keys: Sequence[object]) -> list[list[int]]:
-    """Return the items that share each row of a batch, those with the same key, by length."""
-    rows: dict[object, list[int]] = {}
-    for item, key in enumerate(keys):
-        rows.setdefault(key, []).append(item)
-    return sorted(rows.values(), key=lambda items: max(lengths[item] for item in items))
 
 
 @dataclass(frozen=True)
@@ -449,7 +440,8 @@ def evaluate(
         names = list(map(str, task.names(examples[0])))
         right = [names[example.label or 0] for example in examples]
         by_label = label_scores(right, [names[choice] for choice in predicted])
-    if score is not None and task.has_answers and not examples[0].references:
+    has_majority = task.has_answers and not (task.writes_answers or examples[0].references)
+    if score is not None and has_majority:
         majority = majority_score(score, examples)
     result = EvaluationResult(
         loss,
@@ -560,11 +552,10 @@ def prediction_rows(
     score = load_score_of_one(task)
     rows = []
     for example, prediction in zip(examples, predicted, strict=True):
-        right = example.references or example.gold_texts
         row = {
             "index": example.index,
             "prompt": example.prompt,
-            "right": [answer.strip() for answer in right],
+            "right": [answer.strip() for answer in example.right_texts],
             "predicted": task.shown(example, prediction),
         }
         if score is not None:

@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,15 +223,13 @@ def draw_splits(task: Task, data: DataConfig, labels: BySplit, keys: BySplit) ->
     left = order["train"]
     num_records = len(left)
     _refuse_no_first_choice(task, labels["train"])
-    if "test" in order:
-        test = order["test"][: wanted["test"]]
-    else:
-        num_test = wanted["test"] or _fifth(num_records, "test")
-        test = left[:num_test]
-        left = left[num_test:]
-    num_drawn = 0
-    if "dev" not in order:
-        num_drawn = wanted["dev"] or _fifth(num_records, "dev")
+    drawn = {}  # numbers of records that splits without a file take
+    for split, most in _MOST_DRAWN.items():
+        if split not in order:
+            drawn[split] = wanted[split] or min(most, max(1, num_records // 5))
+    test = order.get("test", left)[: drawn.get("test", wanted["test"])]
+    left = left[drawn.get("test", 0) :]
+    num_drawn = drawn.get("dev", 0)
     num_wanted = wanted["train"] or max(1, len(left) - num_drawn)
     num_train = min(num_wanted, len(left) - num_drawn)
     if num_train < num_wanted:
@@ -242,14 +240,14 @@ def draw_splits(task: Task, data: DataConfig, labels: BySplit, keys: BySplit) ->
         if data.protocol == "clean" or num_train < 1:
             raise UserError(problem, fix="set a smaller data.num_train or data.num_dev")
         logger.warning("%s: MeZO's protocol trains on %d", problem, num_train)
-    num_dev = wanted["dev"] or num_drawn or None
-    dev = order.get("dev", left[num_train:])[:num_dev]
-    drawn = {"train": left[:num_train], "dev": dev, "test": test}
-    return _without_repeats(task, drawn, labels, keys)
-
-
-def _fifth(num_records: int, split: str) -> int:
-    return min(_MOST_DRAWN[split], max(1, num_records // 5))
+    dev = order.get("dev", left[num_train:])[: drawn.get("dev", wanted["dev"])]
+    if len(dev) < (wanted["dev"] or 0):
+        raise UserError(
+            f"data.num_dev={wanted['dev']} is more than the {len(dev)} records of data.validation",
+            fix="set a smaller data.num_dev",
+        )
+    rows = {"train": left[:num_train], "dev": dev, "test": test}
+    return _without_repeats(task, rows, labels, keys)
 
 
 def _in_order(task: Task, seed: int, labels: np.ndarray) -> np.ndarray:
@@ -340,22 +338,15 @@ def with_demonstrations(
             f"data.num_demonstrations={count} is more than the {available} examples",
             fix=f"set data.num_demonstrations={available}, or add training examples",
         )
-    if not per_question:
-        shown = _solved(map(as_read, train[:count]))
-        return [replace(question, demonstrations=shown) for question in questions]
-    draws = np.random.RandomState(data.seed)
-    seeds = draws.randint(0, 10_000, len(questions)).tolist()
+    seeds = np.random.RandomState(data.seed).randint(0, 10_000, len(questions))
+    chosen = list(map(as_read, train[:count]))
     asked = []
     for question, seed in zip(questions, seeds, strict=True):
-        rows = np.random.RandomState(seed).permutation(len(pool))
-        drawn = [pool[row] for row in rows[: count + 1]]
-        others = [example for example in drawn if example is not question]
-        shown = _solved(map(as_read, others[:count]))
+        if per_question:
+            rows = np.random.RandomState(seed).permutation(len(pool))[: count + 1]
+            others = [pool[row] for row in rows if pool[row] is not question]
+            chosen = list(map(as_read, others[:count]))
+        texts = [example.prompt + answer for example in chosen for answer in example.gold_texts]
+        shown = "".join(f"{text.strip()}\n\n" for text in texts)
         asked.append(replace(question, demonstrations=shown))
     return asked
-
-
-def _solved(examples: Iterable[Example]) -> str:
-    """Return examples with their right answers, with a blank line after each."""
-    texts = [example.prompt + answer for example in examples for answer in example.gold_texts]
-    return "".join(f"{text.strip()}\n\n" for text in texts)

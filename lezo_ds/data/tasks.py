@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import encode_choices, encode_turns
@@ -31,36 +31,11 @@ from lezo_ds.data.examples import EncodedExample, Example, Predicted, Prediction
 from lezo_ds.data.template import Record, field_value, shown
 from lezo_ds.errors import UserError
 
+if TYPE_CHECKING:
+    from lezo_ds.data.score import Scorer
+
 TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
 """What a user's reward or metric judges before weights are loaded."""
-
-
-class Scorer(Protocol):
-    """A model's outputs for the examples of a split; `lezo_ds.data.score.Scorer` computes them."""
-
-    def choices(self) -> list[int]:
-        """Return the best candidate of each example."""
-
-    def choice_probabilities(self) -> list[list[float]]:
-        """Return the probability of each candidate among those of its example."""
-
-    def choice_loss(self) -> float:
-        """Return the mean cross-entropy over candidates."""
-
-    def gold_loss(self) -> float:
-        """Return the mean loss of the right candidates' tokens."""
-
-    def answers(self) -> list[str]:
-        """Return what the model writes after each prompt."""
-
-    def objective_loss(self) -> float:
-        """Return the mean of the training objective."""
-
-    def token_loss(self) -> float:
-        """Return the mean loss of the learned tokens of conversations."""
-
-    def token_counts(self) -> list[TokenCounts]:
-        """Return how many of them are the model's first choice."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +45,6 @@ class SplitSizes:
     num_train: int | None = 1000
     num_dev: int | None = 500
     num_test: int | None = 1000
-
-
-_NO_ANSWER: Mapping[type, object] = {int: -1, bool: False, list: []}
-"""Values without meaning, by the type of the field. Others are ""."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +112,8 @@ class Task:
             UserError: the record does not fit the task.
         """
         if not self.has_answers:
-            record = self._without_answer(record)
+            blanks = {name: self.fields.get(name, str)() for name in self.answer_fields}
+            record = {**record, **blanks}  # which need not have an answer
         for name, kind in self.fields.items():
             value = field_value(record, name)
             is_truth_for_number = kind is int and isinstance(value, bool)
@@ -167,13 +139,6 @@ class Task:
                 fix=f"correct the record, or build_example of {self.name}",
             ) from error
         return replace(example, record=record)
-
-    def _without_answer(self, record: Record) -> Record:
-        """Return a record with a blank in the place of its answer, which it need not have."""
-        blanks = {
-            name: _NO_ANSWER.get(self.fields.get(name, object), "") for name in self.answer_fields
-        }
-        return {**record, **blanks}
 
     def without_answer(self, example: Example) -> Example:
         """Return an example without its right answer."""
@@ -286,9 +251,14 @@ class Generation(Task):
     def encode(
         self, tokenizer: PromptTokenizer, config: RunConfig, example: Example
     ) -> list[EncodedExample]:
-        if example.messages and example.learned:
+        if example.learned:
             return encode_turns(tokenizer, config, example)
-        return super().encode(tokenizer, config, _ended(tokenizer, config, example))
+        stop = config.generation.stop
+        if stop is not None:  # the gold text ends with what ends generated ones, if not a newline
+            ending = stop[0] if len(stop) == 1 else tokenizer.end_text
+            candidates = [text.removesuffix("\n") + ending for text in example.candidates]
+            example = replace(example, candidates=tuple(candidates))
+        return super().encode(tokenizer, config, example)
 
     def score(self, scorer: Scorer) -> tuple[float, Sequence[Prediction]]:
         return scorer.objective_loss(), scorer.answers()
@@ -298,21 +268,8 @@ class Generation(Task):
         return [Predicted(answer) for answer in scorer.answers()]
 
     def tried_predictions(self, examples: Sequence[Example]) -> list[Prediction]:
-        answers = [(*example.references, TRIED_ANSWERS[1])[0] for example in examples]
+        answers = [(*example.right_texts, TRIED_ANSWERS[1])[0] for example in examples]
         return ["", *answers[1:]]  # models write empty answers, too
-
-
-def _ended(tokenizer: PromptTokenizer, config: RunConfig, example: Example) -> Example:
-    """Return an example whose gold text ends with what ends generated ones.
-
-    That is a newline, which it has, the only text in generation.stop, or the EOS.
-    """
-    stop = config.generation.stop
-    if stop is None:
-        return example
-    ending = stop[0] if len(stop) == 1 else tokenizer.end_text
-    candidates = [each.removesuffix("\n") + ending for each in example.candidates]
-    return replace(example, candidates=tuple(candidates))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,26 +47,35 @@ class Template:
         return filled
 
     def fill_given(self, record: Record) -> str:
-        """Return the text of a record, without the fields that are null."""
-        given = {name: "" if value is None else value for name, value in record.items()}
-        return self.fill(given)
+        """Return the text of a record; "" if all its fields are null or empty.
+
+        Raises:
+            UserError: some of the fields have no text.
+        """
+        values = [field_value(record, field) for field in self.fields]
+        if self.fields and all(value is None or not str(value).strip() for value in values):
+            return ""
+        return self.fill(record)
 
     def fill_prompt(self, record: Record) -> str:
         """Return the text of a record. UserError: all its fields are empty."""
-        texts = [field_text(field, field_value(record, field)) for field in self.fields]
-        if self.fields and not any(text.strip() for text in texts):
+        filled = self.fill_given(record)
+        if not filled:
             columns = " and ".join(f"`{field}`" for field in self.fields)
             raise UserError(f"column {columns} is empty", fix="fill it in")
-        return self.fill(record)
+        return filled
+
+    def texts(self, record: Record) -> list[str]:
+        """Return the texts of a record: those of a list in its only field, or else one."""
+        value = self.only_value(record)
+        if isinstance(value, list):
+            return [field_text(self.fields[0], each) for each in value]
+        return [self.fill_given(record)]
 
     def only_value(self, record: Record) -> Any:
         """Return what a record holds in the field that is the whole template; None if none is."""
-        if len(self.pieces) != 1:
-            return None
-        ((text, field),) = self.pieces
-        if text or field is None:
-            return None
-        return field_value(record, field)
+        is_whole = len(self.fields) == 1 and self.pieces == (("", self.fields[0]),)
+        return field_value(record, self.fields[0]) if is_whole else None
 
 
 def parse_template(key: str, text: str) -> Template:

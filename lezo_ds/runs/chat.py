@@ -17,7 +17,7 @@ from transformers import TextStreamer
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, num_positions, resolve_model
 from lezo_ds.config import RunConfig
-from lezo_ds.data.chat import encode_question, end_of_turn
+from lezo_ds.data.chat import encode_question
 from lezo_ds.data.encode import (
     PromptTokenizer,
     load_tokenizer,
@@ -59,9 +59,7 @@ def chat(opened: Opened) -> None:
     data = config.data.model_copy(update={"max_length": min(config.data.max_length, most)})
     config = config.model_copy(update={"data": data})
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
-    settings = generation_settings(
-        tokenizer, config.generation, end_of_turn(tokenizer), in_chat=True
-    )
+    settings = generation_settings(tokenizer, config.generation, in_chat=True)
     prompt_room(data.max_length, settings.max_new_tokens)  # before weights are loaded
     engine = opened.load_engine()
     logger.info("Write a line to the model. An empty line or Ctrl-D ends the chat.")

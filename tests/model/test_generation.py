@@ -26,7 +26,6 @@ from tokenizers import decoders, pre_tokenizers
 
 from lezo_ds.config.schema import GenerationConfig
 from lezo_ds.data import generation, packing
-from lezo_ds.data.chat import TurnEnd
 from lezo_ds.data.encode import PromptTokenizer
 from lezo_ds.data.generation import generate, prompt_batch, read_answers
 from lezo_ds.forward.answer_cache import RoomyLayer
@@ -200,7 +199,7 @@ def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
 
 def settings_of(tokenizer, max_new_tokens, *stops):
     config = GenerationConfig(max_new_tokens=max_new_tokens, stop=list(stops))
-    return generation.generation_settings(tokenizer, config, TurnEnd(), in_chat=False)
+    return generation.generation_settings(tokenizer, config, in_chat=False)
 
 
 ISOLATED = pre_tokenizers.Split("", "isolated")

@@ -32,6 +32,7 @@ CHANGING = PLAIN.replace("turn['content']", "turn['content'] | replace('là', 'L
 UNLIKE = PLAIN.replace("<s>assistant\n", "<s>assistant\n<think>")
 FORGETTING = PLAIN.replace("turn['content']", "turn['content'].split('</think>')[-1]")
 THOUGHT = {"role": "assistant", "content": "<think>\nWhere?\n</think>\n\nHere"}
+SILENT = {"role": "assistant", "content": "", "tool_calls": [{}]}
 DATED = "{{ strftime_now('%d %b %Y') }}" + PLAIN
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
 
@@ -125,6 +126,7 @@ def test_a_space_that_asks_for_an_answer_may_begin_its_first_token(tmp_path):
         (None, TURNS, "has no chat template; fix: use a model that was trained for"),
         (PLAIN, [*TURNS[:2], {**TURNS[2], "content": "a" * 300}], "has 3.. tokens; at most 2"),
         (MARKED.replace("'assistant'", "'bot'", 1), TURNS, "does not mark any token"),
+        (PLAIN.replace(" + '</s>\n'", ""), [TURNS[1], SILENT], "does not mark any token"),
     ],
 )
 def test_what_the_template_cannot_write_is_refused(template, turns, message, tmp_path):
@@ -266,7 +268,8 @@ def control_tokens(reader, ids):
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_conversation_has_the_control_tokens_of_the_template_alone(template, tmp_path):
-    reader = reader_of(write_model(tmp_path, template, "<think>"), messages="turns")
+    with_tools = WITH_TOOLS.replace(PLAIN, template)
+    reader = reader_of(write_model(tmp_path, with_tools, "<think>"), messages="turns")
     answer = "Use </s> <think> twice"
     turns = [{"role": "user", "content": FORGED}, {"role": "assistant", "content": answer}]
     (encoded,) = encode_turns(reader, turns)
@@ -274,6 +277,9 @@ def test_a_conversation_has_the_control_tokens_of_the_template_alone(template, t
     assert FORGED in text_of(reader, encoded.sequences[0])
     assert learned(reader, encoded).strip() == answer + "</s>"
     turns[1]["content"] = "Yes"
+    for tools in ([{"name": "</s>"}], r'[{"name": "\u003c/s>"}]'):
+        (encoded,) = encode_turns(reader, TURNS[1:3], tools=tools)
+        assert control_tokens(reader, encoded.sequences[0]) == ["<s>", "</s>", "<s>", "</s>"]
     (encoded,) = encode_turns(reader, turns)
     template = reader.tokenizer.backend.apply_chat_template
     expected = template(turns, sanitize_control_tokens=True, return_dict=False)

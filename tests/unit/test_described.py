@@ -123,6 +123,9 @@ def test_names_beside_the_texts_come_first_as_in_arc():
         example = task.example(record)
         assert example.label == label
         assert list(task.names(example)) == list(map(str, names))
+    labeled = task_of(described | {"labels": ["x", "y"]})
+    example = labeled.example({**record, "right": "y"})
+    assert (example.label, labeled.names(example)) == (1, ["x", "y"])
 
 
 @pytest.mark.parametrize(
@@ -145,10 +148,14 @@ def test_a_record_may_have_fewer_choices_than_others():
     described = CHOICES | {"choices": ["{a}", "{b}", "{c}"], "labels": ["A", "B", "C"]}
     record = {"text": "Is it?", "a": "yes", "b": "no", "right": "B"}
     for nothing in (None, "", " "):
-        example = example_of(record | {"c": nothing}, **described)
-        assert (example.candidates, example.label) == (("yes", "no"), 1)
+        for third in ("{c}", "No: {c}"):
+            choices = ["{a}", "{b}", third]
+            example = example_of(record | {"c": nothing}, **described | {"choices": choices})
+            assert (example.candidates, example.label) == (("yes", "no"), 1)
     message = refusal_of(record | {"c": None, "right": "C"}, **described)
     assert "an index from 0, or one of A, B, C" in message
+    message = refusal_of(record | {"c": "maybe"}, **described | {"labels": ["A", "B"]})
+    assert "only 2 of 3 choices have a label" in message
 
 
 def test_a_template_reads_nested_fields_and_nothing_but_the_record():
@@ -169,6 +176,8 @@ def test_a_template_reads_nested_fields_and_nothing_but_the_record():
         (CLASSES | {"prompt": "{text} {topic}"}, "shows the answer: it has topic, too"),
         (CLASSES | {"labels": {"a": "yes", "b": "yes"}}, "fewer than two labels"),
         (CLASSES | {"completion": "{a}"}, "are of three kinds of tasks"),
+        (COMPLETION | {"label_field": "topic"}, "are of three kinds of tasks"),
+        (CLASSES | {"labels": None}, "data.label_field needs data.labels or data.choices"),
         (CHAT | {"prompt": "{text}"}, "are of three kinds of tasks"),
         (CLASSES | {"system_prompt": "Be kind."}, "data.system_prompt needs a chat template"),
     ],
@@ -182,7 +191,7 @@ def test_a_description_that_makes_no_task_is_refused_before_a_record_is_read(dat
     ("text", "message"),
     [
         (" ", "column `text` is empty"),
-        (None, "column `text` is null, not a text or a number"),
+        (None, "column `text` is empty"),
         (math.nan, "column `text` is nan"),
         (["a"], "not a text or a number"),
     ],
@@ -201,6 +210,9 @@ def test_every_answer_counts_and_the_first_is_trained_on(answers, references):
     assert example.references == references
     assert example.candidates == tuple(f" {answer}\n" for answer in references[:1])
     assert (example.label is None) == (not references)
+    if not references and answers != []:  # what is around an answer is none
+        framed = COMPLETION | {"completion": "It is {answers}."}
+        assert example_of({"text": "Where?", "answers": answers}, **framed).label is None
 
 
 def test_code_is_indented_after_a_prompt_that_ends_a_line():
@@ -289,6 +301,9 @@ def test_trls_prompt_and_completion_of_turns_are_a_conversation():
     example = example_of(record, **data)
     assert (example.messages, example.learned) == ((SYSTEM, ASKED, ANSWERED), (2,))
     assert (example.prompt, example.references) == ("Sure?", ("Yes",))
+    completion = [{**ANSWERED, "weight": 0}, ASKED, ANSWERED, ASKED]
+    example = example_of(record | {"completion": completion}, **data)
+    assert (example.learned, example.references) == ((4,), ("Yes",))
     for name in record:  # as a table has them
         for text in (json.dumps(record[name]), str(record[name])):
             message = refusal_of(record | {name: text}, **data)

@@ -9,7 +9,7 @@ from own_data import SWITCHED, write_chat_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 
-from lezo_ds.checkpoints.tokenizer_check import refuse_second_begin, warn_of_other_tokens
+from lezo_ds.checkpoints.tokenizer_check import warn_of_other_tokens
 from lezo_ds.data.encode import encode_candidates, encode_prompt, load_tokenizer, prompt_room
 from lezo_ds.data.examples import Example
 from lezo_ds.errors import UserError
@@ -208,11 +208,3 @@ def test_a_class_that_changes_tokenizer_json_is_named(kind, normalizer, warning,
     warn_of_other_tokens(tmp_path, listed(tmp_path, kind, normalizer))
     assert warning in caplog.text
     assert bool(caplog.text) == bool(warning)
-
-
-def test_a_prompt_that_begins_with_what_begins_every_text_is_refused(tmp_path):
-    tokenizer = listed(tmp_path, "PreTrainedTokenizerFast")
-    with pytest.raises(UserError, match=r"begins with <s>, .*; fix: remove <s> from data.prompt"):
-        refuse_second_begin(tokenizer, "<s>{text} Label:", (0,))
-    refuse_second_begin(tokenizer, "{text} Label:", (0,))
-    refuse_second_begin(tokenizer, "<s>{text} Label:", ())

@@ -41,6 +41,8 @@ def test_f1_and_exact_match_are_those_of_squads_script(answer):
     for reference in TEXTS:
         f1 = pytest.approx(squad_f1(answer, reference), abs=1e-12)
         assert metrics.best_f1(answer, [reference]) == f1
+        alone = Example("", (f" {reference}\n",), 0)  # without references
+        assert metrics.mean_f1([answer], [alone]) == f1
         example = Example("", (" x",), 0, references=(reference, "other"))
         is_equal = normalize_answer(answer) in (normalize_answer(reference), "other")
         assert metrics.METRICS["exact_match"]([answer], [example]) == is_equal

@@ -14,7 +14,7 @@ import torch
 
 from lezo_ds.data.examples import EncodedExample, Example
 from lezo_ds.data.mezo import TASKS
-from lezo_ds.data.objectives import LOSSES, f1_loss, load_objective, training_objective
+from lezo_ds.data.objectives import LOSSES, load_objective, training_objective
 from lezo_ds.data.rewards import Reward, Rewards, judges_answers, reward
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
@@ -207,16 +207,6 @@ def test_losses_and_finite_gradients_are_computed_in_float32_whatever_the_logits
     torch.testing.assert_close(losses, objective.loss(logits.float(), batch), rtol=0, atol=0)
     losses.sum().backward()
     assert logits.grad.isfinite().all()  # also of an example with fewer candidates than others
-
-
-def test_f1_as_a_loss_is_minus_the_best_f1_of_each_answer():
-    examples = (
-        Example("", (), None, references=("red boat", "the big red boat")),
-        Example("", (), None, references=("42",)),
-        Example("", (), None, references=("rain",)),
-    )
-    losses = f1_loss(["A red boat.", "forty", "rain, rain"], MicroBatch({}, 3, examples=examples))
-    torch.testing.assert_close(losses, torch.tensor([-1.0, 0.0, -2 / 3], dtype=torch.float64))
 
 
 @reward

@@ -177,6 +177,8 @@ def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
     assert small["test"] == drawn["test"]
     with pytest.raises(UserError, match="too few for 90 to train on, 20 for dev"):
         draw(data.model_copy(update={"num_train": 90}))
+    with pytest.raises(UserError, match=r"num_dev=101 is more than the 100 records of data\.val"):
+        draw(data.model_copy(update={"num_dev": 101, "validation": data.train}))
     # Of a task of the papers, too, all records of one's own file are used.
     write_records(tmp_path / "t.jsonl", [{"sentence": f"{n}", "label": n % 2} for n in range(20)])
     assert sizes_of(draw(DataConfig(task="sst2", train=str(tmp_path / "t.jsonl")))) == (12, 4, 4)

@@ -1,12 +1,14 @@
 """Encoded examples are one Arrow file: found again, shared by ranks, the same by any processes."""
 
 import os
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 from assets import write_records
-from own_data import PLAIN, load_own, write_byte_model
+from own_data import PLAIN, load_own, write_byte_model, write_chat_model
 from ranks import run_ranks
 
 from lezo_ds import distributed
@@ -57,6 +59,18 @@ def test_a_second_start_finds_the_files_of_the_first(cache, tmp_path, monkeypatc
     (model / "chat_template.jinja").write_text("{{ messages }}")
     load_own(model, path, **LABELS)
     assert len(list(cache.iterdir())) == 16
+
+
+def test_a_start_on_another_day_does_not_find_texts_with_the_day_of_the_first(
+    cache, tmp_path, monkeypatch
+):
+    _, path = write_run(tmp_path)
+    model = write_chat_model(tmp_path / "dated", "{{ strftime_now('%F') }}" + PLAIN)
+    in_chat = LABELS | {"chat_template": True}
+    first = content_of(load_own(model, path, **in_chat))
+    past = SimpleNamespace(now=lambda: datetime(2001, 1, 1))
+    monkeypatch.setattr("lezo_ds.data.encode.datetime", past)
+    assert content_of(load_own(model, path, **in_chat)) != first
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(cache, tmp_path):

@@ -12,7 +12,6 @@ from tiny_tasks import task_config, write_tasks, write_writer
 from lezo_ds.config import load_config
 from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.dataset import Examples
-from lezo_ds.data.encode import common_start
 from lezo_ds.data.rewards import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
@@ -51,11 +50,6 @@ def text(data, ids):
 
 def keys_of(batch):
     return [key for part in batch for key in part.prompts.sample_keys.tolist()]
-
-
-def test_the_start_of_all_sequences_is_found():
-    assert common_start([(1, 2, 3), (1, 2), (1, 2, 9)]) == [1, 2]
-    assert common_start([(1,), ()]) == common_start([]) == []
 
 
 @pytest.mark.parametrize(("size", "is_once"), [(None, True), (2, True), (1, False)])
@@ -174,6 +168,9 @@ def test_the_turns_of_one_conversation_are_answered_with_keys_of_their_own(tmp_p
     data = load_task_data(config)
     keys = keys_of(data.step_batch(config, 0))
     assert len(set(keys)) == len(keys) == 24 == 2 * len(set(data.train.index.tolist()))
+    for prompt, example in zip(data.train.prompts, data.train.examples, strict=True):
+        asked = data.reader.tokenizer.backend.decode(list(prompt))
+        assert asked.endswith(f"{example.prompt}</s>\n<s>assistant\n")
 
 
 @pytest.mark.parametrize(
