@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import encode_choices, encode_turns
@@ -31,11 +31,36 @@ from lezo_ds.data.examples import EncodedExample, Example, Predicted, Prediction
 from lezo_ds.data.template import Record, field_value, shown
 from lezo_ds.errors import UserError
 
-if TYPE_CHECKING:
-    from lezo_ds.data.score import Scorer
-
 TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
 """What a user's reward or metric judges before weights are loaded."""
+
+
+class Scorer(Protocol):
+    """A model's outputs for the examples of a split; `lezo_ds.data.score.Scorer` computes them."""
+
+    def choices(self) -> list[int]:
+        """Return the best candidate of each example."""
+
+    def choice_probabilities(self) -> list[list[float]]:
+        """Return the probability of each candidate among those of its example."""
+
+    def choice_loss(self) -> float:
+        """Return the mean cross-entropy over candidates."""
+
+    def gold_loss(self) -> float:
+        """Return the mean loss of the right candidates' tokens."""
+
+    def answers(self) -> list[str]:
+        """Return what the model writes after each prompt."""
+
+    def objective_loss(self) -> float:
+        """Return the mean of the training objective."""
+
+    def token_loss(self) -> float:
+        """Return the mean loss of the learned tokens of conversations."""
+
+    def token_counts(self) -> list[TokenCounts]:
+        """Return how many of them are the model's first choice."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +70,10 @@ class SplitSizes:
     num_train: int | None = 1000
     num_dev: int | None = 500
     num_test: int | None = 1000
+
+
+_NO_ANSWER: Mapping[type, object] = {int: -1, bool: False, list: []}
+"""Values without meaning, by the type of the field. Others are ""."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +141,10 @@ class Task:
             UserError: the record does not fit the task.
         """
         if not self.has_answers:
-            blanks = {name: self.fields.get(name, str)() for name in self.answer_fields}
+            blanks = {
+                name: _NO_ANSWER.get(self.fields.get(name, object), "")
+                for name in self.answer_fields
+            }
             record = {**record, **blanks}  # which need not have an answer
         for name, kind in self.fields.items():
             value = field_value(record, name)
