@@ -61,33 +61,15 @@ def test_the_package_keeps_its_size():
     assert sum(map(num_code_tokens, PACKAGE)) <= CODE_TOKENS
 
 
-def is_swap(targets, values):
-    """Return whether a value reads what an assignment before it would overwrite: `a, b = b, a`."""
-    overwritten = set()
-    for target, value in zip(targets, values, strict=False):
-        if overwritten & {ast.unparse(node) for node in ast.walk(value)}:
-            return True
-        overwritten.add(ast.unparse(target))
-    return False
-
-
-def dense_statements(tree):
-    """Yield the statements that do more than one thing at a time."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            for target in node.targets:
-                if isinstance(target, ast.Tuple) and not is_swap(target.elts, node.value.elts):
-                    yield node, "assigns unrelated values at once"
-        elif isinstance(node, ast.IfExp):
-            inner = [each for each in ast.walk(node) if isinstance(each, ast.IfExp)]
-            if len(inner) > 1:
-                yield node, "nests a conditional expression in another"
-
-
 def test_a_statement_does_one_thing():
     for path in PACKAGE + SCRIPTS:
-        for node, problem in dense_statements(ast.parse(path.read_text())):
-            raise AssertionError(f"{name_of(path)} line {node.lineno} {problem}")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                is_packed = any(isinstance(target, ast.Tuple) for target in node.targets)
+                assert not is_packed, f"{name_of(path)} line {node.lineno} assigns several values"
+            if isinstance(node, ast.IfExp):
+                inner = [each for each in ast.walk(node) if isinstance(each, ast.IfExp)]
+                assert inner == [node], f"{name_of(path)} line {node.lineno} nests conditionals"
 
 
 def test_arrows_point_down():
@@ -113,15 +95,12 @@ def test_only_the_rooms_whose_job_it_is_import_a_distributed_library():
     assert users == KNOW_DEEPSPEED
 
 
-def test_light_rooms_load_no_heavy_library_and_the_package_loads_fast():
+def test_light_rooms_load_no_heavy_library():
     imports = "; ".join(f"import lezo_ds.{room}" for room in LIGHT_ROOMS)
-    code = f"""if True:
-        import sys, time; start = time.perf_counter(); import lezo_ds
-        seconds = time.perf_counter() - start
-        {imports}
-        print([name for name in {HEAVY_LIBRARIES} if name in sys.modules], seconds < 0.1)"""
+    loaded = f"print([name for name in {HEAVY_LIBRARIES} if name in sys.modules])"
+    code = f"import sys; {imports}; {loaded}"
     out = subprocess.check_output([sys.executable, "-c", code], cwd=REPOSITORY, text=True)
-    assert out.strip() == "[] True"
+    assert out.strip() == "[]"
 
 
 @pytest.mark.parametrize("path", PACKAGE + SCRIPTS, ids=name_of)
