@@ -50,7 +50,15 @@ if TYPE_CHECKING:  # `export` starts without the libraries of data
 
 logger = logging.getLogger(__name__)
 
-_INPUTS = ("tokenizer", "adapter", "model_config", "data_fingerprints", "code", "digests")
+_INPUTS = (
+    "tokenizer",
+    "adapter",
+    "model_config",
+    "data_fingerprints",
+    "end_ids",
+    "code",
+    "digests",
+)
 """Entries of a header's configuration that are no keys. Only an exported journal has digests."""
 
 CODE_KEYS = (
@@ -106,6 +114,8 @@ def make_header(
             "dev": data.dev.fingerprint(),
             "test": data.test.fingerprint(),
         }
+        if data.reader.generation is not None:  # of generation_config.json
+            inputs["end_ids"] = list(data.reader.tokenizer.end_ids)
     inputs["code"] = code_of(inputs)
     arithmetic = distributed.describe_arithmetic(distributed.device())
     size = tensor_parallel_of(config)
