@@ -24,6 +24,7 @@ import itertools
 import logging
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from lezo_ds.cli import end_process_after
 from lezo_ds.config import RunConfig, flatten, load_config
 from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
-from lezo_ds.files import make_directory, write_output
+from lezo_ds.files import failures_named, make_directory, write_output
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.signals import on_stop_signals
@@ -87,7 +88,10 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
     grid = list(arguments.grid)
     common = ["train.keep_snapshots=0", *arguments.overrides, f"run_dir={arguments.out}"]
     if arguments.tune is not None:
-        value = flatten(load_config(arguments.config, common).model_dump())[arguments.tune]
+        value = flatten(load_config(arguments.config, common).model_dump()).get(arguments.tune)
+        if not isinstance(value, float):
+            problem = f"--tune {arguments.tune} is not a key whose value is a decimal number"
+            raise UserError(problem, fix="name one, such as zo.learning_rate")
         tenfold = [f"{value * 10 ** (half / 2):.1g}" for half in range(-2, 3)]
         grid.insert(0, f"{arguments.tune}={','.join(tenfold)}")
     axes = []
@@ -115,7 +119,9 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
 def launch(run: Run, launcher: str) -> int:
     """Do a run, append its output to a log next to its directory, and return the exit code."""
     log = run.directory.with_name(f"{run.directory.name}.log")
-    make_directory(log.parent)
+    with failures_named(log, UserError):
+        make_directory(log.parent)
+        log.touch()
     logger.info("output in %s", log)
     received: list[signal.Signals] = []
 
@@ -123,7 +129,10 @@ def launch(run: Run, launcher: str) -> int:
         received.append(number)
         process.terminate()  # the run saves its state
 
-    command = [*shlex.split(launcher), str(ROOT / "launch" / "train.py"), *run.arguments]
+    program, *options = shlex.split(launcher)
+    if shutil.which(program) is None:
+        raise UserError(f"--launcher {program} is not a program", fix="correct its path")
+    command = [program, *options, str(ROOT / "launch" / "train.py"), *run.arguments]
     with log.open("a") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         with on_stop_signals(stop), process:
