@@ -74,7 +74,14 @@ def read_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--config", required=True, help="a YAML file, or the name of a shipped recipe")
     add("--out", type=Path, required=True, help="directory of the sweep")
-    add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
+    add(
+        "--grid",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="a key and its values",
+    )
     add("--tune", help="a key: try 1/10, 1/3, 1, 3 and 10 times its value")
     add("--launcher", default=shlex.quote(sys.executable), help="such as 'deepspeed --num_gpus 2'")
     add("--index", type=int, help="run only this one, and write no table")

@@ -215,8 +215,8 @@ def test_a_sweep_shows_why_runs_fail_and_ends_if_the_first_is_refused(
 @pytest.mark.distributed
 def test_a_sweep_names_its_runs_and_refuses_an_index_that_it_lacks(tmp_path):
     command = [sys.executable, REPOSITORY / "launch" / "sweep.py", "--config", RECIPE]
-    command += ["--out", tmp_path, "train.steps=9", "--grid", "seed=0,1"]
+    command += ["--out", tmp_path, "train.steps=9", "--grid", "zo.sparsity=0", "--grid", "seed=0,1"]
     listed = run_program([*command, "--list"])
-    assert listed.code == 0 and f"1  open  {tmp_path}/seed=1" in listed.out
+    assert listed.code == 0 and f"1  open  {tmp_path}/zo.sparsity=0.0,seed=1" in listed.out
     refused = run_program([*command, "--index", "2"])
     assert refused.code == 2 and "fix: give 0 to 1" in refused.err
