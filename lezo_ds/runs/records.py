@@ -236,7 +236,9 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         if key.startswith("code."):
             fix = "restore the file"
         elif key == "train.steps":
-            fix = f"add train.steps={old}, on which zo.lr_schedule depends"
+            # The number that differs may follow from train.epochs, and both cannot be set.
+            instead = " and train.epochs=null" if ours.config["train"]["epochs"] else ""
+            fix = f"set train.steps={old}{instead}, on which zo.lr_schedule depends"
         raise UserError(
             f"{key} differs from the journal's: it is {new}, and was {old}",
             fix=f"{fix}, or use another run_dir",
