@@ -24,6 +24,7 @@ import itertools
 import logging
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from lezo_ds.cli import end_process_after
 from lezo_ds.config import RunConfig, flatten, load_config
 from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
-from lezo_ds.files import make_directory, write_output
+from lezo_ds.files import failures_named, make_directory, write_output
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.signals import on_stop_signals
@@ -73,7 +74,14 @@ def read_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--config", required=True, help="a YAML file, or the name of a shipped recipe")
     add("--out", type=Path, required=True, help="directory of the sweep")
-    add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
+    add(
+        "--grid",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="a key and its values",
+    )
     add("--tune", help="a key: try 1/10, 1/3, 1, 3 and 10 times its value")
     add("--launcher", default=shlex.quote(sys.executable), help="such as 'deepspeed --num_gpus 2'")
     add("--index", type=int, help="run only this one, and write no table")
@@ -87,7 +95,10 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
     grid = list(arguments.grid)
     common = ["train.keep_snapshots=0", *arguments.overrides, f"run_dir={arguments.out}"]
     if arguments.tune is not None:
-        value = flatten(load_config(arguments.config, common).model_dump())[arguments.tune]
+        value = flatten(load_config(arguments.config, common).model_dump()).get(arguments.tune)
+        if not isinstance(value, float):
+            problem = f"--tune {arguments.tune} is not a key whose value is a decimal number"
+            raise UserError(problem, fix="name one, such as zo.learning_rate")
         tenfold = [f"{value * 10 ** (half / 2):.1g}" for half in range(-2, 3)]
         grid.insert(0, f"{arguments.tune}={','.join(tenfold)}")
     axes = []
@@ -115,7 +126,9 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
 def launch(run: Run, launcher: str) -> int:
     """Do a run, append its output to a log next to its directory, and return the exit code."""
     log = run.directory.with_name(f"{run.directory.name}.log")
-    make_directory(log.parent)
+    with failures_named(log, UserError):
+        make_directory(log.parent)
+        log.touch()
     logger.info("output in %s", log)
     received: list[signal.Signals] = []
 
@@ -123,7 +136,10 @@ def launch(run: Run, launcher: str) -> int:
         received.append(number)
         process.terminate()  # the run saves its state
 
-    command = [*shlex.split(launcher), str(ROOT / "launch" / "train.py"), *run.arguments]
+    program, *options = shlex.split(launcher)
+    if shutil.which(program) is None:
+        raise UserError(f"--launcher {program} is not a program", fix="correct its path")
+    command = [program, *options, str(ROOT / "launch" / "train.py"), *run.arguments]
     with log.open("a") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         with on_stop_signals(stop), process:

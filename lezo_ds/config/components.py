@@ -344,7 +344,10 @@ def check_world(config: RunConfig, world_size: int) -> None:
         str(size) for size in range(1, batch_size + 1) if batch_size % (size * world_size) == 0
     ]
     if fitting:
-        fix = f"set train.micro_batch_size to one of {', '.join(fitting)}"
+        fix = (
+            f"set train.micro_batch_size to one of {', '.join(fitting)}, or, to resume a run, "
+            "use fewer ranks"
+        )
     else:
         per_rank = math.ceil(batch_size / world_size)
         fix = (

@@ -53,6 +53,10 @@ _LIMITS: dict[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel.vocab_parallel_lm_head": ((), "the vocabulary is split where it can be"),
     "gradient_accumulation_steps": ((1,), "use train.batch_size and train.micro_batch_size"),
     "torch_autocast.enabled": ((False,), "use model.dtype"),
+    **dict.fromkeys(
+        ("data_efficiency.enabled", "expert_parallel.enabled", "hybrid_engine.enabled"),
+        ((False,), "it is for training with gradients"),
+    ),
 }
 
 _LEFT_OUT = ("optimizer", "scheduler", "gradient_clipping")

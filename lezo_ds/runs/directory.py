@@ -172,7 +172,7 @@ class RunDirectory:
                 make_directory(moved.parent)
                 path.rename(moved)
         names = ", ".join(str(path.relative_to(self.path)) for path in paths)
-        logger.warning("%s: an earlier run left %s; moved to %s", self.path, names, target)
+        logger.warning("%s had %s before this run; moved to %s", self.path, names, target)
 
     def write_config(self, config: RunConfig) -> None:
         """Write config.yaml, which is a recipe: it has either train.steps or train.epochs."""

@@ -33,7 +33,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.data.generation import runs_in_step
 from lezo_ds.engine import ModelEngine
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, first_line
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.runs.directory import RunDirectory, append_lines
 from lezo_ds.runs.opening import Opened
@@ -121,7 +121,7 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
         What --json prints, and the harness's own table under "table". Ranks but 0 have neither.
 
     Raises:
-        UserError: the harness does not know a task.
+        UserError: the harness does not know a task, or cannot load its data set.
     """
     tasks = EvaluatorConfig(tasks=names)
     try:
@@ -136,7 +136,12 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
         if engine.global_rank > 0:  # rank 0 shows the progress
             hidden.enter_context(redirect_stdout(io.StringIO()))
             hidden.enter_context(redirect_stderr(io.StringIO()))
-        found = simple_evaluate(model, tasks=tasks.tasks, limit=limit, task_manager=manager)
+        try:
+            found = simple_evaluate(model, tasks=tasks.tasks, limit=limit, task_manager=manager)
+        except OSError as error:
+            raise UserError(
+                f"--lm-eval: {first_line(error)}", fix="download the data set of the task first"
+            ) from error
     if engine.global_rank > 0:
         return {}
     scores = {**opened.source, "limit": limit, "results": found["results"]}

@@ -50,7 +50,15 @@ if TYPE_CHECKING:  # `export` starts without the libraries of data
 
 logger = logging.getLogger(__name__)
 
-_INPUTS = ("tokenizer", "adapter", "model_config", "data_fingerprints", "code", "digests")
+_INPUTS = (
+    "tokenizer",
+    "adapter",
+    "model_config",
+    "data_fingerprints",
+    "end_ids",
+    "code",
+    "digests",
+)
 """Entries of a header's configuration that are no keys. Only an exported journal has digests."""
 
 CODE_KEYS = (
@@ -106,6 +114,8 @@ def make_header(
             "dev": data.dev.fingerprint(),
             "test": data.test.fingerprint(),
         }
+        if data.reader.generation is not None:  # of generation_config.json
+            inputs["end_ids"] = list(data.reader.tokenizer.end_ids)
     inputs["code"] = code_of(inputs)
     arithmetic = distributed.describe_arithmetic(distributed.device())
     size = tensor_parallel_of(config)
@@ -226,7 +236,9 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         if key.startswith("code."):
             fix = "restore the file"
         elif key == "train.steps":
-            fix = f"add train.steps={old}, on which zo.lr_schedule depends"
+            # The number that differs may follow from train.epochs, and both cannot be set.
+            instead = " and train.epochs=null" if ours.config["train"]["epochs"] else ""
+            fix = f"set train.steps={old}{instead}, on which zo.lr_schedule depends"
         raise UserError(
             f"{key} differs from the journal's: it is {new}, and was {old}",
             fix=f"{fix}, or use another run_dir",

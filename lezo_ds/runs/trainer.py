@@ -103,6 +103,8 @@ def check_run(
     _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     trains_outside = trained_part(config.zo) == "all"
     make_layer_policy(config.zo, layout.num_blocks, trains_outside=trains_outside)
+    if not config.run_dir:
+        raise UserError("run_dir is empty", fix="set it to a directory")
     directory = RunDirectory(config.run_dir)
     if directory.path.is_file():
         raise UserError(f"run_dir {directory.path} is a file", fix="set another run_dir")

@@ -30,9 +30,10 @@ REFUSED = {
     "hub data offline": ("data.path=null", "nyu-mll/glue"),
     "no positions": ("data.path={inputs}/long", "data.max_length"),
     "a file": ("model.path={inputs}/whole_model run_dir={inputs}/file", "/file is a file; fix: "),
+    "nowhere": ("model.path={inputs}/whole_model run_dir=", "run_dir is empty; fix: "),
     "misspelt": ("model.path={inputs}/whole_modl", "whole_modl"),
 }
-REFUSED_DRY = ("weights of another model", "a file", "misspelt")
+REFUSED_DRY = ("weights of another model", "a file", "nowhere", "misspelt")
 
 
 @pytest.mark.parametrize("name", REFUSED)

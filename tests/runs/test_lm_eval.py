@@ -115,6 +115,8 @@ def test_scores_of_a_task_are_those_of_the_harness_s_own_model(directory, own_mo
 
 
 @pytest.mark.thorough
-def test_a_task_that_is_not_there_is_refused(directory):
-    asked = ["--model", directory / "model", "--lm-eval", directory / "none.yaml"]
-    assert_refused("evaluate", asked, "Tasks not found")
+def test_a_task_that_is_not_there_or_has_no_data_is_refused(directory):
+    (directory / "lost.yaml").write_text(TASK.replace("FILE", str(directory / "lost.jsonl")))
+    for name, message in (("none", "Tasks not found"), ("lost", "Unable to find")):
+        asked = ["--model", directory / "model", "--lm-eval", directory / f"{name}.yaml"]
+        assert_refused("evaluate", asked, message)

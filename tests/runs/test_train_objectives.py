@@ -90,8 +90,9 @@ def train_with_batches_of_ones_own(assets):
 
     settings = {"perturbation_scale": SCALE, "sparsity": 0.0, "noise_rank": 1}
     engine = start_engine(assets / "writer", examples_per_direction=1, **settings)
-    with pytest.raises(UserError, match=r"returned \(1,\), not one loss for each of 2 exa"):
-        engine.train_batch(batches, lambda logits, batch: loss(logits, batch)[:1])
+    for wrong in (slice(1), (..., None)):  # one loss for both examples, a table of losses
+        with pytest.raises(UserError, match=r"returned \(., ?1?\), not one loss for each of 2 exa"):
+            engine.train_batch(batches, lambda *words, wrong=wrong: loss(*words)[wrong])
     of_groups = engine.train_batch(batches, loss)
     engine.load_checkpoint("none", [of_groups], step=0)  # without its update
     slopes = []

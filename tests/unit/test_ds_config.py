@@ -85,11 +85,13 @@ def test_a_json_for_the_trainer_is_completed_and_its_optimizer_is_left_out(dtype
         ("zero_hpz_partition_size", 2),
         ("zero_quantized_weights", True),
         ("offload_param", {"device": "nvme"}),
+        ("hybrid_engine.enabled", True),
     ],
 )
 def test_a_setting_that_would_spoil_the_weights_is_refused(key, value, tmp_path):
-    path = write_json(tmp_path, zero_optimization={"stage": 3, key: value})
-    with pytest.raises(UserError, match=f"fix: remove zero_optimization.{key}"):
+    section, _, name = ("zero_optimization." * ("." not in key) + key).partition(".")
+    path = write_json(tmp_path, **{section: {"stage": 3, name: value}})
+    with pytest.raises(UserError, match=f"fix: remove {section}.{name}"):
         load_ds_config(path, "bf16", 2, 8)
 
 

@@ -168,6 +168,8 @@ def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(tmp_p
     assert runs[1].directory.name == "zo.learning_rate=1e-06,seed=1"
     with pytest.raises(UserError, match="is taken or too long"):
         list(sweep.plan(arguments_of_sweep(tmp_path, "zo.learning_rate=1e-6,0.000001")))
+    with pytest.raises(UserError, match=r"--tune zo.estimator is not a key .* number; fix: name"):
+        list(sweep.plan(arguments_of_sweep(tmp_path, tune="zo.estimator")))
     tuned = sweep.plan(arguments_of_sweep(tmp_path, tune="zo.learning_rate"))
     rates = [run.config.zo.learning_rate for run in tuned]
     assert rates == [3e-6, 9e-6, 3e-5, 9e-5, 3e-4]
@@ -177,6 +179,11 @@ def test_a_sweep_shows_why_runs_fail_and_ends_if_the_first_is_refused(
     finish, tmp_path, monkeypatch
 ):
     runs = list(sweep.plan(arguments_of_sweep(tmp_path, "seed=0,1,2")))
+    with pytest.raises(UserError, match="--launcher nowhere is not a program"):
+        sweep.launch(runs[0], "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/seed=0.log cannot be written"):
+        sweep.launch(runs[0]._replace(directory=tmp_path / "file" / "seed=0"), "python")
     codes = iter([UserError.exit_code, 7, 7, 7, DivergenceError.exit_code])
     started = []
 
@@ -208,8 +215,8 @@ def test_a_sweep_shows_why_runs_fail_and_ends_if_the_first_is_refused(
 @pytest.mark.distributed
 def test_a_sweep_names_its_runs_and_refuses_an_index_that_it_lacks(tmp_path):
     command = [sys.executable, REPOSITORY / "launch" / "sweep.py", "--config", RECIPE]
-    command += ["--out", tmp_path, "train.steps=9", "--grid", "seed=0,1"]
+    command += ["--out", tmp_path, "train.steps=9", "--grid", "zo.sparsity=0", "--grid", "seed=0,1"]
     listed = run_program([*command, "--list"])
-    assert listed.code == 0 and f"1  open  {tmp_path}/seed=1" in listed.out
+    assert listed.code == 0 and f"1  open  {tmp_path}/zo.sparsity=0.0,seed=1" in listed.out
     refused = run_program([*command, "--index", "2"])
     assert refused.code == 2 and "fix: give 0 to 1" in refused.err

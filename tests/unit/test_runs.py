@@ -1,4 +1,4 @@
-"""Parts of a run that need no model: its header, its directory, and where it stops."""
+"""Parts of a run: its header, its directory, and where it stops."""
 
 import datetime
 import errno
@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from own_data import own_config, write_byte_model, write_tickets
 
 from lezo_ds import __version__, registry
 from lezo_ds.config import config_from_dict, keys_with, may_differ_on_resume
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, encode_journal
 from lezo_ds.runs import records
@@ -90,6 +92,18 @@ def test_code_that_has_changed_is_another_input(tmp_path, monkeypatch):
         assert_same_run(recorded, ours, MAY_DIFFER)
 
 
+def test_other_tokens_that_end_an_answer_are_another_input(tmp_path):
+    model = write_byte_model(tmp_path / "model")
+    tickets = write_tickets(tmp_path / "tickets.csv", 20)
+    own = own_config(model, tickets, prompt="{text}", completion="{topic}")
+    headers = []
+    for end in (2, 5):
+        (model / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}')
+        headers.append(records.make_header(own, load_task_data(own), "a1b2", "c3d4"))
+    with pytest.raises(UserError, match=r"end_ids differs .* it is \[2, 5\], and was \[2\]"):
+        assert_same_run(*headers, MAY_DIFFER)
+
+
 FIXED = ["zo.noise_rank=1", "zo.estimator_options.size=2", "peft.lora_alpha=99"]
 FIXED += ["model.dtype=fp32", "seed=1", "data.max_length=9"]
 
@@ -144,8 +158,9 @@ def test_the_number_of_steps_may_differ_unless_the_learning_rate_depends_on_it()
     assert_same_run(RECORDED, header("train.steps=300"), may_differ_on_resume(config()))
     linear = "zo.lr_schedule=linear"
     may_differ = may_differ_on_resume(config(linear))
-    with pytest.raises(UserError, match=r"train\.steps differs .* zo\.lr_schedule depends"):
-        assert_same_run(header(linear), header(linear, "train.steps=300"), may_differ)
+    for more, fix in (((), ""), (["train.epochs=2"], " and train.epochs=null")):
+        with pytest.raises(UserError, match=rf"; fix: set train.steps=100{fix}, on which"):
+            assert_same_run(header(linear), header(linear, "train.steps=300", *more), may_differ)
 
 
 def lines_of(path):
