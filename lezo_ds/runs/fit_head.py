@@ -218,7 +218,7 @@ def _label_tokens(encoded: Mapping[str, EncodedSplit]) -> list[int] | None:
 def _with_answers(
     config: RunConfig, reader: Reader, train: EncodedSplit
 ) -> tuple[RunConfig, Reader, dict[str, EncodedSplit], list[int]]:
-    """Return all that a fit needs, with another text of one token for each label."""
+    """Return all that a fit needs, with another text of one token for each label of the recipe."""
     labels = list(config.data.labels or ())
     first = train.encoded[0]
     beginnings = []
@@ -227,7 +227,7 @@ def _with_answers(
         beginnings.append(text.strip())
     letters = list(string.ascii_uppercase[: len(labels)])
     for texts in (beginnings, letters):
-        if len(set(texts) - {""}) != len(labels):
+        if not labels or len(set(texts) - {""}) != len(labels):
             continue
         data = config.data.model_copy(update={"labels": dict(zip(labels, texts, strict=True))})
         changed = config.model_copy(update={"data": data})

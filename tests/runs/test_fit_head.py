@@ -224,6 +224,9 @@ def test_where_no_head_can_be_fitted_or_stored_nothing_is_written(recipe, tmp_pa
 
 def test_models_whose_head_cannot_be_fitted_are_refused(tmp_path):
     recipe = write_family(tmp_path, "gemma2", final_logit_softcapping=1e-3)
+    of_bytes = write_chat_model(tmp_path / "bytes")  # of which the task's labels have several
+    words = fit_words(recipe, tmp_path / "fitted", model=of_bytes)
+    assert_refused("fit-head", words, "labels that the model answers by one token each")
     words = fit_words(recipe, tmp_path / "fitted")
     assert_refused("fit-head", words, "Gemma2ForCausalLM are not the output of its head")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
