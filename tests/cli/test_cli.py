@@ -9,7 +9,7 @@ import pytest
 from assets import REPOSITORY
 from commands import PATIENCE_SECONDS, assert_one_error, python, run, run_well, start, wait_until
 
-from lezo_ds import __version__, cli, errors
+from lezo_ds import __version__, cli
 from lezo_ds.config import config_from_dict, load_config, load_yaml
 from lezo_ds.errors import UserError
 
@@ -80,12 +80,6 @@ def test_a_wrong_argument_is_refused_with_a_hint(words, expected, monkeypatch, t
     with pytest.raises(UserError, match=expected) as caught:
         in_process(monkeypatch, *words.format(run=tmp_path).split())
     assert "; fix: " in str(caught.value)
-
-
-def test_tasks_of_the_harness_need_its_extra(monkeypatch):
-    monkeypatch.setattr(errors, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"needs lm-eval; fix: pip install 'lezo_ds\[lm-eval\]'"):
-        in_process(monkeypatch, "evaluate", "--model", "m", "--lm-eval", "hellaswag")
 
 
 def test_arguments_and_keys_may_alternate_and_launchers_add_their_rank(monkeypatch, capsys):

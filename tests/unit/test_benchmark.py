@@ -1,14 +1,12 @@
 """launch/benchmark.py: each variant is measured, and the reference is MeZO's algorithm."""
 
 import copy
-import tempfile
-from functools import partial
 
 import pandas as pd
 import pytest
 import torch
 from assets import write_recipe
-from benchmark import folder_on_every_node, measure, recipe_inputs, write_random_model
+from benchmark import measure, recipe_inputs
 from commands import assert_one_error, run_forked, run_forked_well
 from mezo_reference import MezoReference
 from ranks import run_ranks
@@ -69,24 +67,6 @@ def test_two_ranks_measure_random_inputs_and_write_a_table(tmp_path):
     rows = pd.read_csv(tmp_path / "rows.csv")
     assert list(rows["variant"]) == ["ours:0.75", "tensor_parallel"]
     assert list(rows["tokens"]) == [4 * 32, 4 * 32]
-
-
-def files_of_random_model(root):
-    """Return the files that this rank sees, with a temporary directory of its own, and after."""
-    distributed.init_distributed()
-    own = root / f"node-{distributed.rank()}"
-    own.mkdir()
-    tempfile.tempdir = str(own)
-    with folder_on_every_node(partial(write_random_model, "opt-tiny", "fp32")) as folder:
-        names = {path.name for path in folder.iterdir()}
-    return names, list(own.iterdir())
-
-
-def test_each_node_has_the_random_model(tmp_path):
-    found = run_ranks(files_of_random_model, 2, tmp_path)
-    for names, left in found:
-        assert {"config.json", "model.safetensors"} <= names
-        assert left == []
 
 
 def test_the_benchmark_refuses_what_it_cannot_measure_in_one_line():

@@ -25,11 +25,3 @@ COUNTDOWN = runpy.run_path(str(ROOT / "launch" / "recipes" / "countdown.py"))
 def test_a_right_expression_has_the_target_and_each_number_once(answer, expected):
     record = {"numbers": "8, 3, 8, 3", "target": 24}
     assert COUNTDOWN["solves"]([answer], [record]) == [expected]
-
-
-def test_the_tasks_depend_on_the_seed_only(tmp_path):
-    for folder in ("first", "second"):
-        COUNTDOWN["main"](tmp_path / folder)
-    first, second = (tmp_path / name / "train.jsonl" for name in ("first", "second"))
-    assert first.read_text() == second.read_text()
-    assert len(first.read_text().splitlines()) == 200

@@ -1,7 +1,6 @@
 """The eleven tasks against their protocol: texts, tokens and losses of one sequence at a time."""
 
 import re
-from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -10,7 +9,7 @@ from golden_tasks import GOLDEN
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from lezo_ds.data.encode import PromptTokenizer, encode_candidates, encode_prompt
+from lezo_ds.data.encode import PromptTokenizer, encode_candidates
 from lezo_ds.data.examples import Example
 from lezo_ds.data.mezo import TASKS
 from lezo_ds.data.objectives import training_objective
@@ -66,9 +65,9 @@ def golden_of(task):
     return [golden for golden in GOLDEN if golden.task == task.name]
 
 
-def sequences(golden, before=""):
+def sequences(golden):
     texts = [golden.prompt + candidate for candidate in golden.candidates]
-    return tuple(ids_of(before + text.strip(" ")) for text in texts)
+    return tuple(ids_of(text.strip(" ")) for text in texts)
 
 
 def log_probabilities(model, golden):
@@ -102,16 +101,3 @@ def test_the_training_loss_is_the_protocols(tokenizer, model, task):
         logits = logits[:, batch.selection.vocabulary]
     loss = objective.loss(logits, batch).sum() / batch.weight
     assert loss.item() == pytest.approx(protocol_loss(model, task).item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_demonstrations_stand_before_prompts_and_are_no_part_of_a_candidate(tokenizer, task):
-    golden = golden_of(task)[0]
-    before = "Rain\n\n"
-    example = task.example(golden.record)
-    asked = replace(example, demonstrations=before)
-    encoded = encode_candidates(tokenizer, asked, MAX_LENGTH)
-    assert encoded.sequences == sequences(golden, before)
-    plain = encode_candidates(tokenizer, example, MAX_LENGTH)
-    assert encoded.option_lengths == plain.option_lengths
-    assert encode_prompt(tokenizer, asked) == ids_of(before + golden.prompt.strip(" "))

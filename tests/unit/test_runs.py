@@ -77,19 +77,19 @@ def test_code_that_has_changed_is_another_input(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "judge_of_runs.py").write_text(f"def judge(): return '{name}'\n")
-    values = config().model_dump()
-    values["train"]["objective"] = {"judge_of_runs:judge": 1.0}
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    started = config(f"model.path={tmp_path}", "train.objective={judge_of_runs:judge: 1}")
     monkeypatch.setattr(registry, "FOLDERS", [str(tmp_path / "one")])
-    codes = []
+    headers = []
     for folder in ("one", "two", "one"):  # each has a module of its own
         registry.FOLDERS[:] = [str(tmp_path / folder)]
         found = registry.Registry("reward", "train.objective").find("judge_of_runs:judge")
         assert found() == folder
-        codes.append(records.code_of(values))
-    assert codes[0] == codes[2] != codes[1]
-    recorded, ours = (inputs(code=code) for code in codes[:2])
+        headers.append(records.make_header(started, None, "a1b2", "c3d4"))
+    assert headers[0] == headers[2]
     with pytest.raises(UserError, match=r"code.judge_of_runs:judge differs .* fix: restore"):
-        assert_same_run(recorded, ours, MAY_DIFFER)
+        assert_same_run(headers[0], headers[1], MAY_DIFFER)
 
 
 def test_other_tokens_that_end_an_answer_are_another_input(tmp_path):
