@@ -251,13 +251,16 @@ BAD_REWARDS = {
 
 
 @pytest.mark.parametrize("code", BAD_REWARDS)
-def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(code, assets, tmp_path):
-    (tmp_path / "bad.py").write_text(code)
-    write_records(tmp_path / "prompts.jsonl", [{"text": f"say {n}"} for n in range(9)])
+def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(
+    code, assets, tmp_path_factory
+):
+    folder = tmp_path_factory.mktemp("bad")  # a process keeps the module of a folder
+    (folder / "bad.py").write_text(code)
+    write_records(folder / "prompts.jsonl", [{"text": f"say {n}"} for n in range(9)])
     values = {"run_dir": "none", "model": {"path": str(assets / "writer"), "dtype": "fp32"}}
     values |= {"data": {"train": "prompts.jsonl", "prompt": "{text}"}}
     values |= {"train": {"steps": 1, "objective": "bad:judge"}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(UserError, match=BAD_REWARDS[code]) as error:
-        load_task_data(load_config(tmp_path / "recipe.yaml"))
+        load_task_data(load_config(folder / "recipe.yaml"))
     assert "\n" not in str(error.value)
