@@ -251,9 +251,7 @@ BAD_REWARDS = {
 
 
 @pytest.mark.parametrize("code", BAD_REWARDS)
-def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(
-    code, assets, tmp_path_factory
-):
+def test_a_bad_reward_is_found_before_weights_are_read(code, assets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")  # a process keeps the module of a folder
     (folder / "bad.py").write_text(code)
     write_records(folder / "prompts.jsonl", [{"text": f"say {n}"} for n in range(9)])
