@@ -101,6 +101,11 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
             raise UserError(problem, fix="name one, such as zo.learning_rate")
         tenfold = [f"{value * 10 ** (half / 2):.1g}" for half in range(-2, 3)]
         grid.insert(0, f"{arguments.tune}={','.join(tenfold)}")
+    in_grid = [key for word in arguments.grid for key in word.partition("=")[0].split(",")]
+    for word in arguments.overrides:
+        key = word.partition("=")[0]
+        if key in ("run_dir", *in_grid):
+            raise UserError(f"{word} is set by --out or --grid, too", fix="remove one of the two")
     axes = []
     for word in grid:
         keys, _, values = word.partition("=")

@@ -26,7 +26,6 @@ VOCABULARY = 64
 TOKENS = range(4, 40)
 """Tokens that mean a word in every family. Those of images, and of ends, are among the others."""
 NUM_LAYERS = 4
-WINDOW = 8
 
 # Indexed attention takes all tokens: a choice among equal scores would depend on the padding.
 _TABLE = """

@@ -218,5 +218,6 @@ def test_a_sweep_names_its_runs_and_refuses_an_index_that_it_lacks(tmp_path):
     command += ["--out", tmp_path, "train.steps=9", "--grid", "zo.sparsity=0", "--grid", "seed=0,1"]
     listed = run_program([*command, "--list"])
     assert listed.code == 0 and f"1  open  {tmp_path}/zo.sparsity=0.0,seed=1" in listed.out
-    refused = run_program([*command, "--index", "2"])
-    assert refused.code == 2 and "fix: give 0 to 1" in refused.err
+    for words, message in ((["--index", "2"], "fix: give 0 to 1"), (["seed=2"], "fix: remove one")):
+        refused = run_program([*command, *words])
+        assert refused.code == 2 and message in refused.err
