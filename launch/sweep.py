@@ -104,8 +104,8 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
     in_grid = [key for word in arguments.grid for key in word.partition("=")[0].split(",")]
     for word in arguments.overrides:
         key = word.partition("=")[0]
-        if key in ("run_dir", *in_grid):
-            raise UserError(f"{word} is set by --out or --grid, too", fix="remove one of the two")
+        if key in in_grid:
+            raise UserError(f"{word} is a key of --grid, too", fix="remove one of the two")
     axes = []
     for word in grid:
         keys, _, values = word.partition("=")
