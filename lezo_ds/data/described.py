@@ -202,8 +202,8 @@ class _Labels(Classification):
         label = _label_text(self.label_field, field_value(record, self.label_field))
         if label is None and self.has_answers:  # it is left out, whatever its other fields have
             return Example("", (), None)
-        known = list(self.class_of)
-        if label is not None and label not in known:
+        if label is not None and label not in self.class_of:
+            known = list(self.class_of)
             raise UserError(
                 f"column `{self.label_field}` is {shown(label)}, which is not one of data.labels: "
                 f"{cut(', '.join(known), 200)}",
@@ -264,7 +264,7 @@ class _Choices(MultipleChoice):
     def _names(self, record: Record) -> list[str]:
         """Return the names of choices: data.labels, or a record's own as in ARC, or none.
 
-        Its own are beside the texts: {"text": [red, blue], "label": [A, B]}.
+        A record's own names are a second list, as in {"text": [red, blue], "label": [A, B]}.
         """
         if self.labels:
             return [str(name) for name in self.labels]

@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -339,14 +339,18 @@ def with_demonstrations(
             fix=f"set data.num_demonstrations={available}, or add training examples",
         )
     seeds = np.random.RandomState(data.seed).randint(0, 10_000, len(questions))
-    chosen = list(map(as_read, train[:count]))
+    shown = _solved(map(as_read, train[:count]))
     asked = []
     for question, seed in zip(questions, seeds, strict=True):
         if per_question:
             rows = np.random.RandomState(seed).permutation(len(pool))[: count + 1]
             others = [pool[row] for row in rows if pool[row] is not question]
-            chosen = list(map(as_read, others[:count]))
-        texts = [example.prompt + answer for example in chosen for answer in example.gold_texts]
-        shown = "".join(f"{text.strip()}\n\n" for text in texts)
+            shown = _solved(map(as_read, others[:count]))
         asked.append(replace(question, demonstrations=shown))
     return asked
+
+
+def _solved(examples: Iterable[Example]) -> str:
+    """Return examples with their right answers, with a blank line after each."""
+    texts = [example.prompt + answer for example in examples for answer in example.gold_texts]
+    return "".join(f"{text.strip()}\n\n" for text in texts)

@@ -106,7 +106,9 @@ class Step:
         """
         if not forward_pass.counts:
             return
-        for probe, of_examples in enumerate(of_probes, start=forward_pass.first_probe):
+        first = forward_pass.first_probe
+        indices = range(first, first + len(forward_pass.probes))
+        for probe, of_examples in zip(indices, of_probes, strict=True):
             of_groups = of_examples.double().chunk(self.groups.per_micro_batch)
             for group, of_group in enumerate(of_groups):
                 total = of_group.sum()

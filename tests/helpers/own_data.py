@@ -35,13 +35,13 @@ def write_tickets(path, num_rows=300):
     return path
 
 
-def write_byte_model(directory, num_blocks=2, num_positions=256, words_too=()):
+def write_byte_model(directory, num_blocks=2, num_positions=256, added_words=()):
     """Write a random OPT of blocks x 16 whose tokens are bytes, and some words."""
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = pre_tokenizers.Sequence([byte_level, pre_tokenizers.Split("", "isolated")])
     tokenizer = tokenizer_of(words, split, decoders.ByteLevel(), adds_bos=False)
-    tokenizer.add_tokens(list(words_too))
+    tokenizer.add_tokens(list(added_words))
     tokenizer.save_pretrained(directory)
     sizes = sizes_of(tokenizer, num_blocks, num_positions)
     return write_model(OPTConfig(**sizes, word_embed_proj_dim=16, ffn_dim=32), directory)

@@ -98,7 +98,7 @@ def gathered_low_bits(weights, shard):
 
 
 def full_weights(engine):
-    """Return all parameters whole, and low bits beside them as `name.low`. A collective."""
+    """Return the full parameters by name, and their low bits as `name.low`. A collective."""
     weights = {}
     for shard in engine.weights.shards:
         weights[shard.name] = shard.gather()

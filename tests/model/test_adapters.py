@@ -1,4 +1,4 @@
-"""LoRA and prefix tuning: where they start, what they compute, and what peft makes of them.
+"""LoRA and prefix tuning: their initial values and outputs, and how peft loads them.
 
 tests/runs/test_matrix.py trains, resumes, replays and exports them.
 """

@@ -354,7 +354,7 @@ def train_by_own_law(directory, num_ranks):
 
 
 def test_a_law_of_ones_own_has_the_slopes_of_plain_models(opt_directory, tmp_path):
-    """A third law of z needs one file of the user's, and no line of the package."""
+    """A user adds a law of z in a file of their own, without a change to the package."""
     Family("opt", tmp_path).step(**LAW)
     ((slopes, weights),) = run_ranks(train_by_own_law, 1, opt_directory, 1)
     base = AutoModelForCausalLM.from_pretrained(opt_directory).state_dict()
