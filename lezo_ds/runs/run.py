@@ -228,9 +228,6 @@ class Run:
     def _open_journal(self) -> list[EvaluationRecord]:
         """Open the journal, or start one, and return its evaluations. For rank 0."""
         base = self.engine.base
-        found = self.directory.config
-        if found.exists() and not self.directory.journal.exists():
-            self.directory.set_aside([found])  # the run writes one of its own
         self.journal = records.open_journal(self.directory, self.config, self.data, base)
         num_steps = len(self._recorded_steps())
         if num_steps > 0:  # loading or replaying them may take a while
