@@ -34,6 +34,7 @@ from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.data.generation import runs_in_step
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError, first_line
+from lezo_ds.files import DAMAGE
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.runs.directory import RunDirectory, append_lines
 from lezo_ds.runs.opening import Opened
@@ -121,7 +122,7 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
         What --json prints, and the harness's own table under "table". Ranks but 0 have neither.
 
     Raises:
-        UserError: the harness does not know a task, or cannot load its data set.
+        UserError: the harness does not know a task, or cannot read it or its data set.
     """
     tasks = EvaluatorConfig(tasks=names)
     try:
@@ -138,13 +139,14 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
             hidden.enter_context(redirect_stderr(io.StringIO()))
         try:
             found = simple_evaluate(model, tasks=tasks.tasks, limit=limit, task_manager=manager)
-        except OSError as error:
+        except DAMAGE as error:  # a file that is no task, or a data set that is not there
             raise UserError(
-                f"--lm-eval: {first_line(error)}", fix="download the data set of the task first"
+                f"--lm-eval: {first_line(error)}",
+                fix="correct the task, or download its data set first",
             ) from error
     if engine.global_rank > 0:
         return {}
     scores = {**opened.source, "limit": limit, "results": found["results"]}
-    if "run" in scores:  # which keeps them, for `lezo-ds report`
+    if "run" in scores:  # which keeps them
         append_lines(RunDirectory(scores["run"]).harness_scores, [scores])
     return {**scores, "table": make_table(found)}
