@@ -202,11 +202,12 @@ def load_tokenizer(
         written = backend("a", return_special_tokens_mask=True)
         ends = generation_ends(directory, config)
     except Exception as error:  # transformers raises many unrelated types here
-        fix = "correct model.path, or save config.json and the tokenizer's files there"
+        fix = "correct model.path, or the files there of which the error speaks"
         if (directory / "tokenizer.model").is_file() and not is_sentencepiece_available():
             fix = "pip install sentencepiece protobuf"  # transformers asks for another package
         raise UserError(
-            f"cannot load the tokenizer of {path}: {first_line(error)}", fix=fix
+            f"cannot load the tokenizer or {GENERATION_CONFIG_NAME} of {path}: {first_line(error)}",
+            fix=fix,
         ) from error
     warn_of_other_tokens(directory, backend)
     options = template_options or {}
