@@ -31,6 +31,7 @@ from transformers import GenerationConfig
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
+from lezo_ds.data.encode import load_tokenizer
 from lezo_ds.data.generation import runs_in_step
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError, first_line
@@ -96,7 +97,13 @@ class ShardedLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> list[Any]:
         own = super()._loglikelihood_tokens(requests, **options)
         self._calls.finish(self._calls)
-        return _merged(own, lambda answer: not math.isnan(answer[0]))
+        merged = _merged(own, lambda answer: not math.isnan(answer[0]))
+        if any(math.isnan(total) for total, _ in merged):
+            raise UserError(
+                "the model computes scores that are not finite",
+                fix="use the weights of another step, or model.dtype=fp32",
+            )
+        return merged
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[Any]:
         own = super().generate_until(requests, **options)
@@ -130,8 +137,9 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"--lm-eval: {error}", fix="see lm-eval ls tasks") from error
     config = opened.config
-    engine = opened.load_engine()
     directory = str(resolve_model(config.model.path))
+    load_tokenizer(directory)  # the harness would take an empty one if its files are not there
+    engine = opened.load_engine()
     model = ShardedLM(engine, directory, config.train.eval_batch_size)
     with ExitStack() as hidden:
         if engine.global_rank > 0:  # rank 0 shows the progress

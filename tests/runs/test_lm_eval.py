@@ -1,6 +1,7 @@
 """`evaluate --lm-eval` scores a sharded model as lm-evaluation-harness does by its own `hf`."""
 
 import json
+from shutil import copytree, ignore_patterns
 
 import pytest
 from assets import write_reader, write_records
@@ -122,3 +123,5 @@ def test_a_task_that_is_not_there_or_has_no_data_is_refused(directory):
     for name, message in refused.items():
         asked = ["--model", directory / "model", "--lm-eval", directory / f"{name}.yaml"]
         assert_refused("evaluate", asked, message)
+    bare = ["--model", copytree(asked[1], directory / "bare", ignore=ignore_patterns("tokenizer*"))]
+    assert_refused("evaluate", [*bare, *asked[2:]], "cannot load the tokenizer")
