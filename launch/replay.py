@@ -5,7 +5,7 @@ journal in docs/journals, or from those that are named, and scores it on the sen
 was tested on. `export` refuses weights whose digest is not that in the journal. A journal with the
 name of a recipe is of that recipe; the others are of `demo`, on the sentences of their name.
 
-    runs/replayed/NAME/    the model of NAME.lezo
+    runs/replayed/NAME-HASH/    the model of NAME.lezo, of which 8 digits of a hash are HASH
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 
 from demo import ASSETS, MODEL, make_assets
 
+from lezo_ds.files import sha256_file
+
 JOURNALS = Path("docs/journals")
 RECIPES = Path("launch/recipes")
 REPLAYED = Path("runs/replayed")
@@ -26,7 +28,8 @@ REPLAYED = Path("runs/replayed")
 def replay(journal: Path) -> str:
     """Rebuild and score the model of a journal. Return a line with what was found."""
     began = time.monotonic()
-    target = REPLAYED / journal.stem
+    # Another journal of this name is another model.
+    target = REPLAYED / f"{journal.stem}-{sha256_file(journal)[:8]}"
     if not target.exists():
         words = ["--journal", journal, "--step", "best", f"model.path={ASSETS / MODEL}"]
         run("export", *words, "--out", target)

@@ -40,9 +40,10 @@ from lezo_ds.files import failures_named, make_directory, write_output
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.signals import on_stop_signals
-from lezo_ds.tools.report import name_runs, read_runs, score_table
+from lezo_ds.tools.report import as_text, name_runs, read_runs, score_tables
 
 _MAX_NAME = 200  # bytes of a run's name: that of a file has at most 255
+_TUNED = (0.1, 0.3, 1, 3, 10)  # times the value of a recipe
 _LAST_LINES = 3  # of the output of a run that failed
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,12 @@ def read_arguments() -> argparse.Namespace:
         help="a key and its values",
     )
     add("--tune", help="a key: try 1/10, 1/3, 1, 3 and 10 times its value")
-    add("--launcher", default=shlex.quote(sys.executable), help="such as 'deepspeed --num_gpus 2'")
+    add(
+        "--launcher",
+        type=shlex.split,
+        default=[sys.executable],
+        help="such as 'deepspeed --num_gpus 2'",
+    )
     add("--index", type=int, help="run only this one, and write no table")
     add("--list", action="store_true", help="only list the runs, and write the table")
     add("overrides", nargs="*", metavar="key=value")
@@ -99,13 +105,15 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
         if not isinstance(value, float):
             problem = f"--tune {arguments.tune} is not a key whose value is a decimal number"
             raise UserError(problem, fix="name one, such as zo.learning_rate")
-        tenfold = [f"{value * 10 ** (half / 2):.1g}" for half in range(-2, 3)]
-        grid.insert(0, f"{arguments.tune}={','.join(tenfold)}")
-    in_grid = [key for word in arguments.grid for key in word.partition("=")[0].split(",")]
-    for word in arguments.overrides:
-        key = word.partition("=")[0]
-        if key in in_grid:
-            raise UserError(f"{word} is a key of --grid, too", fix="remove one of the two")
+        tried = ",".join(f"{value * factor:.12g}" for factor in _TUNED)
+        grid.insert(0, f"{arguments.tune}={tried}")
+    keys = [key for word in grid for key in word.partition("=")[0].split(",")]
+    fixed = {word.partition("=")[0] for word in arguments.overrides} - {arguments.tune}
+    given = ["run_dir", *keys, *fixed]
+    for key in given:
+        if given.count(key) > 1:
+            problem = f"{key} is set twice, by --out, --tune, --grid or key=value"
+            raise UserError(problem, fix="remove one of the two")
     axes = []
     for word in grid:
         keys, _, values = word.partition("=")
@@ -128,7 +136,7 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
         yield Run(settings, directory, ["--config", arguments.config, *words], config)
 
 
-def launch(run: Run, launcher: str) -> int:
+def launch(run: Run, launcher: list[str]) -> int:
     """Do a run, append its output to a log next to its directory, and return the exit code."""
     log = run.directory.with_name(f"{run.directory.name}.log")
     with failures_named(log, UserError):
@@ -141,10 +149,10 @@ def launch(run: Run, launcher: str) -> int:
         received.append(number)
         process.terminate()  # the run saves its state
 
-    program, *options = shlex.split(launcher)
-    if shutil.which(program) is None:
-        raise UserError(f"--launcher {program} is not a program", fix="correct its path")
-    command = [program, *options, str(ROOT / "launch" / "train.py"), *run.arguments]
+    if not launcher or shutil.which(launcher[0]) is None:
+        problem = f"--launcher {shlex.join(launcher)!r} is not a program"
+        raise UserError(problem, fix="correct its path, or remove --launcher")
+    command = [*launcher, str(ROOT / "launch" / "train.py"), *run.arguments]
     with log.open("a") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         with on_stop_signals(stop), process:
@@ -154,7 +162,7 @@ def launch(run: Run, launcher: str) -> int:
     return process.returncode
 
 
-def do(runs: list[Run], launcher: str, *, may_diverge: bool) -> None:
+def do(runs: list[Run], launcher: list[str], *, may_diverge: bool) -> None:
     """Do the runs that are not done. LezoError: one has failed, but for divergence if it may."""
     failures = []
     for number, run in enumerate(runs):
@@ -178,10 +186,10 @@ def do(runs: list[Run], launcher: str, *, may_diverge: bool) -> None:
 
 
 def table(runs: list[Run], directory: Path) -> str:
-    """Write results.csv, and return the table of the runs that have begun.
+    """Write results.csv, and return the tables of the runs that have begun.
 
-    The names of settings are those of `lezo-ds report`. The one with the lowest mean validation
-    loss is named.
+    They are those of `lezo-ds report`, of which each names the settings with the lowest mean
+    validation loss.
     """
     begun = [run.directory for run in runs if RunDirectory(run.directory).config.exists()]
     if not begun:
@@ -190,9 +198,11 @@ def table(runs: list[Run], directory: Path) -> str:
     frame["run"] = [Path(run).name for run in frame["directory"]]
     columns = ["run", "name", *runs[0].settings, "finished", "test", "best_dev_loss"]
     write_output(directory / "results.csv", frame[columns].to_csv(index=False))
-    scores = score_table(frame)
-    best = scores["loss"].idxmin() if "loss" in scores else "none"
-    return f"{scores.to_string(na_rep='')}\nlowest validation loss: {best}"
+    texts = []
+    for title, scores in score_tables(frame).items():
+        best = scores["loss"].idxmin() if "loss" in scores else "none"
+        texts.append(f"{title}\n{as_text(scores)}\nlowest validation loss: {best}")
+    return "\n\n".join(texts)
 
 
 def main() -> None:

@@ -50,8 +50,8 @@ _RECIPE_HELP = "a YAML file, or the name of a shipped recipe"
 
 _CHAT_SECONDS = 30 * 24 * 3600  # that other ranks wait for the next line
 _BEST = "best"  # the step with the lowest validation loss
-_UNUSABLE = {errno.ENAMETOOLONG, errno.EACCES}
-"""OSError codes that indicate a bad user-supplied path, wherever it is first used."""
+_UNUSABLE = {errno.ENAMETOOLONG, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""OSError codes of a bad user-supplied path, wherever it is first used, or of a full disk."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -282,6 +282,8 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         if arguments.limit is not None:
             raise UserError("--limit is for --lm-eval", fix="set data.num_test=N")
         if arguments.out:
+            if arguments.split != "test":
+                raise UserError("--out writes scores of test examples", fix="remove --split")
             from lezo_ds.runs.export import refuse_taken
 
             refuse_taken(arguments.out)
@@ -600,8 +602,9 @@ def end_process_after(work: Callable[[], None]) -> NoReturn:
     except OSError as error:
         if error.errno not in _UNUSABLE:
             raise
-        path = cut(str(error.filename), 100)
-        fix = "correct this path in the arguments or the recipe, or permit its use"
+        path = cut(str(error.filename or "a disk"), 100)
+        fix = "correct this path in the arguments or the recipe, permit its use, or free space on "
+        fix += "its disk and that of TMPDIR"
         end_with(UserError(f"{path} cannot be used: {error.strerror}", fix=fix))
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -204,7 +205,8 @@ def end_with(error: LezoError) -> NoReturn:
         time.sleep(_SILENCE_SECONDS)
     line = cut(one_line(error), _MAX_LINE)
     print(f"error: {printable(line)}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    with suppress(OSError):  # what is printed goes to a full disk
+        sys.stdout.flush()
     if is_lost and rank == 1:
         time.sleep(_LOST_RANK_SECONDS)
     leave(error.exit_code)

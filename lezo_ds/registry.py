@@ -17,13 +17,14 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lezo_ds.errors import UserError, did_you_mean
+from lezo_ds.user_code import call_of_user
 
 T = TypeVar("T")
 
@@ -61,10 +62,11 @@ class Registry(dict[str, T]):
         """Return the component of a name; `package.module:Name` is imported.
 
         Raises:
-            UserError: No component has this name, or the module cannot be imported.
+            UserError: No component has this name, or the module cannot be imported or changes the
+                working directory.
         """
         if names_code(name):
-            return self._import(name)  # type: ignore[no-any-return]
+            return call_of_user(f"{self._key}={name}", self._import, name)  # type: ignore[no-any-return]
         if name.lower() in self:
             return self[name.lower()]
         names = ", ".join(sorted(self))
@@ -75,7 +77,7 @@ class Registry(dict[str, T]):
 
     def _import(self, name: str) -> Any:
         try:
-            with chdir("."), _recipe_folder(name):  # a module may leave the working directory
+            with _recipe_folder(name):
                 component = pkgutil.resolve_name(name)
             self._check_kind(component)
         except (Exception, SystemExit) as error:  # the module may raise anything

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable
-from contextlib import chdir
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lezo_ds.errors import LezoError, UserError, cut, one_line
@@ -17,19 +17,22 @@ T = TypeVar("T")
 def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """Call a user function, or run it if it is async.
 
-    An exception in it becomes a UserError with its file and line. The working directory stays the
-    same, to which the paths of a run are relative.
+    An exception in it becomes a UserError with its file and line.
 
     Args:
         name: the recipe key and its value, such as train.objective=module:function.
         function: the function.
         arguments: its arguments.
         named: further ones by name.
+
+    Raises:
+        UserError: it failed, or it changed the working directory, to which the paths of a run are
+            relative.
     """
+    folder = Path.cwd()
     try:
-        with chdir("."):
-            returned = function(*arguments, **named)
-            return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        returned = function(*arguments, **named)
+        result = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     except LezoError:
         raise
     # sys.exit() in the function would end the run as if all its steps were done.
@@ -41,6 +44,13 @@ def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named
         raise UserError(
             f"{name} failed: {type(error).__name__}: {error}{where}", fix="correct the function"
         ) from error
+    if Path.cwd() != folder:
+        raise UserError(
+            f"{name} changed the working directory to {Path.cwd()}, and the paths of a run are "
+            f"relative to {folder}",
+            fix="remove os.chdir, or go back before it returns",
+        )
+    return result
 
 
 def shown(value: object) -> str:

@@ -247,6 +247,12 @@ def load_model_config(directory: Path) -> Any:
                 f"the limit is {_MOST_LAYERS}",
                 fix="download the model again, or use another one",
             )
+        if not section.return_dict:
+            raise UserError(
+                f"return_dict={section.return_dict} in {directory / 'config.json'}: the model "
+                "would return tuples, whose parts have no names",
+                fix="remove return_dict",
+            )
         for name, value in vars(section).items():
             # torch refuses such a number in a forward pass, even where nothing is dropped.
             is_share = name.endswith(("dropout", "pdrop")) and isinstance(value, int | float)

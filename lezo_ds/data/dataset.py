@@ -302,7 +302,7 @@ def _provide(kept: Path | None, write: Callable[[Path], None]) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix="lezo_ds-"))
     try:
         write(temporary)
-    except LezoError:
+    except (LezoError, OSError):  # it may be what filled the disk
         shutil.rmtree(temporary)
         raise
     if kept is None:

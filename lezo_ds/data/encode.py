@@ -196,17 +196,20 @@ def load_tokenizer(
         backend = AutoTokenizer.from_pretrained(
             path, use_fast=True, trust_remote_code=False, mistral_format=False
         )
+        if len(backend) <= len(backend.all_special_tokens):
+            raise ValueError("it has no vocabulary")  # as of a class whose files are not there
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         # Tokens that were added to a tokenizer may be missing from the model's embedding.
         vocabulary = range(config.get_text_config().vocab_size)
         written = backend("a", return_special_tokens_mask=True)
         ends = generation_ends(directory, config)
     except Exception as error:  # transformers raises many unrelated types here
-        fix = "correct model.path, or save config.json and the tokenizer's files there"
+        fix = "save the tokenizer's files there, or correct model.path or generation_config.json"
         if (directory / "tokenizer.model").is_file() and not is_sentencepiece_available():
             fix = "pip install sentencepiece protobuf"  # transformers asks for another package
         raise UserError(
-            f"cannot load the tokenizer of {path}: {first_line(error)}", fix=fix
+            f"cannot load the tokenizer or generation_config.json of {path}: {first_line(error)}",
+            fix=fix,
         ) from error
     warn_of_other_tokens(directory, backend)
     options = template_options or {}

@@ -70,11 +70,8 @@ class Reading(NamedTuple):
     def difference(self) -> float:
         """The mean distance of the scores, in parts of one more than their mean size.
 
-        It is 0 if the model alone has a number that is not finite: such a step is skipped and
-        reported. It is infinite if only the other pass has one.
+        It is infinite if training's pass has a number that is not finite.
         """
-        if not self.alone.isfinite().all():
-            return 0.0
         if not self.training.isfinite().all():
             return math.inf
         distance = (self.training - self.alone).abs().mean()
@@ -124,7 +121,7 @@ def cross_check(
         rows: indices of records in `data.train`. One micro-batch of them is read.
 
     Raises:
-        UserError: they differ by more than rounding. All ranks raise.
+        UserError: they differ by more than rounding, or are not finite. All ranks raise.
     """
     began = time.monotonic()
     rows = rows[: config.train.micro_batch_size]
@@ -141,6 +138,14 @@ def cross_check(
             f"{type(error).__name__}: {problem}",
             fix=_REPORT if engine.tensor_parallel == 1 else USE_ZERO3,
         ) from error
+    for reading in readings:
+        if not reading.alone.isfinite().all():
+            raise UserError(
+                f"{type(engine.module).__name__} gives record {data.train.index[reading.row]} "
+                f"values that are not finite in {config.model.dtype}",
+                fix="set another model.dtype, or use another model or step; if training diverged, "
+                "start again in another run_dir with a third of zo.learning_rate",
+            )
     worst = max(readings, key=lambda reading: reading.difference)
     allowed = TOLERANCE[config.model.dtype]
     if worst.difference <= allowed:

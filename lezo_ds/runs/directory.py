@@ -13,7 +13,7 @@ Rank 0 writes all of it:
     lm_eval.jsonl             a line for each `lezo-ds evaluate --lm-eval` of the weights
     monitors/                 files of train.report_to (distributed/monitors.py)
     STOP                      the user makes this file to ask for a stop
-    earlier-N/                files of another run that were here
+    earlier-N/                snapshots of another run that were here
     replicas/N/               all this again for replica N > 0 (replicas)
 """
 
@@ -146,22 +146,19 @@ class RunDirectory:
         return [path for path in paths if path.exists()]
 
     def outputs(self) -> list[Path]:
-        """Return what a run has written besides its journal."""
+        """Return what a run has written after it has started its journal."""
         outputs = [
+            self.config,
             self.metrics,
             self.samples,
             self.predictions,
             self.results,
             self.snapshots,
-            self.monitors,
         ]
-        if any(path.exists() for path in outputs):
-            # The configuration of a run may be there before the run.
-            outputs.insert(0, self.config)
         return [path for path in outputs if path.exists()]
 
     def set_aside(self, paths: Sequence[Path]) -> None:
-        """Move files of another run, or of unrecorded steps, to a new folder `earlier-N`."""
+        """Move snapshots of another run, or of unrecorded steps, to a new folder `earlier-N`."""
         if not paths:
             return
         candidates = (self.path / f"earlier-{number}" for number in itertools.count(1))

@@ -31,9 +31,11 @@ from transformers import GenerationConfig
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
+from lezo_ds.data.encode import load_tokenizer
 from lezo_ds.data.generation import runs_in_step
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import UserError, first_line
+from lezo_ds.files import DAMAGE
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.runs.directory import RunDirectory, append_lines
 from lezo_ds.runs.opening import Opened
@@ -95,7 +97,13 @@ class ShardedLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> list[Any]:
         own = super()._loglikelihood_tokens(requests, **options)
         self._calls.finish(self._calls)
-        return _merged(own, lambda answer: not math.isnan(answer[0]))
+        merged = _merged(own, lambda answer: not math.isnan(answer[0]))
+        if any(math.isnan(total) for total, _ in merged):
+            raise UserError(
+                "the model computes scores that are not finite",
+                fix="use the weights of another step, or model.dtype=fp32",
+            )
+        return merged
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[Any]:
         own = super().generate_until(requests, **options)
@@ -121,7 +129,7 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
         What --json prints, and the harness's own table under "table". Ranks but 0 have neither.
 
     Raises:
-        UserError: the harness does not know a task, or cannot load its data set.
+        UserError: the harness does not know a task, or cannot read it or its data set.
     """
     tasks = EvaluatorConfig(tasks=names)
     try:
@@ -129,8 +137,9 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"--lm-eval: {error}", fix="see lm-eval ls tasks") from error
     config = opened.config
-    engine = opened.load_engine()
     directory = str(resolve_model(config.model.path))
+    load_tokenizer(directory)  # the harness would take an empty one if its files are not there
+    engine = opened.load_engine()
     model = ShardedLM(engine, directory, config.train.eval_batch_size)
     with ExitStack() as hidden:
         if engine.global_rank > 0:  # rank 0 shows the progress
@@ -138,13 +147,14 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
             hidden.enter_context(redirect_stderr(io.StringIO()))
         try:
             found = simple_evaluate(model, tasks=tasks.tasks, limit=limit, task_manager=manager)
-        except OSError as error:
+        except DAMAGE as error:  # a file that is no task, or a data set that is not there
             raise UserError(
-                f"--lm-eval: {first_line(error)}", fix="download the data set of the task first"
+                f"--lm-eval: {first_line(error)}",
+                fix="correct the task, or download its data set first",
             ) from error
     if engine.global_rank > 0:
         return {}
     scores = {**opened.source, "limit": limit, "results": found["results"]}
-    if "run" in scores:  # which keeps them, for `lezo-ds report`
+    if "run" in scores:  # which keeps them
         append_lines(RunDirectory(scores["run"]).harness_scores, [scores])
     return {**scores, "table": make_table(found)}

@@ -72,8 +72,8 @@ _READING_KEYS = frozenset(key for key in KEYS if key.startswith(("data.", "gener
 }
 """The keys by which a recorded run reads and answers a record. None of them decides its weights."""
 
-_TASK_OVERRIDES = ("data.task=", "data.prompt=", "data.messages=")
-"""How an override begins that names or describes a task."""
+_TASK_KEYS = {"data.task", "data.prompt", "data.messages"}
+"""Keys that name or describe a task."""
 
 
 class Opened(NamedTuple):
@@ -161,17 +161,19 @@ def open_model(
         values, path = read_recipe(recipe)
         where = str(path)
         folder = path.parent
-    elif not any(override.startswith(_TASK_OVERRIDES) for override in overrides):
+    else:
         exported = facts.get("recipe")
-        if isinstance(exported, dict):  # of a task, and another one needs other keys
+        given = {override.partition("=")[0] for override in overrides}
+        if isinstance(exported, dict) and "data.task" not in given:  # which needs other keys
             # A directory may come from anyone: no other key that may be there counts.
             values = {key: exported[key] for key in keys_with("of_export") & exported.keys()}
-        if needs_task and not values:
-            raise UserError(
-                f"{model} names no task",
-                fix="add --config RECIPE, data.task=... or data.prompt=...",
-            )
-        values = values or {"data.messages": "messages"}  # for a chat, with any of its keys
+        if not (values or given & _TASK_KEYS):
+            if needs_task:
+                raise UserError(
+                    f"{model} names no task",
+                    fix="add --config RECIPE, data.task=... or data.prompt=...",
+                )
+            values = {"data.messages": "messages"}  # for a chat, with any of its keys
     config = config_from_dict({"run_dir": "", **nest(values), **sections}, where, overrides, folder)
 
     def load_engine() -> ModelEngine:

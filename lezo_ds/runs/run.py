@@ -101,7 +101,13 @@ from lezo_ds.runs.evaluations import (
 )
 from lezo_ds.runs.opening import results_of
 from lezo_ds.runs.results import RunResults, method_name, peak_memory_bytes
-from lezo_ds.runs.screen import evaluation_line, number, progress_bar, samples_line
+from lezo_ds.runs.screen import (
+    evaluation_line,
+    number,
+    progress_bar,
+    samples_line,
+    unclocked,
+)
 from lezo_ds.runs.signals import Stopped, any_ended, launchers, on_stop_signals
 from lezo_ds.zo.records import StepRecord
 
@@ -192,7 +198,7 @@ class Run:
             self.begin()
             bar = progress_bar(self.num_steps, num_done=self.num_done, is_shown=self._writes)
             with logging_redirect_tqdm(), bar:  # log lines go above the progress bar
-                while not self.do_what_is_due():
+                while not unclocked(bar, self.do_what_is_due):
                     self.count_step(self.step(), bar)
                 self.finish()
         except Stopped:  # from the loop, or from inside an evaluation
@@ -228,9 +234,6 @@ class Run:
     def _open_journal(self) -> list[EvaluationRecord]:
         """Open the journal, or start one, and return its evaluations. For rank 0."""
         base = self.engine.base
-        found = self.directory.config
-        if found.exists() and not self.directory.journal.exists():
-            self.directory.set_aside([found])  # the run writes one of its own
         self.journal = records.open_journal(self.directory, self.config, self.data, base)
         num_steps = len(self._recorded_steps())
         if num_steps > 0:  # loading or replaying them may take a while

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
@@ -16,6 +17,8 @@ from lezo_ds.runs.results import RunResults
 
 if TYPE_CHECKING:  # `export` starts without the libraries of data
     from lezo_ds.data.score import EvaluationResult
+
+T = TypeVar("T")
 
 WORSE = "Worse than before training: no step has a lower validation loss than the base model"
 
@@ -66,6 +69,17 @@ def progress_bar(
         mininterval=0.1 if is_terminal else _LINE_SECONDS,
         leave=is_terminal,
     )
+
+
+def unclocked(bar: tqdm[Any], work: Callable[[], T]) -> T:
+    """Return what some work returns. Its time does not count for the rate that a bar shows."""
+    began = time.time()
+    result = work()
+    if not bar.disable:
+        seconds = time.time() - began
+        bar.start_t += seconds
+        bar.last_print_t += seconds
+    return result
 
 
 def number(value: float | None) -> str:

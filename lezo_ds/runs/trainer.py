@@ -90,8 +90,6 @@ def check_run(
 ) -> RunDirectory:
     """Raise UserError for settings that a run cannot use, before weights are loaded. For rank 0.
 
-    What another run has left in the directory is moved aside, if this one is new.
-
     Args:
         config: of the run.
         data: its encoded splits; None for a training loop that reads data of its own.
@@ -117,8 +115,13 @@ def check_run(
         if stop_files:
             raise UserError(f"{stop_files[0]} stops all replicas", fix=f"rm {stop_files[0]}")
     check_records(config, data, directory)
-    if resources is not None and not directory.journal.exists():
-        directory.set_aside(directory.outputs())
+    found = directory.outputs()
+    if found and not directory.journal.exists():
+        raise UserError(
+            f"{directory.path} has {', '.join(path.name for path in found)}, and no "
+            f"{directory.journal.name} of the run that would continue them",
+            fix="set another run_dir, or move them elsewhere",
+        )
     return directory
 
 

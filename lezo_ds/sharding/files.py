@@ -255,8 +255,7 @@ class WeightFiles:
             row, column = divmod(region.start, region.stride)
             rows = slice(row, row + region.num_rows)
             columns = slice(column, column + region.width)
-            rectangle = self._part(tensor, (rows, columns))
-            return self._scaled(tensor, rectangle, row, column).reshape(-1)
+            return self._part(tensor, (rows, columns), row, column).reshape(-1)
         slices: list[Tensor] = []
         begin = 0  # of the tensor, counted in the parameter
         for tensor in tensors:
@@ -276,18 +275,32 @@ class WeightFiles:
         width = math.prod(shape[1:])
         first_row = start // width
         of_rows = slice(first_row, math.ceil(stop / width)) if shape else ...
-        rows = self._scaled(tensor, self._part(tensor, of_rows), first_row, 0)
+        rows = self._part(tensor, of_rows, first_row, 0)
         before = first_row * width
         return rows.reshape(-1)[start - before : stop - before]
 
+    def _part(self, tensor: str, index: Any, row: int, column: int) -> Tensor:
+        """Return a rectangle of a tensor, from a row and a column on, times its scales if any.
+
+        UserError: a value is not finite.
+        """
+        values = self._stored_part(tensor, index)
+        if tensor + _SCALES in self.tensors:
+            values = self._scaled(tensor, values, row, column)
+        # A sum is ten times as fast, and may overflow.
+        if not (values.sum().isfinite() or values.isfinite().all()):
+            raise UserError(
+                f"{tensor} in {self.directory} has a value that is not finite",
+                fix="download the model again, or use another checkpoint or step",
+            )
+        return values
+
     def _scaled(self, tensor: str, values: Tensor, row: int, column: int) -> Tensor:
-        """Return a rectangle of a tensor, from a row and a column on, times its scales if any."""
-        if tensor + _SCALES not in self.tensors:
-            return values
+        """Return a rectangle of a tensor in FP8, from a row and a column on, times its scales."""
         height, width = self._block
         first, offset = divmod(row, height)
         of_rows = slice(first, math.ceil((row + len(values)) / height))
-        scales = self._part(tensor + _SCALES, of_rows).float()
+        scales = self._stored_part(tensor + _SCALES, of_rows).float()
         columns = torch.arange(column, column + values.shape[1]) // width
         values = values.float()
         for index, scale in enumerate(scales):
@@ -319,7 +332,7 @@ class WeightFiles:
                     stored[name] = _StoredTensor(file, shape, view.get_dtype())
                 return stored
 
-    def _part(self, tensor: str, index: Any) -> Tensor:
+    def _stored_part(self, tensor: str, index: Any) -> Tensor:
         """Read a stored tensor at an index: a slice, or one for each of two dimensions."""
         file = self.tensors[tensor].file
         with _read_errors_named(file):

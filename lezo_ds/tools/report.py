@@ -25,12 +25,12 @@ from lezo_ds import files
 from lezo_ds.config import config_from_dict, flatten, keys_with, load_yaml
 from lezo_ds.config.schema import KEYS
 from lezo_ds.data.metrics import REWARD
-from lezo_ds.errors import UserError, one_line, require_package
+from lezo_ds.errors import LezoError, UserError, one_line, require_package
 from lezo_ds.journal import scan_journal
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults, method_name
 
-DAMAGE = (*files.DAMAGE, UserError)
+DAMAGE = (*files.DAMAGE, LezoError)
 """What reading a damaged file of a run may raise."""
 SEEDS = ["seed", "data.seed"]
 SECTION = ["task", "model", "metric"]
@@ -73,19 +73,15 @@ def main(arguments: Namespace) -> None:
     if arguments.html is not None:
         files.write_output(arguments.html, page(runs))
         return
-    scores = {}
-    for key, same in runs.groupby(SECTION, sort=False):
-        table = score_table(same)
-        title = ", ".join(key)
-        scores[title] = json.loads(table.to_json(orient="index"))
-        if not arguments.json:
-            print(f"{title}\n{table.to_string(**_FORMAT)}\n")
+    tables = score_tables(runs)
     compared = comparison(runs)
     if arguments.json:
-        found = {"scores": scores, "comparison": compared}
-        print(json.dumps(found, indent=1))
-    else:
-        print(compared or _NOTE)
+        scores = {title: json.loads(tables[title].to_json(orient="index")) for title in tables}
+        print(json.dumps({"scores": scores, "comparison": compared}, indent=1))
+        return
+    for title, table in tables.items():
+        print(f"{title}\n{as_text(table)}\n")
+    print(compared or _NOTE)
 
 
 def read_runs(directories: Iterable[str | Path]) -> pd.DataFrame:
@@ -218,6 +214,12 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
     return runs
 
 
+def score_tables(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return a table for each section of runs, by its title."""
+    sections = runs.groupby(SECTION, sort=False)
+    return {", ".join(key): score_table(same) for key, same in sections}
+
+
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each name in runs of one section, without the columns that say nothing."""
     runs = runs.astype(dict.fromkeys(_COLUMNS, float))
@@ -232,6 +234,13 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     table = table.rename(columns=_COLUMNS)
     table.index.name = None
     return table.dropna(axis="columns", how="all")
+
+
+def as_text(table: pd.DataFrame) -> str:
+    """Return a table with numbered rows, and below it their names, which may be long."""
+    numbers = range(1, len(table) + 1)
+    names = [f"{number}: {name}" for number, name in zip(numbers, table.index, strict=True)]
+    return "\n".join([table.set_axis(numbers).to_string(**_FORMAT), *names])
 
 
 def comparison(runs: pd.DataFrame) -> str:

@@ -1,6 +1,7 @@
 """The command line: three ways to start a command, its arguments, and errors of one line."""
 
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -70,6 +71,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("evaluate --run r --config demo", "--config goes with --model"),
         ("evaluate --run r --limit 3", "--limit is for --lm-eval; fix: set data.num_test=N"),
         ("evaluate --model m --step 3", "--step is for --run: a model has one step"),
+        ("evaluate --run r --out o --split dev", "scores of test examples; fix: remove --split"),
         ("export --run r --journal j --merge", "--step, --merge and keys are for --out"),
         ("init m d --label a --reward b:c", "argument --reward: not allowed with argument --label"),
         ("export --run r", "needs two of --run, --journal and --out"),
@@ -164,3 +166,5 @@ def test_a_reader_that_is_gone_does_not_end_a_command():
 def test_a_path_that_no_file_can_have_is_refused_in_one_line():
     refused = run(python("--config", "a" * 300))
     assert_one_error(refused, 2, f"{'a' * 100}... cannot be used: File name too long")
+    printing = shlex.join(python("--config", "demo", "--print-config", program="train"))
+    assert_one_error(run(["bash", "-c", f"{printing} > /dev/full"]), 2, "No space left on device")

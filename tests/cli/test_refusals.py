@@ -1,5 +1,4 @@
-"""Bad input ends in one line with a fix and exit code 2, before weights load and before anything
-is written: the weights of the models are those of another, which only their loading would find."""
+"""Bad input ends in one line with a fix and exit code 2, before weights load or files change."""
 
 import shutil
 
@@ -22,6 +21,8 @@ def inputs(tmp_path_factory):
     for split in ("train", "validation"):
         write_records(directory / "long" / f"{split}.jsonl", long)
     (directory / "file").write_text("not a directory")
+    (directory / "mine").mkdir()
+    (directory / "mine" / "config.yaml").touch()
     return directory
 
 
@@ -30,10 +31,11 @@ REFUSED = {
     "hub data offline": ("data.path=null", "nyu-mll/glue"),
     "no positions": ("data.path={inputs}/long", "data.max_length"),
     "a file": ("model.path={inputs}/whole_model run_dir={inputs}/file", "/file is a file; fix: "),
+    "taken": ("model.path={inputs}/whole_model run_dir={inputs}/mine", "has config.yaml, and no"),
     "nowhere": ("model.path={inputs}/whole_model run_dir=", "run_dir is empty; fix: "),
     "misspelt": ("model.path={inputs}/whole_modl", "whole_modl"),
 }
-REFUSED_DRY = ("weights of another model", "a file", "nowhere", "misspelt")
+REFUSED_DRY = ("weights of another model", "a file", "taken", "nowhere", "misspelt")
 
 
 @pytest.mark.parametrize("name", REFUSED)

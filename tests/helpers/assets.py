@@ -84,10 +84,7 @@ def sizes_of(tokenizer, num_blocks, num_positions, width=16, num_heads=4):
 
 
 def write_reader(directory, num_blocks=NUM_BLOCKS, seed=0, family="opt", odd=False):
-    """Write a random model and its word-level tokenizer.
-
-    With odd sizes, the shards of every parameter are padded.
-    """
+    """Write a random model, of odd sizes so that shards are padded, and its word tokenizer."""
     words = sorted({*ASPECTS, *NEGATIVE, *POSITIVE, *LINKS, "It", "the", "and", "."})
     options = {"model_max_length": 128, "clean_up_tokenization_spaces": False}
     tokenizer = tokenizer_of(words, WhitespaceSplit(), **options)

@@ -33,7 +33,6 @@ _FAMILIES_AT_A_TIME = 8
 
 _REASONS = """
 R1  | zo.noise_rank perturbs linear layers only | Low rank supports only plain matrix products.
-R2  | without a batch dim | A module cannot be split into two probes: set `zo.probes_per_pass=1`.
 R3  | no transformer blocks | Its blocks have several classes.
 R4  | cannot be read in slices | Its checkpoint stores weights in another order.
 R5  | zo.noise_rank needs all | Low rank needs modules that run on all tokens.

@@ -21,10 +21,7 @@ _DEEDS = ("fell asleep", "saw", "ate", "lost", "sang of", "ran from")
 
 
 def write_writer(directory, family="opt", seed=0, has_pad=True):
-    """Write a random model of a family and its tokenizer, one token a character.
-
-    It writes few characters only, so that its answers end now and then, and are right in part.
-    """
+    """Write a random model whose answers, of few characters, end now and then and its tokenizer."""
     characters = ("\n", *string.digits, *string.ascii_letters, *string.punctuation, " ")
     split = pre_tokenizers.Split("", "isolated")
     without = () if has_pad else ("pad_token",)

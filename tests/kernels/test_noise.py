@@ -1,7 +1,4 @@
-"""Every operation of the noise gives the same bits in every backend, and always gave them.
-
-Triton needs a GPU (pytest -m gpu), or its interpreter, in which test_noise_triton.py runs it.
-"""
+"""Noise has the same bits in every backend and release; Triton's needs a GPU (pytest -m gpu)."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""An update of a part of a matrix has the bits of the whole one, in every backend.
-
-Parts are the flat slices of ZeRO-3 and the rectangles of tensor parallelism.
-"""
+"""An update of a slice (ZeRO-3) or rectangle (tensor parallelism) has the bits of the whole one."""
 
 import math
 

@@ -51,10 +51,7 @@ def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
 
 
 def reference(model, trainable, change, dtype=torch.float32):
-    """A copy whose active parameters hold theta + mu z, in `dtype`, without the code under test.
-
-    But for those of norms, which are used in float32, they are rounded to the model's dtype first.
-    """
+    """A copy whose active parameters hold theta + mu z, rounded as the model's but for norms."""
     # A copy of a wrapped model would run the original's modules.
     assert not any("forward" in vars(module) for module in model.modules())
     (probe,) = change.probes

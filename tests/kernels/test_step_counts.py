@@ -1,8 +1,4 @@
-"""What a step asks of the host: its Python calls, collectives and operators.
-
-The limits are 10 % above what a step took when they were written; the collectives are exact. A step
-that has become slower mostly shows here first: most of the time of a small step is the host's.
-"""
+"""What a step asks of the host (calls, collectives, operators): 10 % more than it took at most."""
 
 import sys
 from collections import Counter

@@ -1,7 +1,4 @@
-"""LoRA and prefix tuning: their initial values and outputs, and how peft loads them.
-
-tests/runs/test_matrix.py trains, resumes, replays and exports them.
-"""
+"""LoRA and prefix tuning before training: initial values and outputs, and how peft loads them."""
 
 import hashlib
 import os

@@ -225,6 +225,10 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [0, 1]}
         ({"quantization_config": FP8}, "are quantized: fp8, and only FP8"),
         ({"quantization_config": MXFP4}, r"mxfp4.*; fix: .*Mxfp4Config\(dequantize=True\)"),
         ({"attn_implementation": "someone/kernel"}, "names code on the hub"),
+        (
+            {"return_dict": False},
+            r"return_dict=False in .*config\.json: .*; fix: remove return_dict",
+        ),
         ({"attn_implementation": "flash_attention_2"}, "fix: .* remove attn_implementation"),
     ],
 )
@@ -262,6 +266,13 @@ def test_tensors_that_no_parameter_has_are_named_and_their_layers_not_counted(ch
     assert f"{num_unread} of {num_stored} tensors in {directory} are not read" in caplog.text
     assert "model.decoder.layers.1.fc1.bias, " in caplog.text
     assert saved_config(built, directory)["num_nextn_predict_layers"] == 0
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_its_name(changed):
+    directory = changed(lambda _, held: held[BIAS].fill_(torch.inf))
+    model, _ = build_checked(directory, "fp32")
+    with pytest.raises(UserError, match=f"{BIAS} in {directory} has a value that is not finite"):
+        checkpoint.open_weights(model, directory).read([BIAS], Region.run(0, 24))
 
 
 def test_a_list_of_more_tensors_than_a_model_can_have_is_not_read(single):

@@ -49,10 +49,7 @@ def plain(model, prompt, stop_ids=()):
 
 @cache
 def writer(family):
-    """Return the seed of a model whose rows end at different lengths, and the token they end with.
-
-    Most random models write the same to every prompt.
-    """
+    """Return the seed of a model whose rows end at different lengths, and the token that ends."""
     for seed in range(20):
         free = [plain(tiny_model(family, seed=seed), prompt) for prompt in prompts_of()]
         for stop_id in {token for ids in free for token in ids}:

@@ -227,10 +227,7 @@ def values_of(engine):
 
 
 def train_codes(directory, dtype, num_ranks, rank, options, snapshots, records=()):
-    """Train, checked, or replay records from the newest snapshot.
-
-    Return what is equal on any number of ranks, values, and the least share of codes that moved.
-    """
+    """Train or replay; return what is equal on all ranks, values, and the least share moved."""
     far = {"learning_rate": 0.02, "perturbation_scale": 1e-2, "weight_decay": 1.0}
     options = far | {"noise_rank": rank, "directions": 1 + rank, **options}
     engine = tiny_runs.start_engine(directory, dtype, num_ranks, bits=8, **options)

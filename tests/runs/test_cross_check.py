@@ -144,6 +144,9 @@ def test_a_pass_that_is_not_that_of_the_model_is_refused(assets, run):
     with pytest.raises(UserError, match="; fix: remove tensor_parallel"):
         check(engine, data, config)
     del engine.sharded.ds_config["tensor_parallel"]
+    layer.forward = lambda hidden: own_forward(hidden) * float("nan")
+    with pytest.raises(UserError, match=r"record \d+ values that are not finite in fp32; fix: "):
+        check(engine, data, config)
     layer.forward = own_forward
     check(engine, data, config)
 

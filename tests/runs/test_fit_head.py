@@ -229,7 +229,3 @@ def test_models_whose_head_cannot_be_fitted_are_refused(tmp_path):
     assert_refused("fit-head", words, "labels that the model answers by one token each")
     words = fit_words(recipe, tmp_path / "fitted")
     assert_refused("fit-head", words, "Gemma2ForCausalLM are not the output of its head")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    model.model.norm.weight.data[0] = float("nan")
-    model.save_pretrained(tmp_path / "model")
-    assert_refused("fit-head", words, "not finite", "fp32")

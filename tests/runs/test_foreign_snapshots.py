@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from commands import train
-from run_ends import digest_after, end, results_of
+from run_ends import digest_after, end
 
 from lezo_ds.checkpoints.snapshots import snapshot_path
 
@@ -19,19 +19,14 @@ def outcome(run_dir):
 
 
 @pytest.mark.thorough
-def test_snapshots_left_by_another_run_or_copied_in_are_set_aside(recipe, tmp_path):
+def test_snapshots_of_another_run_that_are_copied_in_are_set_aside(recipe, tmp_path):
     run_dir, first, second = (tmp_path / name for name in ("run", "first", "second"))
     train(recipe, first, *LENGTH, "seed=0")
     train(recipe, second, *LENGTH, "seed=1")
-    shutil.copytree(first, run_dir)
-    (run_dir / "journal.jsonl").unlink()
     train(recipe, run_dir, *LENGTH, "seed=1", "train.steps=5", "train.snapshot_every=0")
-    assert results_of(run_dir / "earlier-1") == results_of(first)
-    for step in (4, 8):
-        assert digest_after(run_dir / "earlier-1", step) == digest_after(first, step)
     snapshots = run_dir / "snapshots"
     shutil.copytree(snapshot_path(first / "snapshots", 4), snapshot_path(snapshots, 4))
     shutil.rmtree(snapshot_path(snapshots, 5))
     train(recipe, run_dir, *LENGTH, "seed=1", num_ranks=2)
     assert outcome(run_dir) == outcome(second)
-    assert digest_after(run_dir / "earlier-2", 4) == digest_after(first, 4)
+    assert digest_after(run_dir / "earlier-1", 4) == digest_after(first, 4)

@@ -1,6 +1,7 @@
 """`evaluate --lm-eval` scores a sharded model as lm-evaluation-harness does by its own `hf`."""
 
 import json
+from shutil import copytree, ignore_patterns
 
 import pytest
 from assets import write_reader, write_records
@@ -117,6 +118,10 @@ def test_scores_of_a_task_are_those_of_the_harness_s_own_model(directory, own_mo
 @pytest.mark.thorough
 def test_a_task_that_is_not_there_or_has_no_data_is_refused(directory):
     (directory / "lost.yaml").write_text(TASK.replace("FILE", str(directory / "lost.jsonl")))
-    for name, message in (("none", "Tasks not found"), ("lost", "Unable to find")):
+    (directory / "recipe.yaml").write_text("train: {steps: 1}")
+    refused = {"none": "Tasks not found", "lost": "Unable to find", "recipe": "Unknown config"}
+    for name, message in refused.items():
         asked = ["--model", directory / "model", "--lm-eval", directory / f"{name}.yaml"]
         assert_refused("evaluate", asked, message)
+    bare = ["--model", copytree(asked[1], directory / "bare", ignore=ignore_patterns("tokenizer*"))]
+    assert_refused("evaluate", [*bare, *asked[2:]], "cannot load the tokenizer")

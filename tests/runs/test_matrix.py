@@ -1,5 +1,4 @@
-"""What a run can be, in pairs: each is killed on two ranks, resumed on one, replayed, exported
-and scored; it is compared with one undisturbed rank, and with the plain reference."""
+"""What a run can be, in pairs: each is killed, resumed, replayed, exported, scored and compared."""
 
 import itertools
 import json

@@ -243,4 +243,6 @@ def test_an_export_is_scored_on_one_file_and_written_as_a_run(root, tmp_path):
     assert len(read_lines(rows)) == 80
     assert yaml.safe_load((out / "config.yaml").read_text())["data"]["prompt"] == ASKED["prompt"]
     assert_refused("evaluate", words, "scored exists and is not an empty directory")
+    other = scores_of(*words[:3], "data.prompt=Of {text}:")
+    assert other["by_label"].keys() == scores["by_label"].keys()
     assert_refused("evaluate", ["--model", root / "base"], "base names no task")

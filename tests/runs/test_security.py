@@ -1,7 +1,4 @@
-"""What a model, a recipe or a data set brings along is never executed.
-
-Each payload, run as its format's unsafe reader would run it, makes a file; so it would be seen.
-"""
+"""What a model, a recipe or a data set brings along is never executed: it would make a file."""
 
 import json
 import os

@@ -169,13 +169,16 @@ def test_values_that_a_template_does_not_read_are_refused(tmp_path):
         load_tokenizer(model, template_options={"thinking": True})
 
 
-def test_a_tokenizer_of_mistral_alone_is_refused(tmp_path):
+def test_a_tokenizer_of_mistral_alone_or_without_its_files_is_refused(tmp_path):
     model = save_tokenizer(tmp_path / "m", LlamaConfig(vocab_size=len(WORDS)), bos="<s>")
     (tmp_path / "m" / "tekken.json").write_text("{}")
     assert load_tokenizer(model).begin_ids == (0,)
     (tmp_path / "m" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"as tekken\.json, .* add the tokenizer\.json"):
         load_tokenizer(model)
+    OPTConfig().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="it has no vocabulary; fix: save the tokenizer's files"):
+        load_tokenizer(str(tmp_path))
 
 
 def listed(directory, kind, normalizer=None):

@@ -125,6 +125,7 @@ def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys, monkey
     report.main(arguments)
     out = capsys.readouterr().out
     assert "sst2, SmolLM2-135M-Instruct, accuracy" in out and "macro F1" in out
+    assert "\n1: LeZO\n" in out and max(map(len, out.splitlines())) <= 100  # names are below
     arguments.json = True
     report.main(arguments)
     numbers = json.loads(capsys.readouterr().out)["scores"]
@@ -146,10 +147,11 @@ def test_a_table_numbers_and_a_page_are_written(finish, tmp_path, capsys, monkey
 
 def test_a_directory_that_is_no_run_or_damaged_is_named_and_alone_refused(finish, tmp_path, caplog):
     (tmp_path / "none").mkdir()
-    run, damaged = finish("a[1]"), finish("b", "seed=1")
-    (damaged / "metrics.jsonl").write_text('{"step": [1], "seconds": 1, "dev_loss": 1}\n')
-    assert list(read_runs([run, tmp_path / "none", damaged])["directory"]) == [str(run)]
-    assert "not a run" in caplog.text and str(damaged) in caplog.text
+    run, *damaged = finish("a[1]"), finish("b", "seed=1"), finish("c", "seed=2")
+    (damaged[0] / "metrics.jsonl").write_text('{"step": [1], "seconds": 1, "dev_loss": 1}\n')
+    (damaged[1] / "journal.jsonl").write_text("no header\n")
+    assert list(read_runs([run, tmp_path / "none", *damaged])["directory"]) == [str(run)]
+    assert "not a run" in caplog.text and all(str(each) in caplog.text for each in damaged)
     with pytest.raises(UserError, match="none of these directories holds a run"):
         read_runs([tmp_path / "none", tmp_path / "other"])
 
@@ -168,22 +170,25 @@ def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(tmp_p
     assert runs[1].directory.name == "zo.learning_rate=1e-06,seed=1"
     with pytest.raises(UserError, match="is taken or too long"):
         list(sweep.plan(arguments_of_sweep(tmp_path, "zo.learning_rate=1e-6,0.000001")))
+    with pytest.raises(UserError, match="run_dir is set twice, by --out"):
+        list(sweep.plan(arguments_of_sweep(tmp_path, overrides=["run_dir=x"])))
     with pytest.raises(UserError, match=r"--tune zo.estimator is not a key .* number; fix: name"):
         list(sweep.plan(arguments_of_sweep(tmp_path, tune="zo.estimator")))
-    tuned = sweep.plan(arguments_of_sweep(tmp_path, tune="zo.learning_rate"))
-    rates = [run.config.zo.learning_rate for run in tuned]
-    assert rates == [3e-6, 9e-6, 3e-5, 9e-5, 3e-4]
+    own = {"tune": "zo.learning_rate", "overrides": ["zo.learning_rate=1.5e-5"]}
+    rates = [run.config.zo.learning_rate for run in sweep.plan(arguments_of_sweep(tmp_path, **own))]
+    assert rates == [1.5e-6, 4.5e-6, 1.5e-5, 4.5e-5, 1.5e-4]
 
 
 def test_a_sweep_shows_why_runs_fail_and_ends_if_the_first_is_refused(
     finish, tmp_path, monkeypatch
 ):
     runs = list(sweep.plan(arguments_of_sweep(tmp_path, "seed=0,1,2")))
-    with pytest.raises(UserError, match="--launcher nowhere is not a program"):
-        sweep.launch(runs[0], "nowhere")
+    for launcher in (["nowhere", "-n"], []):
+        with pytest.raises(UserError, match=f"--launcher '{' '.join(launcher)}' is not a program"):
+            sweep.launch(runs[0], launcher)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/seed=0.log cannot be written"):
-        sweep.launch(runs[0]._replace(directory=tmp_path / "file" / "seed=0"), "python")
+        sweep.launch(runs[0]._replace(directory=tmp_path / "file" / "seed=0"), ["python"])
     codes = iter([UserError.exit_code, 7, 7, 7, DivergenceError.exit_code])
     started = []
 
@@ -195,7 +200,7 @@ def test_a_sweep_shows_why_runs_fail_and_ends_if_the_first_is_refused(
 
     monkeypatch.setattr(sweep, "launch", launch)
     with pytest.raises(LezoError, match=r"1 of 3 runs failed: seed=0 \(exit code 2\): error: no d"):
-        sweep.do(runs, "python", may_diverge=False)
+        sweep.do(runs, ["python"], may_diverge=False)
     assert started == ["seed=0"]
     assert not runs[0].is_done()
     finish("sweep/seed=0", "train.keep_snapshots=0")
@@ -203,13 +208,15 @@ def test_a_sweep_shows_why_runs_fail_and_ends_if_the_first_is_refused(
     (longer,) = sweep.plan(arguments_of_sweep(tmp_path, "seed=0", overrides=["train.steps=3000"]))
     assert longer.directory == runs[0].directory and not longer.is_done()
     with pytest.raises(LezoError, match="2 of 3 runs failed"):
-        sweep.do(runs, "python", may_diverge=False)
+        sweep.do(runs, ["python"], may_diverge=False)
     assert started == ["seed=0", "seed=1", "seed=2"]
     with pytest.raises(LezoError, match="1 of 3 runs failed: seed=1"):
-        sweep.do(runs, "python", may_diverge=True)
+        sweep.do(runs, ["python"], may_diverge=True)
     text = sweep.table(runs, tmp_path / "sweep")
     assert "lowest validation loss: LeZO" in text
     assert list(pd.read_csv(tmp_path / "sweep" / "results.csv")["test"]) == [0.9]
+    finish("sweep/seed=1", "model.path=other")
+    assert "sst2, other, accuracy" in sweep.table(runs, tmp_path / "sweep")
 
 
 @pytest.mark.distributed

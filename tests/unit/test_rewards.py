@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -128,15 +127,16 @@ def test_what_a_reward_changes_in_a_record_reaches_no_later_call():
     assert loss_of("emptying", ["", ""]) == loss_of("emptying", ["", ""]) == [-1.0, -1.0]
 
 
-def test_a_reward_does_not_move_the_files_of_a_run(tmp_path, monkeypatch):
+def test_code_that_changes_the_working_directory_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "leaves.py").write_text(
         "import os\nos.chdir('/')\nfrom test_rewards import brevity\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     for name in (named("leaving"), "leaves:brevity"):
-        load_objective(name, SQUAD).loss(["", ""], TEXTS)
-        assert Path.cwd() == tmp_path
+        with pytest.raises(UserError, match=f"={name} changed the working directory to /, .*fix: "):
+            load_objective(name, SQUAD).loss(["", ""], TEXTS)
+        os.chdir(tmp_path)
 
 
 def test_several_rewards_are_trls_weighted_sum_of_those_that_apply():

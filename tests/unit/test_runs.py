@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.evaluations import best_evaluation, is_worse_than_base, stopping_step
 from lezo_ds.runs.export import read_file
 from lezo_ds.runs.records import assert_same_run
+from lezo_ds.runs.screen import progress_bar, unclocked
 
 VALUES = {"run_dir": "runs/x", "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"}}
 VALUES |= {"zo": {"learning_rate": 1e-6, "sparsity": 0.75}, "train": {"steps": 100}}
@@ -245,6 +247,12 @@ def test_patience_counts_evaluations_that_are_no_better(losses, patience, step):
     assert stopping_step(evaluations(*losses), patience) == step
     of_test = evaluations(9.0, 9.0, split="test")
     assert stopping_step([*evaluations(*losses), *of_test], patience) == step
+
+
+def test_the_rate_of_steps_has_no_time_of_evaluations():
+    bar = progress_bar(9, is_shown=True)
+    unclocked(bar, lambda: time.sleep(0.5))
+    assert bar.format_dict["elapsed"] < 0.2
 
 
 def test_the_best_step_is_the_first_with_the_lowest_validation_loss():
