@@ -321,5 +321,7 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
 def without_thought(ids: Sequence[int], tokenizer: PromptTokenizer) -> Sequence[int]:
     """Return the tokens of an answer after the last token of END_OF_THOUGHT, or all of them."""
     end = tokenizer.backend.convert_tokens_to_ids(END_OF_THOUGHT)
+    if end == tokenizer.backend.unk_token_id:  # there is no such token; GPT-2's is its EOS, too
+        return ids
     places = [place for place, token in enumerate(ids, start=1) if token == end]
     return ids[max(places, default=0) :]

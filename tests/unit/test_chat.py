@@ -253,6 +253,7 @@ def test_an_answer_ends_where_the_template_ends_a_turn(tokens, special, written,
     end = "<|im_end|>" if "<|im_end|>" in written else "</s>"
     model = write_model(tmp_path, PLAIN.replace("</s>", end), *tokens, special_tokens=special)
     reader = reader_of(model, **ANSWERS)
+    reader.tokenizer.backend.unk_token = "</s>"  # as in GPT-2 and OPT
     (ids,) = reader.tokenizer.encode_written([written])
     assert read_answers(torch.tensor([ids]), reader.generation, reader.tokenizer) == [answer]
     assert reader.answers(torch.tensor([ids]), as_written=True) == [written.split(end)[0]]
