@@ -431,7 +431,12 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        refuse_if(self.objective == {}, "train.objective={} does not name a reward", "name one")
+        weights = self.objective
+        refuse_if(
+            isinstance(weights, dict) and not any(weights.values()),
+            f"train.objective={weights} does not name a reward with a weight other than 0",
+            "name one",
+        )
         return self
 
     @property

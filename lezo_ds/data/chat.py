@@ -25,7 +25,7 @@ from functools import cache
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils.chat_template_utils import _REASONING_FIELDS, _compile_jinja_template
 
 from lezo_ds.config import RunConfig
 from lezo_ds.data.encode import (
@@ -46,6 +46,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers (5.23
 _QUESTION: Turn = {"role": "user", "content": "A question"}
 _ANSWER = "31415926535897932"  # digits, which no filter of a template changes
 """Turns by which the words around an answer are found."""
+BEGIN_OF_THOUGHT = "<think>"
 END_OF_THOUGHT = "</think>"
 """What ends a thought. The answer is what follows the last one."""
 _ANY_LENGTH = 1 << 30
@@ -72,7 +73,7 @@ def write(
         in_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
         is_written = content.strip() in plain or in_json in plain
         if turn is turns[-1]:  # many templates drop the thoughts of earlier turns
-            is_written &= thought.rpartition("<think>")[2].strip() in plain
+            is_written &= thought.rpartition(BEGIN_OF_THOUGHT)[2].strip() in plain
         if not is_written or not all(each.get("name", "") in plain for each in functions):
             raise UserError(
                 f"the chat template of {tokenizer.backend.name_or_path} does not write turn "
@@ -88,10 +89,12 @@ def _apply(
 ) -> Any:
     """Return what apply_chat_template of the tokenizer returns for turns."""
     backend = tokenizer.backend
-    tools = tokenizer.marked(find_tools(record or {}))  # which may be stored as JSON text
+    tools = _marked(tokenizer, find_tools(record or {}))
     source = _source(tokenizer, tools)
     for key in {key for turn in turns for key in turn}:
-        if key not in source:
+        # Transformers (5.23) gives templates each of these by the first two names.
+        names = _REASONING_FIELDS[:2] if key in _REASONING_FIELDS else [key]
+        if not any(name in source for name in names):
             _warn_unwritten(key)
     try:
         # Transformers (5.23) has no argument for the day that a template writes.
@@ -137,12 +140,22 @@ def _source(tokenizer: PromptTokenizer, tools: list[Any] | None) -> str:
     return source
 
 
+def _marked(tokenizer: PromptTokenizer, value: Any) -> Any:
+    """Return JSON, parts of which may have been stored as text, with marks, also in its keys."""
+    return json.loads(tokenizer.marked(json.dumps(value, ensure_ascii=False)))
+
+
 def _with_own_tokens(tokenizer: PromptTokenizer, turn: Turn) -> Turn:
     """Return a turn in which the assistant itself writes tokens such as <think>."""
+    if "tool_calls" in turn:
+        turn = {**turn, "tool_calls": _marked(tokenizer, turn["tool_calls"])}
     if turn["role"] != ASSISTANT or not has_marks(turn["content"]):
         return turn
     added = tokenizer.backend.added_tokens_decoder.values()
-    special = {token.content for token in added if token.special}
+    special = {token.content for token in added if token.special} - {
+        BEGIN_OF_THOUGHT,
+        END_OF_THOUGHT,
+    }
     content = without_marks(turn["content"])
 
     def marked(match: re.Match[str]) -> str:
@@ -165,10 +178,8 @@ def encode_turns(
     of_assistant = [number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT]
     template = _source(tokenizer, find_tools(example.record))
     marks_turns = _GENERATION.search(template) and list(example.learned) == of_assistant
-    texts = [turn["content"] for turn in turns]
-    if marks_turns:  # transformers has no mask for marked control tokens
-        texts.append(write(tokenizer, turns, example.record))
-    if marks_turns and not any(map(has_marks, texts)):
+    # Transformers has no mask for marked control tokens.
+    if marks_turns and not has_marks(write(tokenizer, turns, example.record)):
         written = _apply(
             tokenizer,
             turns,
@@ -292,10 +303,17 @@ def _around_answer(tokenizer: PromptTokenizer, turns: Sequence[Turn]) -> tuple[s
 
 
 class TurnEnd(NamedTuple):
-    """What the chat template writes after an answer: a special token, or a text, or neither."""
+    """What the chat template writes after an answer: a special token, or a text, or neither.
+
+    Attributes:
+        ids: the token.
+        stops: the text.
+        mark: the token after which an answer begins: that of the end of a thought, or of a channel.
+    """
 
     ids: TokenIds = ()
     stops: tuple[str, ...] = ()
+    mark: str = END_OF_THOUGHT
 
 
 def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
@@ -304,22 +322,28 @@ def end_of_turn(tokenizer: PromptTokenizer) -> TurnEnd:
     It may be another token than the EOS of the tokenizer, as in models of the Llama 3 family, or
     a text such as <|im_end|> where the tokenizer has no such token.
     """
+    turns = [_QUESTION]
     try:
-        _, after = _around_answer(tokenizer, [_QUESTION])
+        before, after = _around_answer(tokenizer, turns)
     except UserError:  # some templates require a system turn
-        system = {"role": "system", "content": "Be brief."}
-        _, after = _around_answer(tokenizer, [system, _QUESTION])
+        turns.insert(0, {"role": "system", "content": "Be brief."})
+        before, after = _around_answer(tokenizer, turns)
+    asked = write(tokenizer, turns, opened=True)
+    added_before = before[len(asked) :] if before.startswith(asked) else ""
+    mark = [END_OF_THOUGHT, *tokenizer.control_tokens.findall(added_before)][-1]
     ids = tokenizer.backend.encode(after.strip(), add_special_tokens=False)
     added = tokenizer.backend.added_tokens_decoder.items()
     special = {number for number, token in added if token.special}
     text = list(takewhile(lambda token: token not in special, ids))
     if not text:
-        return TurnEnd(ids=tuple(ids[:1]))
-    return TurnEnd(stops=(tokenizer.decode(text).strip(),))
+        return TurnEnd(tuple(ids[:1]), mark=mark)
+    return TurnEnd(stops=(tokenizer.decode(text).strip(),), mark=mark)
 
 
-def without_thought(ids: Sequence[int], tokenizer: PromptTokenizer) -> Sequence[int]:
-    """Return the tokens of an answer after the last token of END_OF_THOUGHT, or all of them."""
-    end = tokenizer.backend.convert_tokens_to_ids(END_OF_THOUGHT)
+def without_thought(ids: Sequence[int], tokenizer: PromptTokenizer, mark: str) -> Sequence[int]:
+    """Return the tokens of an answer after the last token `mark`, or all of them."""
+    end = tokenizer.backend.convert_tokens_to_ids(mark)
+    if end == tokenizer.backend.unk_token_id:  # there is no such token; GPT-2's is its EOS, too
+        return ids
     places = [place for place, token in enumerate(ids, start=1) if token == end]
     return ids[max(places, default=0) :]

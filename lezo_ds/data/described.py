@@ -328,7 +328,12 @@ class _Answers(Generation):
             answered, learned = _turns_of(self.completion, record)
             if not answered:
                 answers = [text for text in self.completion.texts(record) if text.strip()]
-        if asked or answered or self.in_chat:
+        if (asked or answered) and not self.in_chat:
+            raise UserError(
+                "the record has turns, which only a chat template writes",
+                fix="add data.chat_template=true",
+            )
+        if self.in_chat:
             asked = asked or ({"role": "user", "content": prompt},)
             before = _with_system(asked, self.system_prompt)
             if answers:

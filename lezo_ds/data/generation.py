@@ -40,7 +40,7 @@ from transformers import (
 
 from lezo_ds import distributed
 from lezo_ds.config import GenerationConfig
-from lezo_ds.data.chat import END_OF_THOUGHT, TurnEnd, end_of_turn, without_thought
+from lezo_ds.data.chat import TurnEnd, end_of_turn, without_thought
 from lezo_ds.data.encode import NEWLINE, PromptTokenizer
 from lezo_ds.data.examples import TokenIds
 from lezo_ds.data.prompt_reading import can_read_apart, read_prompts
@@ -95,6 +95,7 @@ def generation_settings(
         stop_ids=tuple(sorted({*tokenizer.stop_ids(stops), *end.ids})),
         pad_id=tokenizer.pad_id,
         stops=stops,
+        mark=end.mark,
         has_ended=has_ended if may_spread else None,
         temperature=config.temperature,
         top_p=config.top_p,
@@ -306,10 +307,10 @@ def read_answers(
         # The stop token itself counts, because it may hold text before a newline.
         ids = up_to_stop(new_tokens, settings)
         if not as_written:
-            ids = without_thought(ids, tokenizer)
+            ids = without_thought(ids, tokenizer, settings.mark)
         written = tokenizer.decode(ids)
         if not as_written:  # the mark of its end may be several tokens
-            _, _, written = written.rpartition(END_OF_THOUGHT)
+            _, _, written = written.rpartition(settings.mark)
         found = [written.find(stop) for stop in settings.stops if stop in written]
         answer = written[: min(found, default=None)]
         answers.append(answer if as_written else tidy(answer))

@@ -162,8 +162,6 @@ def load_objective(objective: str | Mapping[str, float], task: Task) -> Objectiv
         UserError: there is no such objective, or it does not fit the task.
     """
     weights = {objective: 1.0} if isinstance(objective, str) else objective
-    if not weights:
-        raise UserError("train.objective does not name a reward", fix="name one, or remove the key")
     functions: dict[str, Any] = {name: OBJECTIVES.find(name) for name in weights}
     others = [name for name in functions if not judges_answers(functions[name])]
     if not others:

@@ -212,12 +212,17 @@ class Reader:
         """
         read = self.as_read(example)
         is_scored = self.generation is not None and not is_training
-        parts = self.task.encode(self.tokenizer, self._encoding_config, read)
+        is_answered = is_scored or self.objective.reads_answers
+        # The model answers each turn to learn, whether or not the template marks them in one text.
+        asked = [read.at_turn(turn) for turn in read.learned] if is_answered else []
+        parts: list[EncodedExample] = []
+        for each in asked or [read]:
+            parts += self.task.encode(self.tokenizer, self._encoding_config, each)
         turns = example.learned if len(parts) > 1 else (-1,)
         rows = []
         for encoded, turn in zip(parts, turns, strict=True):
             prompt: TokenIds = ()
-            if is_scored or self.objective.reads_answers:
+            if is_answered:
                 prompt = self._prompt(read if turn < 0 else read.at_turn(turn))
             label = -1 if encoded.label is None else encoded.label
             content: list[Any] = [encoded.sequences, encoded.masks, label]

@@ -76,7 +76,7 @@ def read_records(
         if suffix in TABLES:
             fix = (
                 "let each row have a value for each column, write a quotation mark of a text as "
-                '"", and set data.separator and data.encoding (lezo-ds init finds both)'
+                '"", and set data.separator and data.encoding (--separator and --encoding of init)'
             )
         raise UserError(f"{path} cannot be read: {one_line(error)}", fix=fix) from error
 

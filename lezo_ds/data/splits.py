@@ -93,6 +93,7 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, 
         UserError: the source cannot be read, or records do not fit the task.
     """
     problems: dict[str, str] = {}
+    classes: list[str] = []
     num_records = 0
     num_unanswered = 0
     for record in read_records(source, data.separator, data.encoding):
@@ -100,6 +101,14 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, 
         try:
             text = json_text(record)
             example = checked_example(task, text)
+            texts = [candidate.strip() for candidate in example.candidates]
+            classes = classes or texts
+            if task.has_classes and texts and texts != classes:
+                raise UserError(
+                    f"it has the candidates {texts}, and the first record has {classes}",
+                    fix=f"let build_example of {task.name} give all records the same candidates, "
+                    "or make it a MultipleChoice",
+                )
         except UserError as error:
             problems[f"row {num_records} of {source}"] = str(error)
             continue
@@ -119,7 +128,8 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, 
     if num_unanswered + len(problems) == num_records:
         raise UserError(
             f"none of the {num_records} records of {source} has an answer",
-            fix="correct the file; if a reward judges the answers, set data.prompt alone",
+            fix="correct the file (turns to learn have the role assistant, or gpt); if a reward "
+            "judges the answers, set data.prompt alone",
         )
 
 
@@ -218,6 +228,13 @@ def draw_splits(task: Task, data: DataConfig, labels: BySplit, keys: BySplit) ->
         for split in ("train", "dev", "test")
     }
     order = {split: _in_order(task, data.seed, of_split) for split, of_split in labels.items()}
+    for split, found in order.items():
+        number = getattr(data, f"num_{split}") or 0
+        if number > len(found):
+            raise UserError(
+                f"data.num_{split}={number} is more than the {len(found)} records of its file",
+                fix=f"set a smaller data.num_{split}",
+            )
     if "train" not in order:
         return {split: rows[: wanted[split]] for split, rows in order.items()}
     left = order["train"]
@@ -238,14 +255,10 @@ def draw_splits(task: Task, data: DataConfig, labels: BySplit, keys: BySplit) ->
             "for dev and those for test"
         )
         if data.protocol == "clean" or num_train < 1:
-            raise UserError(problem, fix="set a smaller data.num_train or data.num_dev")
+            keys_of_sizes = [f"data.num_{split}" for split in ("train", *drawn)]
+            raise UserError(problem, fix=f"set a smaller {' or '.join(keys_of_sizes)}")
         logger.warning("%s: MeZO's protocol trains on %d", problem, num_train)
     dev = order.get("dev", left[num_train:])[: drawn.get("dev", wanted["dev"])]
-    if len(dev) < (wanted["dev"] or 0):
-        raise UserError(
-            f"data.num_dev={wanted['dev']} is more than the {len(dev)} records of data.validation",
-            fix="set a smaller data.num_dev",
-        )
     rows = {"train": left[:num_train], "dev": dev, "test": test}
     return _without_repeats(task, rows, labels, keys)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, ClassVar, Protocol
 
 from lezo_ds.config import RunConfig
@@ -156,6 +157,7 @@ class Task:
                 )
         try:
             example = self.build_example(record)
+            _check_texts(example)
             if not self.has_answers:
                 example = self.without_answer(example)
             if example.label is not None and not 0 <= example.label < len(example.candidates):
@@ -209,6 +211,17 @@ class Task:
     def tried_predictions(self, examples: Sequence[Example]) -> list[Prediction]:
         """Return predictions, right ones where there are any, to try a user's metric on."""
         raise NotImplementedError
+
+
+def _check_texts(example: Example) -> None:
+    """Raise TypeError if an example has other values than texts, or a text for a tuple of texts."""
+    several = (example.candidates, example.references)
+    texts = [example.prompt, *chain(*several)]
+    is_one = any(isinstance(each, str) for each in several)
+    if is_one or not all(isinstance(text, str) for text in texts):
+        raise TypeError(
+            "an Example has a text as its prompt, and tuples of texts as candidates and references"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

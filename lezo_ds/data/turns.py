@@ -69,7 +69,12 @@ def _read_turn(where: str, value: object) -> tuple[Turn, bool]:
     if any(weight not in (0, 1) for weight in weights):
         raise UserError(f"the weight of {where} is not 0 or 1", fix="correct the record")
     for call in keys.get("tool_calls", ()):
-        function = call.get("function", call)
+        function = call.get("function", call) if isinstance(call, Mapping) else call
+        if not isinstance(function, dict) or not function.get("name"):
+            raise UserError(
+                f"a call in {where} is {shown(call)}, not an object with the name of a function",
+                fix="correct the record; store lists of objects in .jsonl or .parquet, not as text",
+            )
         # OpenAI's files have the arguments as JSON text, and templates want an object.
         if isinstance(function.get("arguments"), str):
             function["arguments"] = _from_json(f"a call in {where}", function["arguments"])

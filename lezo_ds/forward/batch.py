@@ -50,6 +50,7 @@ class GenerationSettings:
         stop_ids: a row ends at the first of these tokens.
         pad_id: fills rows on the left of their prompt and after their end.
         stops: an answer is read up to the first of these strings.
+        mark: an answer is read after the last of these tokens.
         has_ended: (new tokens of a row) -> whether the row ends here. It finds stop strings that
             spread over several tokens; None if there are none.
         temperature: divides the logits if tokens are drawn, which they are if prompts have keys.
@@ -62,6 +63,7 @@ class GenerationSettings:
     stop_ids: tuple[int, ...]
     pad_id: int
     stops: tuple[str, ...] = ("\n",)
+    mark: str = "</think>"
     has_ended: Callable[[Sequence[int]], bool] | None = None
     temperature: float = 0.0
     top_p: float | None = None

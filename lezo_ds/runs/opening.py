@@ -115,9 +115,10 @@ def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
     run = distributed.on_rank_zero(lambda: read_run(path, overrides, _READING_KEYS))
     number = run.find_step(step)
     source = {"run": str(path), "step": number}
-    changed = {override.partition("=")[0] for override in overrides}
-    recorded = run.header.config.get("data_fingerprints", {})
-    fingerprints = {} if changed & _READING_KEYS else recorded
+    recorded = flatten(run.header.config)
+    changed = {key for key, value in map(read_override, overrides) if value != recorded.get(key)}
+    of_run = run.header.config.get("data_fingerprints", {})
+    fingerprints = {} if changed & _READING_KEYS else of_run
     return Opened(source, run.config, lambda: restore(run, number), overrides, fingerprints)
 
 

@@ -190,8 +190,8 @@ def describe_task(
             if has_both and arguments.text in (None, question):
                 arguments.text = question
                 arguments.answer = answer
-        if arguments.answer is None and len(conversations) == 1:
-            arguments.messages = conversations[0]
+        if arguments.answer is None and conversations:
+            arguments.messages = _only("messages", "turns", conversations)
     if arguments.messages is not None:
         return {"messages": arguments.messages}
     lists = [name for name in _CHOICES if name in columns]
@@ -212,7 +212,8 @@ def _task(
     prompt = f"{{{arguments.text}}}"
     if arguments.text == "instruction" and any(columns.get("input", ())):
         prompt += "\n\n{input}"
-    template = {"chat_template": True} if has_template else {}
+    is_chat = has_template or _are_turns(_first(columns[arguments.text]))
+    template = {"chat_template": True} if is_chat else {}
     if arguments.reward is not None:
         return {"prompt": prompt, **template}
     target = arguments.answer or arguments.label
@@ -255,10 +256,10 @@ def _refuse_unlearnable(columns: Columns, arguments: Namespace) -> None:
             f"column {name}: images are not read, and their placeholder would be trained on",
             fix="remove the column and what stands for its images in the texts",
         )
-    if "rejected" in columns and arguments.answer is None and arguments.reward is None:
+    if "rejected" in columns and not (arguments.answer or arguments.reward or arguments.messages):
         raise UserError(
             "column rejected has one of two answers, and no objective learns from pairs",
-            fix="give --text COLUMN --answer chosen",
+            fix="give --text COLUMN --answer chosen, or --messages chosen if it has turns",
         )
     judged = {"completion", "messages", "conversations"} & columns.keys()
     for name in columns:
@@ -295,8 +296,9 @@ def _are_turns(value: object) -> bool:
     """Return whether a value is a list of turns of a conversation."""
     if not isinstance(value, list) or not value:
         return False
-    first = value[0]
-    return isinstance(first, Mapping) and not first.keys().isdisjoint(("role", "from"))
+    keys = value[0].keys() if isinstance(value[0], Mapping) else set()
+    has_text = not keys.isdisjoint(("content", "value", "tool_calls"))
+    return has_text and not keys.isdisjoint(("role", "from"))
 
 
 def label_counts(values: Sequence[object]) -> Counter[str]:
@@ -371,7 +373,10 @@ def baseline(words: Sequence[Any], names: Sequence[Any]) -> str:
         return f"{line}; pip install 'lezo_ds[baseline]' to see what a bag of words reaches"
     model = make_pipeline(TfidfVectorizer(), LogisticRegression(max_iter=1000))
     folds = KFold(5, shuffle=True, random_state=0)
-    scores = cross_val_score(model, texts, labels, cv=folds)
+    try:
+        scores = cross_val_score(model, texts, labels, cv=folds, error_score="raise")
+    except ValueError:  # as of fewer than five records, or of texts without words
+        return f"{line}; a bag of words cannot be fitted to so few words"
     return f"{line}; a bag of words (scikit-learn, five folds): {scores.mean():.3f}"
 
 
@@ -400,6 +405,7 @@ def _facts(
         "data": arguments.data,
         "name": Path(arguments.data).stem,
         "task": task,
+        "unread": [] if arguments.reward else _unread(columns, task),
         "title": printable(f"{arguments.data} with {arguments.model}"),
         "reward": arguments.reward,
         "is_asked_for": arguments.method is not None,
@@ -416,6 +422,17 @@ def _facts(
         "others": {},
     }
     return facts | {"command": _commands(facts)[-1]}
+
+
+def _unread(columns: Columns, task: Mapping[str, Any]) -> list[str]:
+    """Return the columns that no key of a task names. Chat templates read tools, too."""
+    named = (task.get("label_field"), task.get("messages"), "tools")
+    templates = "".join(str(task.get(key)) for key in ("prompt", "completion", "choices"))
+    return [
+        name
+        for name in columns
+        if name not in named and f"{{{name}}}" not in templates and f"{{{name}." not in templates
+    ]
 
 
 def _recipe(facts: Mapping[str, Any]) -> str:

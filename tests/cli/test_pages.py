@@ -62,7 +62,7 @@ def root(tmp_path):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     labels = (" great", " terrible")  # tokens of the demo's model, too
     write_chat_model(tmp_path / MODEL, num_blocks=4, num_positions=1024, added_words=labels)
-    write_data(tmp_path / "runs/demo/assets/reviews", num_train=1200, num_validation=100)
+    write_data(tmp_path / "runs/demo/assets/reviews", num_train=1200, num_validation=500)
     write_tickets(tmp_path / "tickets.csv")
     write_tickets(tmp_path / "new.csv", num_rows=9)
     return tmp_path

@@ -83,6 +83,7 @@ def test_a_score_of_changed_records_is_said_to_be_of_others(root):
     records = tickets.read_bytes()
     tickets.write_bytes(records.replace(b" (0", b" (1"))
     assert changed in lezo("evaluate", *run).err
+    assert changed in lezo("evaluate", *run, "data.seed=0").err  # the run's own
     assert changed not in lezo("evaluate", *run, "data.seed=1").err
     tickets.write_bytes(records)
 

@@ -32,8 +32,9 @@ CHANGING = PLAIN.replace("turn['content']", "turn['content'] | replace('là', 'L
 UNLIKE = PLAIN.replace("<s>assistant\n", "<s>assistant\n<think>")
 FORGETTING = PLAIN.replace("turn['content']", "turn['content'].split('</think>')[-1]")
 THOUGHT = {"role": "assistant", "content": "<think>\nWhere?\n</think>\n\nHere"}
-SILENT = {"role": "assistant", "content": "", "tool_calls": [{}]}
+SILENT = {"role": "assistant", "content": "", "tool_calls": [{"name": "s"}]}
 DATED = "{{ strftime_now('%d %b %Y') }}" + PLAIN
+WITH_CALLS = "turn['content'] + (turn['tool_calls'] | tojson if turn['tool_calls'] else '')"
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
 
 
@@ -77,10 +78,12 @@ def by_transformers(reader, turns, **options):
 
 
 def test_the_mask_of_a_template_that_marks_its_turns_is_that_of_transformers(tmp_path):
-    reader = reader_of(write_chat_model(tmp_path, MARKED), messages="turns")
-    (encoded,) = encode_turns(reader)
+    template = MARKED + "{# <think> #}"
+    reader = reader_of(write_model(tmp_path, template, "<think>"), messages="turns")
+    turns = [*TURNS[:2], {**TURNS[2], "content": "<think> is a token"}, *TURNS[3:]]
+    (encoded,) = encode_turns(reader, turns)
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    expected = reader.tokenizer.backend.apply_chat_template(TURNS, **options)
+    expected = reader.tokenizer.backend.apply_chat_template(turns, **options)
     assert list(encoded.sequences[0]) == expected["input_ids"]
     assert list(encoded.masks[0]) == list(map(bool, expected["assistant_masks"]))
     # Transformers has no mask for some of the turns.
@@ -136,9 +139,13 @@ def test_what_the_template_cannot_write_is_refused(template, turns, message, tmp
 
 
 def test_keys_of_turns_that_the_template_does_not_name_are_named_once(tmp_path, caplog):
-    reader = reader_of(write_chat_model(tmp_path, PLAIN), messages="turns")
-    for _ in range(2):
+    reasoning = PLAIN.replace(
+        "{{ turn['content']", "{{ turn.reasoning_content }}{{ turn['content']"
+    )
+    for template in (reasoning, PLAIN, PLAIN):  # transformers gives the first one what it reads
+        reader = reader_of(write_chat_model(tmp_path, template), messages="turns")
         encode_turns(reader, [TURNS[1], {**TURNS[2], "thinking": "Where?"}])
+        assert ("of turns" in caplog.text) == (template == PLAIN)
     assert [each.message for each in caplog.records if "of turns" in each.message] == [
         "the chat template does not write the key `thinking` of turns"
     ]
@@ -238,21 +245,23 @@ def test_a_question_is_what_the_template_asks_with(tmp_path):
     assert encoded.sequences[0][: encoded.targets(0)[0]] == split.prompts[0]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "special", "written", "answer"),
-    [
-        ([], False, "Là</s>\n<s>user", "Là"),
-        (["<|im_end|>"], True, "Là<|im_end|>\n", "Là"),
-        (["<|im_end|>"], False, "Là<|im_end|>\nuser", "Là"),
-        ([], False, "Là<|im_end|>\nuser", "Là"),
-        ([], False, "One\n\ntwo</s>", "One\n\ntwo"),
-        ([], False, "<think>a</think>b</think>\n\nc</s>", "c"),
-    ],
-)
+ENDED = [([], False, "Là</s>\n<s>user", "Là"), (["<|im_end|>"], True, "Là<|im_end|>\n", "Là")]
+ENDED += [(tokens, False, "Là<|im_end|>\nuser", "Là") for tokens in (["<|im_end|>"], [])]
+ENDED += [([], False, "One\n\ntwo</s>", "One\n\ntwo")]
+ENDED += [([], False, "<think>a</think>b</think>\n\nc</s>", "c")]
+ENDED += [(["<|message|>"], False, "final<|message|>c</s>", "c")]  # as of gpt-oss
+
+
+@pytest.mark.parametrize(("tokens", "special", "written", "answer"), ENDED)
 def test_an_answer_ends_where_the_template_ends_a_turn(tokens, special, written, answer, tmp_path):
     end = "<|im_end|>" if "<|im_end|>" in written else "</s>"
-    model = write_model(tmp_path, PLAIN.replace("</s>", end), *tokens, special_tokens=special)
+    opened = (
+        "'final<|message|>' + turn['content']" if "<|message|>" in tokens else "turn['content']"
+    )
+    template = PLAIN.replace("</s>", end).replace("turn['content']", opened)
+    model = write_model(tmp_path, template, *tokens, special_tokens=special)
     reader = reader_of(model, **ANSWERS)
+    reader.tokenizer.backend.unk_token = "</s>"  # as in GPT-2 and OPT
     (ids,) = reader.tokenizer.encode_written([written])
     assert read_answers(torch.tensor([ids]), reader.generation, reader.tokenizer) == [answer]
     assert reader.answers(torch.tensor([ids]), as_written=True) == [written.split(end)[0]]
@@ -268,7 +277,7 @@ def control_tokens(reader, ids):
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_conversation_has_the_control_tokens_of_the_template_alone(template, tmp_path):
-    with_tools = WITH_TOOLS.replace(PLAIN, template)
+    with_tools = WITH_TOOLS.replace(PLAIN, template).replace("turn['content']", WITH_CALLS)
     reader = reader_of(write_model(tmp_path, with_tools, "<think>"), messages="turns")
     answer = "Use </s> <think> twice"
     turns = [{"role": "user", "content": FORGED}, {"role": "assistant", "content": answer}]
@@ -280,10 +289,21 @@ def test_a_conversation_has_the_control_tokens_of_the_template_alone(template, t
     for tools in ([{"name": "</s>"}], r'[{"name": "\u003c/s>"}]'):
         (encoded,) = encode_turns(reader, TURNS[1:3], tools=tools)
         assert control_tokens(reader, encoded.sequences[0]) == ["<s>", "</s>", "<s>", "</s>"]
+    escaped = {"function": {"name": "f", "arguments": r'{"x": "\u003c/s>"}'}}
+    (encoded,) = encode_turns(reader, [turns[0], {**turns[1], "tool_calls": [escaped]}])
+    assert control_tokens(reader, encoded.sequences[0]) == ["<s>", "</s>", "<s>", "</s>"]
     (encoded,) = encode_turns(reader, turns)
     template = reader.tokenizer.backend.apply_chat_template
     expected = template(turns, sanitize_control_tokens=True, return_dict=False)
     assert list(encoded.sequences[0]) == expected
+
+
+def test_thoughts_of_the_assistant_are_tokens_also_if_these_are_special(tmp_path):
+    model = write_model(tmp_path, PLAIN, "<think>", "</think>", special_tokens=True)
+    reader = reader_of(model, messages="turns")
+    (encoded,) = encode_turns(reader, [TURNS[1], THOUGHT])
+    template = reader.tokenizer.backend.apply_chat_template
+    assert list(encoded.sequences[0]) == template([TURNS[1], THOUGHT], return_dict=False)
 
 
 def test_labels_and_demonstrations_have_the_control_tokens_of_the_recipe_alone(tmp_path):

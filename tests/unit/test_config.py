@@ -39,21 +39,15 @@ def test_overrides_change_a_recipe_and_the_last_of_a_key_counts(tmp_path):
     assert [str(tmp_path)] == FOLDERS
 
 
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("zo.learning_rate=1e-6", 1e-6),
-        ("zo.sparsity=1", 1.0),
-        ("run_dir=1e6", "1e6"),
-        ("data.labels=good,bad", ["good", "bad"]),
-        ('data.labels=["a, b", c]', ["a, b", "c"]),
-        ("data.labels={a: good, b: bad}", {"a": "good", "b": "bad"}),
-        ("zo.estimator=One-Sided", "one-sided"),
-        ('generation.stop=["\\n", x]', ["\n", "x"]),
-        ("train.objective={mine:f: 0.5}", {"mine:f": 0.5}),
-        ("zo.layer_policy_options.blocks='1'", {"blocks": "1"}),
-    ],
-)
+READ = {"zo.learning_rate=1e-6": 1e-6, "zo.sparsity=1": 1.0, "run_dir=1e6": "1e6"}
+READ |= {"data.labels=good,bad": ["good", "bad"], 'data.labels=["a, b", c]': ["a, b", "c"]}
+READ |= {"data.labels={a: good, b: bad}": {"a": "good", "b": "bad"}}
+READ |= {"zo.estimator=One-Sided": "one-sided", 'generation.stop=["\\n", x]': ["\n", "x"]}
+READ |= {"train.objective={mine:f: 0.5}": {"mine:f": 0.5}}
+READ |= {"zo.layer_policy_options.blocks='1'": {"blocks": "1"}}
+
+
+@pytest.mark.parametrize(("override", "value"), READ.items())
 def test_a_value_on_the_command_line_is_read_as_its_key_needs_it(override, value):
     config = config_from_dict(REQUIRED, "recipe.yaml", [*OWN_TASK, override])
     section, _, name = override.partition("=")[0].removesuffix(".blocks").rpartition(".")
@@ -110,6 +104,7 @@ CONTRADICTIONS = [
     ("generation.num_samples=2", "need a temperature"),
     ("generation.stop=a,", "has an empty string"),
     ("train.objective={}", "does not name a reward"),
+    ("train.objective={'a:b':0}", "does not name a reward with a weight other than 0"),
     (
         "data.prompt={a} data.choices=x,y data.labels={'b':'x','a':'y'}",
         "a map in data.labels gives",

@@ -97,17 +97,11 @@ def test_labels_of_the_same_text_are_one_class_with_the_label_that_is_the_text()
         assert example.gold_texts == (" bug",)
 
 
-@pytest.mark.parametrize(
-    ("right", "labels", "label"),
-    [
-        (1, None, 1),
-        ("1", None, 1),
-        ("yes", None, 0),
-        ("B", ["A", "B"], 1),
-        (2, ["1", "2"], 1),
-        ("", None, None),
-    ],
-)
+RIGHT = [(1, None, 1), ("1", None, 1), ("yes", None, 0), ("", None, None)]
+RIGHT += [("B", ["A", "B"], 1), (2, ["1", "2"], 1)]
+
+
+@pytest.mark.parametrize(("right", "labels", "label"), RIGHT)
 def test_the_right_choice_is_an_index_from_0_a_text_or_a_label(right, labels, label):
     record = {"text": "Is it?", "a": "yes", "b": "no", "options": ["yes", "no"], "right": right}
     for choices in (["{a}", "{b}"], ["{options}"]):
@@ -187,15 +181,11 @@ def test_a_description_that_makes_no_task_is_refused_before_a_record_is_read(dat
         task_of(data)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (" ", "column `text` is empty"),
-        (None, "column `text` is empty"),
-        (math.nan, "column `text` is nan"),
-        (["a"], "not a text or a number"),
-    ],
-)
+EMPTY = [(" ", "column `text` is empty"), (None, "column `text` is empty")]
+EMPTY += [(math.nan, "column `text` is nan"), (["a"], "not a text or a number")]
+
+
+@pytest.mark.parametrize(("text", "message"), EMPTY)
 def test_a_prompt_without_a_text_is_refused(text, message):
     for data in (COMPLETION, IN_CHAT, CLASSES):
         assert message in refusal_of({"text": text, "answers": "a", "topic": "bug"}, **data)
@@ -264,6 +254,11 @@ def test_nulls_that_arrow_fills_in_are_not_read():
         ([{**ASKED, "content": 5}], "the content of turn 1 .* is 5, not a text"),
         ([{**ASKED, "content": [{"type": "image_url"}]}], "no images or sounds are read"),
         ([{**ANSWERED, "tool_calls": [BROKEN_CALL]}], "a call in turn 1 .* is not JSON"),
+        ([{**ANSWERED, "tool_calls": '[{"name": "f"}]'}], "a call in turn 1 .* is '.', not an obj"),
+        (
+            [{**ANSWERED, "tool_calls": [{"function": {"tool": "f"}}]}],
+            "with the name of a function",
+        ),
     ],
 )
 def test_turns_that_cannot_be_read_are_refused_by_number(turns, message):
@@ -296,8 +291,9 @@ def test_a_prompt_in_a_template_is_a_conversation_with_its_completion():
 
 
 def test_trls_prompt_and_completion_of_turns_are_a_conversation():
-    data = {"prompt": "{prompt}", "completion": "{completion}"}
+    data = IN_CHAT | {"prompt": "{prompt}", "completion": "{completion}"}
     record = {"prompt": [SYSTEM, ASKED], "completion": [ANSWERED]}
+    assert "add data.chat_template" in refusal_of(record, **data | {"chat_template": False})
     example = example_of(record, **data)
     assert (example.messages, example.learned) == ((SYSTEM, ASKED, ANSWERED), (2,))
     assert (example.prompt, example.references) == ("Sure?", ("Yes",))

@@ -76,18 +76,13 @@ def test_a_json_for_the_trainer_is_completed_and_its_optimizer_is_left_out(dtype
     assert "left out, since the recipe's keys decide" in message
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("stage3_param_persistence_threshold", 100000),
-        ("memory_efficient_linear", True),
-        ("allgather_sequential", False),
-        ("zero_hpz_partition_size", 2),
-        ("zero_quantized_weights", True),
-        ("offload_param", {"device": "nvme"}),
-        ("hybrid_engine.enabled", True),
-    ],
-)
+SPOILING = {"stage3_param_persistence_threshold": 100000, "memory_efficient_linear": True}
+SPOILING |= {"allgather_sequential": False, "zero_hpz_partition_size": 2}
+SPOILING |= {"zero_quantized_weights": True, "offload_param": {"device": "nvme"}}
+SPOILING |= {"hybrid_engine.enabled": True}
+
+
+@pytest.mark.parametrize(("key", "value"), SPOILING.items())
 def test_a_setting_that_would_spoil_the_weights_is_refused(key, value, tmp_path):
     section, _, name = ("zero_optimization." * ("." not in key) + key).partition(".")
     path = write_json(tmp_path, **{section: {"stage": 3, name: value}})

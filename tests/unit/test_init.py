@@ -58,10 +58,12 @@ def test_labels_have_counts_a_baseline_examples_and_an_order_of_commands(write_r
     config, out = write_recipe(columns, "--label-map", "Biling=billing")
     assert config.data.prompt == "{body}\nTopic:" and config.data.chat_template
     assert config.data.labels == {"Biling": "billing", "billing": "billing", "bug": "bug"}
+    assert '# no key reads the columns ["id"]\n' in Path("recipe.yaml").read_text()
     lines = out.splitlines()
     assert "label   bug: 120" in lines and "column  id: 240 different values, such as 1" in lines
     assert any(line.startswith("label   Biling: 1, below 1 %: --drop-label") for line in lines)
     assert "most frequent label alone: 0.500; a bag of words (scikit-learn, five folds): " in out
+    assert "cannot be fitted" in init.baseline(["a", "b", "c"] * 2, ["x", "y"] * 3)
     assert len(re.findall("^reads  '", out, re.MULTILINE)) == 3
     assert len(re.findall(r"^learns  \[.*\] label [01]$", out, re.MULTILINE)) == 3
     assert out.index("fit-head --model model --config recipe.yaml") < out.index("ds train --conf")
@@ -173,15 +175,11 @@ OPT_30B = {"hidden_size": 7168, "word_embed_proj_dim": 7168, "ffn_dim": 4 * 7168
 OPT_30B |= {"num_hidden_layers": 48, "num_attention_heads": 56, "vocab_size": 50272}
 
 
-@pytest.mark.parametrize(
-    ("gpus", "gigabytes", "found"),
-    [
-        (4, 39.4, ("fp32_master", 4, None)),
-        (4, 22.5, ("stochastic", 4, None)),
-        (1, 47.5, ("fp32_master", None, 8)),
-        (1, 22.5, ("fp32_master", None, 8)),
-    ],
-)
+SHARED = [(4, 39.4, ("fp32_master", 4, None)), (4, 22.5, ("stochastic", 4, None))]
+SHARED += [(1, gigabytes, ("fp32_master", None, 8)) for gigabytes in (47.5, 22.5)]
+
+
+@pytest.mark.parametrize(("gpus", "gigabytes", "found"), SHARED)
 def test_gpus_share_the_weights(gpus, gigabytes, found, write_recipe, tmp_path, monkeypatch):
     write_tickets(tmp_path / "tickets.csv")
     change_json(tmp_path / "model" / "config.json", **OPT_30B)

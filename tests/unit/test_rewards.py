@@ -164,24 +164,12 @@ def test_what_is_no_reward_has_no_weight():
             load_objective({named("brevity"): 1.0, other: 1.0}, SQUAD)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [1e308, 0.0],
-        [10**400, 0],
-        [10**5000, 0],
-        [math.inf, 0.0],
-        ["1", "2"],
-        [1.0],
-        [[1.0], [2.0]],
-        1.0,
-        None,
-        [1j, 0],
-        {"a": 1.0, "b": 2.0},
-        torch.zeros(2, dtype=torch.complex64),
-    ],
-    ids=lambda values: repr(values)[:12] if values != [10**5000, 0] else "digits",
-)
+NO_NUMBERS = [[1e308, 0.0], [10**400, 0], [10**5000, 0], [math.inf, 0.0], ["1", "2"], [1.0]]
+NO_NUMBERS += [[[1.0], [2.0]], 1.0, None, [1j, 0], {"a": 1.0, "b": 2.0}]
+NO_NUMBERS += [torch.zeros(2, dtype=torch.complex64)]
+
+
+@pytest.mark.parametrize("values", NO_NUMBERS, ids=range(len(NO_NUMBERS)))
 def test_what_is_no_number_for_each_answer_is_refused(values):
     judge = Reward("own:judge", reward(lambda answers, records: values))
     with pytest.raises(UserError, match=r"not one reward per answer.*a list of 2 numbers"):

@@ -135,6 +135,20 @@ def test_a_record_at_which_ones_own_task_fails_is_named(tmp_path, monkeypatch):
     assert "it does not fit the task custom: KeyError: 'txt'" in refusal_of(data)
 
 
+@pytest.mark.parametrize(
+    ("build", "problem"),
+    [
+        (lambda n: ("a", "b") * n, "it has the candidates ['a', 'b', 'a', 'b'], and the first"),
+        (lambda _: "ab", "an Example has a text as its prompt, and tuples of texts as candidates"),
+    ],
+)
+def test_ones_own_labels_are_a_tuple_and_the_same_for_all(build, problem, tmp_path, monkeypatch):
+    data = data_of(tmp_path, {"train": [{"text": text} for text in "12"]})
+    own = lambda _, record: Example("", build(int(record["text"])), 0)  # noqa: E731
+    monkeypatch.setattr(type(find_task(data)), "build_example", own)
+    assert problem in refusal_of(data)
+
+
 def test_splits_are_those_of_mezos_own_code(tmp_path):
     seed = 42
     for split, count in (("train", 2000), ("validation", 1500)):
@@ -149,15 +163,11 @@ def test_splits_are_those_of_mezos_own_code(tmp_path):
         assert draw(data) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "protocol", "sizes"),
-    [
-        ("cb", "clean", (150, 100, 56)),
-        ("cb", "mezo", (150, 100, 56)),
-        ("wsc", "clean", (454, 100, 104)),
-        ("wsc", "mezo", (54, 500, 104)),
-    ],
-)
+PUBLISHED = [("cb", "clean", (150, 100, 56)), ("cb", "mezo", (150, 100, 56))]
+PUBLISHED += [("wsc", "clean", (454, 100, 104)), ("wsc", "mezo", (54, 500, 104))]
+
+
+@pytest.mark.parametrize(("name", "protocol", "sizes"), PUBLISHED)
 def test_tasks_get_their_published_sizes(name, protocol, sizes, tmp_path, caplog):
     record = next(golden.record for golden in GOLDEN if golden.task == name)
     write_records(tmp_path / "train.jsonl", [record] * {"cb": 250, "wsc": 554}[name])
@@ -177,8 +187,9 @@ def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
     assert small["test"] == drawn["test"]
     with pytest.raises(UserError, match="too few for 90 to train on, 20 for dev"):
         draw(data.model_copy(update={"num_train": 90}))
-    with pytest.raises(UserError, match=r"num_dev=101 is more than the 100 records of data\.val"):
-        draw(data.model_copy(update={"num_dev": 101, "validation": data.train}))
+    for key, file in {"num_dev": "validation", "num_test": "test"}.items():
+        with pytest.raises(UserError, match=f"{key}=101 is more than the 100 records of its file"):
+            draw(data.model_copy(update={key: 101, file: data.train}))
     # Of a task of the papers, too, all records of one's own file are used.
     write_records(tmp_path / "t.jsonl", [{"sentence": f"{n}", "label": n % 2} for n in range(20)])
     assert sizes_of(draw(DataConfig(task="sst2", train=str(tmp_path / "t.jsonl")))) == (12, 4, 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 from assets import write_records
-from own_data import THINKING, conversation, load_own, own_config, write_chat_model
+from own_data import MARKED, THINKING, conversation, load_own, own_config, write_chat_model
 from tiny_tasks import task_config, write_tasks, write_writer
 
 from lezo_ds.config import load_config
@@ -159,15 +159,17 @@ def test_each_answer_of_a_step_has_its_own_key_though_prompts_repeat(assets, mic
     assert last.prompts.sample_keys.tolist() == keys[-2 * micro_batch_size :]
 
 
-def test_the_turns_of_one_conversation_are_answered_with_keys_of_their_own(tmp_path):
-    model = write_chat_model(tmp_path / "model", THINKING)
+@pytest.mark.parametrize("template", [THINKING, MARKED])
+def test_the_turns_of_one_conversation_are_answered_with_keys_of_their_own(template, tmp_path):
+    model = write_chat_model(tmp_path / "model", template)
     path = tmp_path / "chats.jsonl"
     write_records(path, [{"turns": conversation(number)} for number in range(20)])
     words = [f"train.objective={JUDGED}", "train.batch_size=24", "generation.temperature=1.0"]
     config = own_config(model, path, *words, "generation.max_new_tokens=4", messages="turns")
     data = load_task_data(config)
     keys = keys_of(data.step_batch(config, 0))
-    assert len(set(keys)) == len(keys) == 24 == 2 * len(set(data.train.index.tolist()))
+    assert len(data.train) == 24 == 2 * len(set(data.train.index.tolist()))
+    assert len(set(keys)) == len(keys) == 24
     for prompt, example in zip(data.train.prompts, data.train.examples, strict=True):
         asked = data.reader.tokenizer.backend.decode(list(prompt))
         assert asked.endswith(f"{example.prompt}</s>\n<s>assistant\n")
