@@ -84,8 +84,7 @@ class ShardedModel:
         files: the weights there.
         ds_config: DeepSpeed's configuration.
         adapter: what a run trains instead of the weights, or None.
-        engine: DeepSpeed's engine, if there is one already: with tensor parallelism, it has split
-            the model.
+        engine: DeepSpeed's engine, which runs the model.
     """
 
     module: nn.Module
@@ -95,7 +94,7 @@ class ShardedModel:
     files: WeightFiles
     ds_config: Mapping[str, Any]
     adapter: Adapter | None
-    engine: Any = None
+    engine: Any
 
     def load_initial(self) -> None:
         """Set the weights to those before the first update, bit for bit. A collective."""
@@ -143,7 +142,6 @@ def load_sharded_model(
         adapter.attach(module, layout)
     aliases = parameter_names(module)
     freeze_all_but(trained, module, layout)
-    engine: Any = None
     splits: dict[nn.Parameter, Split] = {}
     if tensor_parallel_size(ds_config) > 1:
         assert not isinstance(adapter, PrefixAdapter), "a prefix needs ZeRO-3"
@@ -160,6 +158,8 @@ def load_sharded_model(
             num_parts = partition_size or distributed.world_size()
             quantize_parameters(module, quantized, bits, num_parts)
         zero3.shard_model(module, ds_config, partition_size)
+        blocks = list(module.get_submodule(layout.path).children())
+        engine = zero3.start_forward_engine(module, blocks, ds_config)
     shards = _shards_of(module, layout, parameter_ids(aliases), splits)
     weights = ShardedWeights(
         shards, aliases=aliases, precision=precision, has_adapter=bool(adapter)

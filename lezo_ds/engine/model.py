@@ -32,15 +32,14 @@ from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation, TrainedParameter
 from lezo_ds.journal import Journal
 from lezo_ds.noise import kernels_of
-from lezo_ds.sharding import zero3
 from lezo_ds.sharding.weights import WeightChanges
 from lezo_ds.zo.passes import Pass
 
 LAST_RESULT = "result of the step before"
 """The name of a claim about the step before, after which weights may differ already."""
 
-Parts = tuple[Any, PerturbedForward, ShardedModel]
-"""What makes an engine: DeepSpeed's, the forward pass, and the model with its shards."""
+Parts = tuple[PerturbedForward, ShardedModel]
+"""What makes an engine: the forward pass, and the model with its shards and DeepSpeed's engine."""
 
 
 class ModelEngine:
@@ -62,7 +61,7 @@ class ModelEngine:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._deepspeed, self._perturbed, self.sharded = parts
+        self._perturbed, self.sharded = parts
         self.module = self.sharded.module
         self.weights = self.sharded.weights
         self.layout = self.sharded.layout
@@ -126,7 +125,7 @@ class ModelEngine:
             The output at each probe of the perturbation, or one output at the weights themselves:
             logits, or new tokens if the micro-batch has `prompts`.
         """
-        call: Callable[..., Any] = self._deepspeed
+        call: Callable[..., Any] = self.sharded.engine
         if micro_batch.prompts is not None:
             call = partial(generate, self.module, micro_batch)
         return self._perturbed(micro_batch, perturbation, call)
@@ -164,7 +163,7 @@ class ModelEngine:
             [len(ids), vocabulary], in the dtype of the model.
         """
         input_ids = torch.tensor([list(ids)], device=self.device)
-        logits: Tensor = self._deepspeed(input_ids=input_ids).logits
+        logits: Tensor = self.sharded.engine(input_ids=input_ids).logits
         return logits[0]
 
     def save_checkpoint(self, save_dir: str | Path) -> Path:
@@ -324,12 +323,9 @@ def load_parts(
         trained=trained_part(zo) if zo else "all",
         bits=config.model.bits,
     )
-    blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
-    engine = sharded.engine
-    if engine is None:
-        engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     if zo is None:
-        return engine, PerturbedForward(sharded.module, ()), sharded
+        return PerturbedForward(sharded.module, ()), sharded
+    blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     trainable = [
         TrainedParameter(shard.name, shard.parameter, shard.block, shard.computed)
         for shard in sharded.weights.shards
@@ -342,4 +338,4 @@ def load_parts(
         directions=directions,
         shares_start=trained_part(zo) != "all",
     )
-    return engine, perturbed, sharded
+    return perturbed, sharded

@@ -96,7 +96,7 @@ def find_blocks(model: nn.Module) -> BlockLayout:
         is_outermost = not any(path.startswith(other + ".") for other in lists)
         has_one_class = len({type(block) for block in blocks}) == 1
         if is_outermost and has_one_class:
-            sizes[path] = sum(map(_numel, blocks.parameters()))
+            sizes[path] = sum(parameter.numel() for parameter in blocks.parameters())
     if not any(sizes.values()):
         raise UserError(
             f"no transformer blocks in {type(model).__name__}: no list of like modules has "
@@ -105,11 +105,6 @@ def find_blocks(model: nn.Module) -> BlockLayout:
         )
     largest = max(sizes, key=sizes.__getitem__)
     return BlockLayout(largest, num_blocks=len(lists[largest]))
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    # A parameter that ZeRO-3 has sharded is empty. DeepSpeed keeps its full size in ds_numel.
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def freeze_all_but(part: TrainedPart, model: nn.Module, layout: BlockLayout) -> None:
