@@ -327,7 +327,7 @@ def load_parts(
         return PerturbedForward(sharded.module, ()), sharded
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     trainable = [
-        TrainedParameter(shard.name, shard.parameter, shard.block, shard.computed)
+        TrainedParameter(shard.parameter, shard.block, shard.computed)
         for shard in sharded.weights.shards
         if shard.is_trained
     ]

@@ -87,9 +87,8 @@ class DenseDirections(Directions):
         updates: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        if targets:
-            kernels = self.kernels_of(targets[0].values.device)
-            kernels.update(self.law.entries, targets, updates, precision)
+        kernels = self.kernels_of(targets[0].values.device)
+        kernels.update(self.law.entries, targets, updates, precision)
 
 
 def with_opposites(probes: Sequence[KeyedProbe]) -> Iterator[Sequence[KeyedProbe]]:

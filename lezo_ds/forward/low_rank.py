@@ -28,9 +28,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
@@ -84,8 +84,6 @@ class LowRankDirections(Directions):
         precision: UpdatePrecision,
     ) -> None:
         """Apply updates: theta * factor - delta for each step, which is rounded once."""
-        if not targets:
-            return
         device = targets[0].values.device
         kernels = self.kernels_of(device)
         rank = self.law.rank
@@ -129,16 +127,12 @@ class LowRankPerturber(Perturber):
         self._vectors_of = partial(directions.vectors, device=batch.device)
         self._rank = directions.law.rank
         probes = perturbation.probes
-        number_of: dict[int, int] = {}  # of the direction with a key
-        for probe in probes:
-            for key in probe.keys:
-                number_of.setdefault(key, len(number_of))
-        self._keys = list(number_of)
-        numbers = [[number_of[key] for key in probe.keys] for probe in probes]
+        keys = np.array([probe.keys for probe in probes], dtype=np.uint64)  # [probes, groups]
+        self._keys = list(dict.fromkeys(keys.ravel().tolist()))
+        is_own = torch.from_numpy(keys[..., None] == np.array(self._keys, dtype=np.uint64))
         scales = torch.tensor([probe.scale for probe in probes], dtype=torch.float64)
         self._scale = float(scales.abs().max())
         signs = scales / (self._scale or 1.0)  # +1 or -1 if all scales are equal
-        is_own = one_hot(torch.tensor(numbers), len(self._keys)) > 0
         self._signs = torch.where(is_own, signs[:, None, None], 0.0)  # [probes, groups, directions]
         self._keeps_vectors = batch.prompts is not None
         self._token_examples = batch.token_examples

@@ -50,7 +50,7 @@ class PerturbedForward:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         trainable: Sequence[TrainedParameter],
         blocks: Sequence[nn.Module] = (),
         *,
@@ -59,16 +59,14 @@ class PerturbedForward:
     ) -> None:
         assert not shares_start or all(entry.block < len(blocks) for entry in trainable)
         entries = {entry.parameter: entry for entry in trainable}
-        self._model: Any = model
+        self._model = model
         self._num_blocks = len(blocks)
         self._shares_start = shares_start
         self.directions = directions
         self._runs_linear_modules = directions is None or directions.runs_linear_modules
         self._state = PassState(blocks)
-        config: Any = getattr(model, "config", None)
-        self._has_rope_limit = config is not None and rope_limit(config) is not None
-        get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-        head = get_head()
+        self._has_rope_limit = rope_limit(model.config) is not None
+        head = model.get_output_embeddings()
         for unit, modules in self._units(blocks).items():
             places = places_in(modules, entries)
             if unit is head:

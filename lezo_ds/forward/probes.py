@@ -184,13 +184,11 @@ class TrainedParameter(NamedTuple):
     """A parameter that may be perturbed.
 
     Attributes:
-        name: in the model.
         parameter: holds theta while a module that reads it runs.
         block: index of its transformer block, or of its group of layers outside the blocks.
         elements: those that modules compute with on this rank.
     """
 
-    name: str
     parameter: nn.Parameter
     block: int
     elements: Elements

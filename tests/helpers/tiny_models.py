@@ -115,7 +115,7 @@ def tunable(model, only=None):
     ids = parameter_ids(name for name, _ in model.named_parameters())
     return [
         TrainedParameter(
-            name, parameter, layout.block_of(name), Elements.all_of(ids[name], parameter.shape)
+            parameter, layout.block_of(name), Elements.all_of(ids[name], parameter.shape)
         )
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and (only is None or name in only)

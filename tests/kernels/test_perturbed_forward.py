@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model, tunable
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
@@ -58,7 +59,8 @@ def reference(model, trainable, change, dtype=torch.float32):
     # A copy of a wrapped model would run the original's modules.
     assert not any("forward" in vars(module) for module in model.modules())
     (probe,) = change.probes
-    names = {entry.name: entry for entry in trainable}
+    entries = {entry.parameter: entry for entry in trainable}
+    names = {name: entries[p] for name, p in model.named_parameters() if p in entries}
     norms = {path for path, module in model.named_modules() if is_norm(module)}
     perturbed = copy.deepcopy(model).to(dtype)
     originals = dict(model.named_parameters())
@@ -259,9 +261,10 @@ def test_a_16_bit_norm_is_computed_with_float32_vectors_that_keep_the_perturbati
     trainable = []
     for parameter_id, name in enumerate(only):
         elements = Elements.all_of(parameter_id, (16,))
-        trainable.append(TrainedParameter(name, getattr(norm, name), 99, elements))
+        trainable.append(TrainedParameter(getattr(norm, name), 99, elements))
         vectors[name] += 1e-3 * draw("normal", SEED, parameter_id, 0, 16)
     model, batch = nn.Sequential(norm), MicroBatch({"input": HIDDEN}, len(HIDDEN))
+    model.config, model.get_output_embeddings = LlamaConfig(), lambda: None
     perturbed = PerturbedForward(model, trainable, directions=DIRECTIONS)
     plus, _ = run(perturbed, model, batch, perturbation(BOTH, scale=1e-3))
     assert torch.equal(plus, F.layer_norm(HIDDEN.float(), (16,), **vectors).bfloat16())
