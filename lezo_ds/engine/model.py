@@ -15,7 +15,6 @@ from lezo_ds.agreement import Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.checkpoints.snapshots import Card, load_snapshot, snapshot_path, write_snapshot
 from lezo_ds.config import (
-    PeftConfig,
     RunConfig,
     ZoConfig,
     check_partition,
@@ -286,12 +285,7 @@ def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
         )
 
 
-def load_parts(
-    config: RunConfig,
-    ds_config: Mapping[str, Any],
-    peft: PeftConfig | None,
-    zo: ZoConfig | None,
-) -> Parts:
+def load_parts(config: RunConfig, ds_config: Mapping[str, Any], zo: ZoConfig | None) -> Parts:
     """Load a model sharded over all ranks, and return what an engine is made of. A collective.
 
     Each rank reads only its own slices of the weights. No rank ever holds the whole model.
@@ -299,7 +293,6 @@ def load_parts(
     Args:
         config: of a run, or of a model.
         ds_config: DeepSpeed's JSON, completed.
-        peft: the adapter that the model has, or None.
         zo: of training, of which the law of directions, the trained part of the weights and the
             precision of updates count. None perturbs and updates no weight.
     """
@@ -312,17 +305,7 @@ def load_parts(
         kernels_of(distributed.device())
         if offloads_weights(ds_config):
             kernels_of(torch.device("cpu"))
-    sharded = load_sharded_model(
-        config.model.path,
-        ds_config=ds_config,
-        dtype=config.model.dtype,
-        precision=zo.update_precision if zo else None,
-        seed=config.seed,
-        peft=peft,
-        partition_size=config.partition_size,
-        trained=trained_part(zo) if zo else "all",
-        bits=config.model.bits,
-    )
+    sharded = load_sharded_model(config, ds_config, zo)
     if zo is None:
         return PerturbedForward(sharded.module, ()), sharded
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
