@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.sharding.gather import used_together
 from lezo_ds.sharding.quantization import GROUP
 from lezo_ds.sharding.tensor_parallel import is_linear
 from lezo_ds.zo.laws import TrainedPart
@@ -171,23 +170,3 @@ def key_value_shape(decoder: Any) -> tuple[int, int]:
     num_heads = getattr(decoder, "num_attention_heads", None) or 1
     width = getattr(decoder, "head_dim", None) or decoder.hidden_size // num_heads
     return getattr(decoder, "num_key_value_heads", None) or num_heads, width
-
-
-class GatherSizes(NamedTuple):
-    """Numbers of elements that are gathered at a time: a block, or a module outside the blocks.
-
-    Attributes:
-        largest: of the largest of these, without tied parameters.
-        tied: of the parameters that several of these use. They stay gathered until a pass ends.
-    """
-
-    largest: int
-    tied: int
-
-
-def gather_sizes(model: nn.Module, layout: BlockLayout) -> GatherSizes:
-    """Return the sizes of what is gathered at a time from a model that is not sharded yet."""
-    blocks = list(model.get_submodule(layout.path).children())
-    used_by, tied = used_together(modules_of_text(model).values(), blocks)
-    sizes = [sum(parameter.numel() for parameter in set(used) - tied) for used in used_by.values()]
-    return GatherSizes(max(sizes), tied=sum(parameter.numel() for parameter in tied))

@@ -6,7 +6,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_all_but, gather_sizes
+from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_all_but
+from lezo_ds.tools.memory_plan import gather_sizes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,6 +66,6 @@ def test_the_largest_part_is_a_block_or_a_larger_module_outside(family):
     head = sum(p.numel() for p in model.get_output_embeddings().parameters())
     assert head > block
     is_tied = weight is model.get_input_embeddings().weight
-    tied = weight.numel() if is_tied else 0
     # A tied embedding stays gathered in a pass, and counts on its own.
-    assert gather_sizes(model, layout) == (block if is_tied else head, tied)
+    expected = (block, weight.numel()) if is_tied else (head, 0)
+    assert gather_sizes(model, model.get_submodule(layout.path)) == expected
