@@ -32,7 +32,6 @@ from lezo_ds.forward.probes import Perturbation, TrainedParameter
 from lezo_ds.journal import Journal
 from lezo_ds.noise import kernels_of
 from lezo_ds.sharding.weights import WeightChanges
-from lezo_ds.zo.passes import Pass
 
 LAST_RESULT = "result of the step before"
 """The name of a claim about the step before, after which weights may differ already."""
@@ -210,14 +209,6 @@ class ModelEngine:
         else:
             load_snapshot(self.sharded, snapshot)
         self.global_steps = step
-
-    def passes_of_rank(self, rank: int, passes: Sequence[Pass]) -> list[Pass]:
-        """Return those of a step's passes that a rank runs.
-
-        Raises:
-            UserError: the ranks of this launch cannot share them evenly.
-        """
-        return self.workers.passes_of(rank // self.tensor_parallel, passes)
 
     def sum_losses(self, losses: Tensor, batch: StepBatch, claims: Claims) -> list[float]:
         """Sum the losses of a step, check that ranks agree, and collect the votes. A collective.

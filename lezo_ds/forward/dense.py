@@ -199,17 +199,10 @@ def widen_norm(norm: nn.Module) -> None:
 
     @wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: value for name, value in table.items() if value is not None}
-        if all(value.dtype == dtype for value in own.values()):
+        if all(vector is None or vector.dtype == dtype for vector in table.values()):
             return own_forward(*args, **kwargs)
-        wide_args = map(_wide, args)
         wide_kwargs = {name: _wide(value) for name, value in kwargs.items()}
-        for name, value in own.items():
-            table[name] = _wide(value)
-        try:
-            return own_forward(*wide_args, **wide_kwargs).to(dtype)
-        finally:
-            table.update(own)
+        return own_forward(*map(_wide, args), **wide_kwargs).to(dtype)
 
     if dtype != torch.float32:
         norm.forward = forward

@@ -57,11 +57,9 @@ class PerturbedForward:
         directions: Directions | None = None,
         shares_start: bool = False,
     ) -> None:
-        assert not shares_start or all(entry.block < len(blocks) for entry in trainable)
         entries = {entry.parameter: entry for entry in trainable}
         self._model = model
-        self._num_blocks = len(blocks)
-        self._shares_start = shares_start
+        self._sharing = blocks if shares_start else ()
         self.directions = directions
         self._runs_linear_modules = directions is None or directions.runs_linear_modules
         self._state = PassState(blocks)
@@ -73,7 +71,7 @@ class PerturbedForward:
                 head.forward = SelectingHead(head, self._state, places).forward
             elif places:
                 self._state.wrap(unit, places)
-        for index, block in enumerate(blocks if shares_start else ()):
+        for index, block in enumerate(self._sharing):
             self._state.share(block, index)
         model.register_forward_pre_hook(self._note_rows, with_kwargs=True)
         # Whether the model returns what its head returns. Some scale or cap the logits first; the
@@ -133,8 +131,8 @@ class PerturbedForward:
             if wanted.probes:
                 assert self.directions is not None, "a model that is perturbed has directions"
                 state.perturber = self.directions.start_pass(state, wanted, batch)
-            if self._shares_start and num_copies > 1 and not writes_answers:
-                perturbed = set(range(self._num_blocks)) - wanted.dropped_layers
+            if num_copies > 1 and not writes_answers:
+                perturbed = set(range(len(self._sharing))) - wanted.dropped_layers
                 state.num_equal_blocks = min(perturbed, default=0)
             output = call(**inputs)
             of_head = state.log_probabilities
