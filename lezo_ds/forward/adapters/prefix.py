@@ -28,6 +28,7 @@ from lezo_ds import distributed
 from lezo_ds.errors import UserError
 from lezo_ds.forward.answer_cache import cache_name
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, key_value_shape
+from lezo_ds.sharding.shards import Shard
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import prefix_key
 
@@ -96,7 +97,7 @@ class PrefixAdapter:
             self._fill_from(weights, shards[attention.prefix.value], states.values)
         _switch_on(model)
 
-    def _fill_from(self, weights: ShardedWeights, shard: Any, states: Tensor) -> None:
+    def _fill_from(self, weights: ShardedWeights, shard: Shard, states: Tensor) -> None:
         """Fill this rank's shard of a prefix with keys or values [1, heads, vectors, width]."""
         if states.shape[1:] != shard.shape:
             raise UserError(
@@ -104,7 +105,8 @@ class PrefixAdapter:
                 f"(heads, vectors, width), not {shard.shape}",
                 fix=f"{_FIX}, or reduce peft.prefix_length",
             )
-        weights.fill(shard, shard.own_elements(states))
+        indices = shard.elements.region.indices(0, shard.count, states.device)
+        weights.fill(shard, states.reshape(-1)[indices])
 
     def write_config(self, directory: Path, base_model: str) -> None:
         """Write what `load_prefix` needs besides the vectors."""
