@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds.errors import UserError
+from lezo_ds.zo.estimators import add_in_order
 
 Tensors = Mapping[str, Tensor]
 """Tensors by name."""
@@ -236,4 +237,4 @@ class StepBatch:
     @cached_property
     def total_weight(self) -> float:
         """What the summed losses of a probe are divided by."""
-        return float(sum(self.weights))
+        return add_in_order(self.weights)
