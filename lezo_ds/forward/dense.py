@@ -133,16 +133,24 @@ class DensePerturber(Perturber):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
+        current = self.state.current
+        has_copies = current.num_copies > 1
         if type(module).forward in LOOKUP_FORWARDS:
             # An embedding: perturb only the rows that its tokens read.
             (ids,) = [*args, *kwargs.values()]  # nn.Embedding calls its argument `input`
+            if has_copies and ids.shape == (current.tokens,):
+                ids = ids[None]  # positions, which all rows share
             run = partial(self.rows_of, active[0])
             return look_up(module, ids, lambda own: self.state.run_each_probe(run, [own], {}))
-        copies = self._copies(module, active, self.state.current.probes)
+        copies = self._copies(module, active, current.probes)
 
         def run_probe(*args: Any, **kwargs: Any) -> Any:
             with _swapped(active, next(copies)):
-                return own_forward(*args, **kwargs)
+                output = own_forward(*args, **kwargs)
+            # An embedding [tokens, width] is that of positions, which all rows share.
+            if has_copies and isinstance(module, nn.Embedding) and output.dim() == 2:
+                return output[None]
+            return output
 
         return self.state.run_each_probe(run_probe, args, kwargs)
 

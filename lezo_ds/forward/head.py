@@ -68,7 +68,7 @@ class SelectingHead:
             return self._run(self._logits, hidden.contiguous())
         # The head may run inside a module that already runs on one of the copies.
         current = state.current
-        of_copies = hidden.unflatten(0, (current.num_copies, -1))
+        of_copies = hidden.view(current.num_copies, -1, *hidden.shape[1:])
         wanted = of_copies[:, selection.rows, selection.positions]
         state.current = replace(current, rows=len(selection.rows), tokens=1)
         output = self._selected(selection, wanted.flatten(0, 1))

@@ -24,7 +24,7 @@ programs and all layouts give the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -135,6 +135,7 @@ class LowRankPerturber(Perturber):
         of_groups = torch.where(is_own, signs[:, None, None], 0.0)  # [probes, groups, directions]
         # Neither has `self`, so that all is freed with the last reference to it.
         self._signs_of = cache(partial(_signs_of_tokens, of_groups, self._rank, batch))
+        self._vectors: Callable[..., tuple[Tensor, Tensor]]
         self._vectors = partial(_vectors, directions, different, batch.device)
         if batch.prompts is not None:
             self._vectors = cache(self._vectors)

@@ -104,16 +104,26 @@ class Perturbation:
         """Return the part of a value that belongs to one copy.
 
         A tensor without a dimension of all rows is the same for all of them. Such are tensors
-        [1, ...], for example of positions. Values that are no tensors stay as they are.
+        [1, ...], for example of positions. Position ids [tokens], masks [tokens, tokens] and biases
+        [heads, 1, positions] show by their values that they are no rows. Values that are no tensors
+        stay as they are.
         """
         if isinstance(value, UserDict):
             return type(value)(tree_map(partial(self._take, index), dict(value)))
         if not isinstance(value, Tensor):
             return value
         num_copies = len(self.probes)
-        dimension = _dimension_of_rows(value, num_copies * self.rows, self.tokens)
+        num_rows = num_copies * self.rows
+        dimension = _dimension_of_rows(value, num_rows, self.tokens)
         if dimension is None:
             return value
+        is_of_tokens = value.shape in ((self.tokens,), (self.tokens, self.tokens))
+        is_bias = value.shape == (num_rows, 1, value.shape[-1]) and self.tokens > 1
+        if is_of_tokens or is_bias:
+            # Those of rows follow from the inputs, of which all copies have the same.
+            first, *others = value.chunk(num_copies)
+            if not all(torch.equal(first, other) for other in others):
+                return value
         size = value.shape[dimension] // num_copies
         return value.narrow(dimension, index * size, size)
 
@@ -127,10 +137,7 @@ class Perturbation:
             return torch.cat(parts, dimension)
         shape = tuple(first.shape)
         if len(first) == 1:  # made of tensors that all rows share
-            shape = (self.rows, *first.shape[1:])
-        elif first.dim() == 2 and len(first) == self.tokens:
-            # Positions of all rows, [tokens, width], are added to [rows, tokens, width].
-            shape = (self.rows, *first.shape)
+            shape = (self.rows, *shape[1:])
         return torch.cat([part.expand(shape) for part in parts])
 
 

@@ -4,8 +4,10 @@ import copy
 from dataclasses import replace
 
 import pytest
+import tiny_models
 import torch
 from eager_noise import draw
+from family_models import small_config
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model, tunable
 from torch import nn
@@ -228,6 +230,17 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     expected = expected_logits(model, trainable, batch, change)
     perturbed = wrapped(model, trainable, shares_start=is_shared)
     assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2, TOKENS // 2, TOKENS])
+@pytest.mark.parametrize("family", ["bart", "blenderbot", "ctrl", "mpt"])
+def test_what_heads_or_positions_have_is_not_cut_for_rows(family, rows):
+    model, batch = tiny_models.random_model(small_config(family)), token_batch(rows=rows)
+    model.config.use_cache = False
+    trainable = tunable(model)
+    expected = expected_logits(model, trainable, batch, perturbation(BOTH))
+    found = run(wrapped(model, trainable), model, batch, perturbation(BOTH))
+    assert_equal_to_rounding(found, expected)
 
 
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():

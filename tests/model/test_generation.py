@@ -227,13 +227,13 @@ def test_a_stop_of_several_tokens_is_found_at_the_token_that_completes_it(ids, s
     assert [*found, True].index(True) == [*expected, True].index(True)
 
 
-def passes_of_rank(directory, partition_size):
-    """Return how many forward passes this rank runs to write 2 tokens on rank 0 and 6 on rank 1."""
-    engine = start_engine(directory, num_ranks=2, partition_size=partition_size)
-    settings = GenerationSettings((2, 6)[engine.global_rank], (), PAD)
-    passes = []
+def passes_of_rank(directory, partition_size, numbers=(2, 6), lengths=(3, 3), num_common=0):
+    """Return how many tokens this rank writes to a prompt of its length, and in how many passes."""
+    engine, passes = start_engine(directory, num_ranks=2, partition_size=partition_size), []
+    settings = GenerationSettings(numbers[engine.global_rank], (), PAD)
     engine.module.register_forward_pre_hook(lambda *_: passes.append(1))
-    tokens = engine.forward(prompt_batch([(5, 6, 7)], settings))
+    prompts = prompts_of((lengths[engine.global_rank],))
+    tokens = engine.forward(prompt_batch(prompts, settings, num_common))
     return tokens.shape[1], len(passes)
 
 

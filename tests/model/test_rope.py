@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 from ranks import run_ranks
-from test_generation import prompts_of
+from test_generation import passes_of_rank, prompts_of
 from tiny_models import VOCABULARY, greedy, random_model
-from tiny_runs import start_engine, write_model
+from tiny_runs import write_model
 from transformers import LlamaConfig, Phi3Config, PhimoeConfig
 
 from lezo_ds.checkpoints.checkpoint import build_on_meta
@@ -71,20 +71,11 @@ def test_an_answer_that_passes_the_limit_is_that_of_whole_passes(family):
     assert answers == expected
 
 
-def passes_of_rank(directory):
-    """Return how many passes this rank runs to write 2 tokens: those of rank 1 pass the limit."""
-    engine, passes = start_engine(directory, num_ranks=2), []
-    engine.module.register_forward_pre_hook(lambda *_: passes.append(1))
-    prompt = prompts_of(((6, LIMIT - 1)[engine.global_rank],))[0]
-    settings = GenerationSettings(max_new_tokens=2, stop_ids=(), pad_id=1)
-    engine.forward(prompt_batch([prompt, (*prompt, 5)], settings, num_common=4))
-    return len(passes)
-
-
 @pytest.mark.distributed
 def test_ranks_read_what_prompts_share_apart_only_if_no_answer_passes_the_limit(tmp_path):
     write_model(CONFIGS["llama"], tmp_path)
-    assert run_ranks(passes_of_rank, 2, tmp_path, timeout=60.0) == [2, 2]
+    settings = (None, (2, 2), (6, LIMIT - 1), 4)
+    assert run_ranks(passes_of_rank, 2, tmp_path, *settings, timeout=60.0) == [(2, 2), (2, 2)]
 
 
 def test_short_texts_share_rows_and_the_model_that_a_run_builds_turns_each_row_by_its_length():
