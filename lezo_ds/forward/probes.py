@@ -172,7 +172,8 @@ def _dimension_of_rows(value: Tensor, num_rows: int, num_tokens: int) -> int | N
         return None
     length, *others = value.shape
     has_rows_second = len(others) == 3 and others[:2] == [num_rows, num_tokens]
-    if has_rows_second and length == num_rows > 1:
+    # The weights of attention, [rows, heads, tokens, tokens], may have as many heads as rows.
+    if has_rows_second and length == num_rows > 1 and others[2] != num_tokens:
         raise UserError(
             f"a tensor {list(value.shape)} of a block may have its {num_rows} rows in two "
             "dimensions",
