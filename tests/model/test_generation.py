@@ -111,19 +111,17 @@ def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
 CASES = [("opt", False, 3), ("llama", True, 0), ("llama", True, 3), ("mistral", False, 3)]
 
 
-@pytest.mark.parametrize(("family", "shares_start", "num_common"), [*CASES, ("gemma2", True, 3)])
-def test_all_probes_are_decoded_as_by_perturbed_models(
-    family, shares_start, num_common, monkeypatch
-):
+@pytest.mark.parametrize(("family", "is_shared", "num_common"), [*CASES, ("gemma2", True, 3)])
+def test_all_probes_are_decoded_as_by_perturbed_models(family, is_shared, num_common, monkeypatch):
     (model, settings), common = start(family), (7, 8, 9)[:num_common]
     prompts = [common + prompt for prompt in prompts_of()]
-    trainable, dropped = tunable(model, in_blocks(model)) if shares_start else tunable(model), (0,)
+    trainable, dropped = tunable(model, in_blocks(model)) if is_shared else tunable(model), (0,)
     signs = ((1,), (-1,), (2,))
     sides = [reference(model, trainable, perturbation(sign, dropped, SCALE)) for sign in signs]
     expected = [[plain(side, prompt, settings.stop_ids) for prompt in prompts] for side in sides]
     assert expected[0] != expected[1] != expected[2]
     num_rows, made = [], Counter()
-    perturbed = wrapped(model, trainable, shares_start=shares_start)
+    perturbed = wrapped(model, trainable, shares_start=is_shared)
     batch, kernels = prompt_batch(prompts, settings, num_common), kernels_of(CPU)
     perturb = kernels.perturb
     record_rows(blocks_of(model)[0], num_rows)
