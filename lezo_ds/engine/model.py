@@ -28,7 +28,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.directions import directions_of
 from lezo_ds.forward.perturbed_forward import PerturbedForward
-from lezo_ds.forward.probes import Perturbation, TrainedParameter
+from lezo_ds.forward.probes import AT_THETA, Perturbation, TrainedParameter
 from lezo_ds.journal import Journal
 from lezo_ds.noise import kernels_of
 from lezo_ds.sharding.weights import WeightChanges
@@ -113,10 +113,10 @@ class ModelEngine:
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits or new tokens of a micro-batch at the current weights. A collective."""
-        (outputs,) = self.run(to_device(micro_batch, self.device), None)
+        (outputs,) = self.run(to_device(micro_batch, self.device), AT_THETA)
         return outputs
 
-    def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
+    def run(self, micro_batch: MicroBatch, perturbation: Perturbation) -> tuple[Tensor, ...]:
         """Run one forward pass, or write answers, with inputs that are on the device. A collective.
 
         Returns:
@@ -129,13 +129,13 @@ class ModelEngine:
         return self._perturbed(micro_batch, perturbation, call)
 
     def losses_at(
-        self, batch: MicroBatch, perturbation: Perturbation | None, loss_function: LossFunction
+        self, batch: MicroBatch, perturbation: Perturbation, loss_function: LossFunction
     ) -> list[Tensor]:
         """Return the summed loss of each example of a micro-batch at each probe. A collective.
 
         Args:
             batch: on any device.
-            perturbation: the probes; None for one pass at the weights themselves.
+            perturbation: the probes, or `AT_THETA`.
             loss_function: (logits or generated tokens, micro-batch) -> losses, [examples].
         """
         batch = to_device(batch, self.device)

@@ -23,7 +23,6 @@ from lezo_ds.forward.dense import widen_norm
 from lezo_ds.forward.directions import Directions, PassState
 from lezo_ds.forward.head import SelectingHead, target_log_probabilities
 from lezo_ds.forward.probes import (
-    AT_THETA,
     Args,
     Kwargs,
     Perturbation,
@@ -93,14 +92,14 @@ class PerturbedForward:
     def __call__(
         self,
         batch: MicroBatch,
-        perturbation: Perturbation | None,
+        perturbation: Perturbation,
         call: Callable[..., Any],
     ) -> tuple[Tensor, ...]:
         """Run one pass.
 
         Args:
             batch: of one copy, on the device of the model.
-            perturbation: the probes, or None for one pass at theta.
+            perturbation: the probes, or `AT_THETA`.
             call: runs the model, (**inputs) -> its output or a tensor of new tokens.
 
         Returns:
@@ -108,13 +107,12 @@ class PerturbedForward:
             selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
             it selects, [targets]; or new tokens, int64 [rows, tokens].
         """
-        wanted = perturbation or AT_THETA
-        num_copies = wanted.num_copies
+        num_copies = perturbation.num_copies
         writes_answers = batch.prompts is not None
-        if writes_answers and wanted.probes:
-            self._assert_rows_keep_their_directions(wanted)
+        if writes_answers and perturbation.probes:
+            self._assert_rows_keep_their_directions(perturbation)
             if num_copies > 1 and not self._runs_linear_modules:
-                return tuple(self(batch, single, call)[0] for single in wanted.one_by_one())
+                return tuple(self(batch, single, call)[0] for single in perturbation.one_by_one())
         selection = batch.selection
         targets = None if selection is None else selection.targets
         if targets is not None and not self._ends_with_head:
@@ -126,13 +124,13 @@ class PerturbedForward:
         own_inputs = own_positions(batch) if self._has_rope_limit else batch.inputs
         inputs = {name: torch.cat([value] * num_copies) for name, value in own_inputs.items()}
         try:
-            state.current = wanted
+            state.current = perturbation
             state.selection = selection
-            if wanted.probes:
+            if perturbation.probes:
                 assert self.directions is not None, "a model that is perturbed has directions"
-                state.perturber = self.directions.start_pass(state, wanted, batch)
+                state.perturber = self.directions.start_pass(state, perturbation, batch)
             if num_copies > 1 and not writes_answers:
-                perturbed = set(range(len(self._sharing))) - wanted.dropped_layers
+                perturbed = set(range(len(self._sharing))) - perturbation.dropped_layers
                 state.num_equal_blocks = min(perturbed, default=0)
             output = call(**inputs)
             of_head = state.log_probabilities

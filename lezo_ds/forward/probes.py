@@ -142,6 +142,7 @@ class Perturbation:
 
 
 AT_THETA = Perturbation(())
+"""One pass at the weights themselves."""
 
 
 def _left_in(kwargs: Kwargs) -> list[UserDict[Any, Any]]:
@@ -202,9 +203,6 @@ class TrainedParameter(NamedTuple):
     elements: Elements
 
 
-Trainable = Mapping[nn.Parameter, TrainedParameter]
-
-
 class Place(NamedTuple):
     """Where a trained parameter is read. A tied parameter is read in several places.
 
@@ -223,7 +221,9 @@ class Place(NamedTuple):
     dtype_of_copies: torch.dtype
 
 
-def places_in(modules: Iterable[nn.Module], trainable: Trainable) -> list[Place]:
+def places_in(
+    modules: Iterable[nn.Module], trainable: Mapping[nn.Parameter, TrainedParameter]
+) -> list[Place]:
     """Return where some modules read trained parameters of their own."""
     places = []
     for module in modules:

@@ -17,6 +17,7 @@ from lezo_ds.data.generation import generate, prompt_batch
 from lezo_ds.data.packing import can_pack
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.forward.probes import AT_THETA
 from lezo_ds.forward.rope import rope_limit, rotate_each_row
 
 LIMIT = 16
@@ -53,7 +54,7 @@ def test_a_text_has_the_logits_that_it_has_alone(family):
             expected.append(plain(torch.tensor([example.sequences[0][:-1]])).logits[0, -2:])
     rotate_each_row(model)
     with torch.no_grad():
-        (logits,) = PerturbedForward(model, ())(batch, None, model)
+        (logits,) = PerturbedForward(model, ())(batch, AT_THETA, model)
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -66,7 +67,7 @@ def test_an_answer_that_passes_the_limit_is_that_of_whole_passes(family):
     expected = [greedy(plain, prompt, 12, stop_ids=(2,)) for prompt in prompts]
     rotate_each_row(model)
     batch = prompt_batch(prompts, settings)
-    (found,) = PerturbedForward(model, ())(batch, None, partial(generate, model, batch))
+    (found,) = PerturbedForward(model, ())(batch, AT_THETA, partial(generate, model, batch))
     answers = [[token for token in row if token != 1] for row in found.tolist()]
     assert answers == expected
 
