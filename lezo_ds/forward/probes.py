@@ -104,9 +104,8 @@ class Perturbation:
         """Return the part of a value that belongs to one copy.
 
         A tensor without a dimension of all rows is the same for all of them. Such are tensors
-        [1, ...], for example of positions. Position ids [tokens], masks [tokens, tokens] and biases
-        [heads, 1, positions] show by their values that they are no rows. Values that are no tensors
-        stay as they are.
+        [1, ...], for example of positions. Position ids [tokens] and biases [heads, 1, positions]
+        show by their values that they are no rows. Values that are no tensors stay as they are.
         """
         if isinstance(value, UserDict):
             return type(value)(tree_map(partial(self._take, index), dict(value)))
@@ -117,9 +116,8 @@ class Perturbation:
         dimension = _dimension_of_rows(value, num_rows, self.tokens)
         if dimension is None:
             return value
-        is_of_tokens = value.shape in ((self.tokens,), (self.tokens, self.tokens))
         is_bias = value.shape == (num_rows, 1, value.shape[-1]) and self.tokens > 1
-        if is_of_tokens or is_bias:
+        if value.dim() == 1 or is_bias:
             # Those of rows follow from the inputs, of which all copies have the same.
             first, *others = value.chunk(num_copies)
             if not all(torch.equal(first, other) for other in others):
