@@ -396,8 +396,7 @@ def start_steps(word: str, inputs: Inputs) -> Callable[[], float]:
     directions = directions_of(make_law(zo))
     perturbed = shared._perturbed
     perturbed.directions = directions
-    parts = (shared._deepspeed, perturbed, shared.sharded)
-    engine = LezoEngine(parts, zo, shared.seed, num_steps)
+    engine = LezoEngine((perturbed, shared.sharded), zo, shared.seed, num_steps)
     layout = LAYOUTS[variant.kind]
 
     def step() -> float:
@@ -484,7 +483,7 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     engine = make_engine(config)
     batch = data.step_batch(config, 0)
     step = engine.plan_step(batch)
-    forward_pass = engine.passes_of_rank(distributed.rank(), step.passes)[0]
+    forward_pass = engine.workers.passes_of(engine.worker, step.passes)[0]
     prompts = to_device(batch[forward_pass.micro_batch], engine.device)
     if prompts.prompts is None:
         raise UserError("generate needs a recipe that trains on answers", fix="set train.objective")

@@ -26,7 +26,7 @@ from lezo_ds.checkpoints.checkpoint import (
     persistent_buffers,
     resolve_model,
 )
-from lezo_ds.config import PeftConfig
+from lezo_ds.config import RunConfig, ZoConfig, trained_part
 from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import (
@@ -45,8 +45,6 @@ from lezo_ds.sharding.quantized_shards import QuantizedFlatShard, QuantizedRecta
 from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, Split
 from lezo_ds.sharding.tensor_parallel import EMBEDDINGS
 from lezo_ds.sharding.weights import ShardedWeights
-from lezo_ds.zo.laws import TrainedPart
-from lezo_ds.zo.updates import UpdatePrecision
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +82,7 @@ class ShardedModel:
         files: the weights there.
         ds_config: DeepSpeed's configuration.
         adapter: what a run trains instead of the weights, or None.
-        engine: DeepSpeed's engine, if there is one already: with tensor parallelism, it has split
-            the model.
+        engine: DeepSpeed's engine, which runs the model.
     """
 
     module: nn.Module
@@ -95,7 +92,7 @@ class ShardedModel:
     files: WeightFiles
     ds_config: Mapping[str, Any]
     adapter: Adapter | None
-    engine: Any = None
+    engine: Any
 
     def load_initial(self) -> None:
         """Set the weights to those before the first update, bit for bit. A collective."""
@@ -106,27 +103,22 @@ class ShardedModel:
 
 
 def load_sharded_model(
-    model: str,
-    *,
-    ds_config: Mapping[str, Any],
-    dtype: str,
-    precision: UpdatePrecision | None,
-    seed: int = 0,
-    peft: PeftConfig | None = None,
-    partition_size: int | None = None,
-    trained: TrainedPart = "all",
-    bits: int | None = None,
+    config: RunConfig, ds_config: Mapping[str, Any], zo: ZoConfig | None
 ) -> ShardedModel:
     """Build a model, shard it and load the shards. A collective: each rank reads only its slices.
 
-    `lezo_ds.initialize` describes the arguments. `trained` is the part of the weights, or of
-    the adapter, that is trained. `precision` is how updates are stored; None if there are none.
-    `bits` quantizes the matrices of the blocks. Of 4 bits, they are not trained.
+    Args:
+        config: of a run, or of a model.
+        ds_config: DeepSpeed's JSON, completed.
+        zo: of training, of which the trained part of the weights, or of the adapter, and the
+            precision of updates count; None if nothing is updated.
 
     Raises:
-        UserError: this machine does not compute in `dtype`, or see `lezo_ds.initialize`.
+        UserError: this machine does not compute in the dtype, or see `lezo_ds.initialize`.
     """
-    if dtype == "fp16" and not distributed.supports_fp16():
+    model = config.model.path
+    bits = config.model.bits
+    if config.model.dtype == "fp16" and not distributed.supports_fp16():
         raise UserError(
             f"{model} has model.dtype=fp16, and this CPU has no fp16 arithmetic",
             fix="use a GPU, or a new run with model.dtype=bf16, or fp32, which keeps all bits",
@@ -135,15 +127,14 @@ def load_sharded_model(
         resolve_model(model)  # downloads it; the other ranks of the node then read the cache
     distributed.barrier()
     directory = resolve_model(model)
-    module, layout = build_checked(directory, dtype)
+    module, layout = build_checked(directory, config.model.dtype)
     base_files = open_weights(module, directory)
     quantized = quantized_matrices(module, layout) if bits else frozenset()
-    adapter = make_adapter(peft)
+    adapter = make_adapter(config.peft)
     if adapter is not None:
         adapter.attach(module, layout)
     aliases = parameter_names(module)
-    freeze_all_but(trained, module, layout)
-    engine: Any = None
+    freeze_all_but(trained_part(zo) if zo else "all", module, layout)
     splits: dict[nn.Parameter, Split] = {}
     if tensor_parallel_size(ds_config) > 1:
         assert not isinstance(adapter, PrefixAdapter), "a prefix needs ZeRO-3"
@@ -157,12 +148,17 @@ def load_sharded_model(
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
     else:
         if bits:
-            num_parts = partition_size or distributed.world_size()
+            num_parts = config.partition_size or distributed.world_size()
             quantize_parameters(module, quantized, bits, num_parts)
-        zero3.shard_model(module, ds_config, partition_size)
+        zero3.shard_model(module, ds_config, config.partition_size)
+        blocks = list(module.get_submodule(layout.path).children())
+        engine = zero3.start_forward_engine(module, blocks, ds_config)
     shards = _shards_of(module, layout, parameter_ids(aliases), splits)
     weights = ShardedWeights(
-        shards, aliases=aliases, precision=precision, has_adapter=bool(adapter)
+        shards,
+        aliases=aliases,
+        precision=zo.update_precision if zo else None,
+        has_adapter=bool(adapter),
     )
     weights.load(weights.base_shards, base_files)
     buffers = dict(persistent_buffers(module))
@@ -170,9 +166,9 @@ def load_sharded_model(
     hash_of_names = table_hash({shard.name: shard.shape for shard in shards})
     base = BaseModel(model, directory, fingerprint, hash_of_names, bits)
     if adapter is not None:
-        adapter.fill(weights, module, seed)
-        if peft is not None and peft.path is not None:
-            files = adapter_files(adapter, Path(peft.path), fix=MERGE_ONCE)
+        adapter.fill(weights, module, config.seed)
+        if config.peft.path is not None:
+            files = adapter_files(adapter, Path(config.peft.path), fix=MERGE_ONCE)
             weights.load(weights.adapter_shards, files)
             _warn_of_unread(files, weights.adapter_shards)
         weights.keep_initial()

@@ -195,10 +195,14 @@ def _continue(model: Any, prompts: Prompts, tensors: Tensors) -> Tensor:
         use_cache=has_cache,
     )
     cache = answer_cache(model, settings.max_new_tokens) if has_cache else None
-    if cache is not None:
-        if prompts.common_ids is not None and can_read_apart(model, width):
+    if prompts.common_ids is not None:
+        reads_apart = cache is not None and can_read_apart(model, width)
+        if runs_in_step(model):  # the prompts of another rank may be too long for it
+            reads_apart = all(distributed.gather_objects(reads_apart))
+        if reads_apart:
             common_ids = prompts.common_ids.to(inputs["input_ids"].device)
             inputs = read_prompts(model, common_ids, cache=cache, **inputs)
+    if cache is not None:
         inputs[cache_name(model)] = cache
     criteria = StoppingCriteriaList()
     has_ended = settings.has_ended

@@ -15,7 +15,6 @@ from lezo_ds.agreement import Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.checkpoints.snapshots import Card, load_snapshot, snapshot_path, write_snapshot
 from lezo_ds.config import (
-    PeftConfig,
     RunConfig,
     ZoConfig,
     check_partition,
@@ -29,18 +28,16 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.directions import directions_of
 from lezo_ds.forward.perturbed_forward import PerturbedForward
-from lezo_ds.forward.probes import Perturbation, TrainedParameter
+from lezo_ds.forward.probes import AT_THETA, Perturbation, TrainedParameter
 from lezo_ds.journal import Journal
 from lezo_ds.noise import kernels_of
-from lezo_ds.sharding import zero3
 from lezo_ds.sharding.weights import WeightChanges
-from lezo_ds.zo.passes import Pass
 
 LAST_RESULT = "result of the step before"
 """The name of a claim about the step before, after which weights may differ already."""
 
-Parts = tuple[Any, PerturbedForward, ShardedModel]
-"""What makes an engine: DeepSpeed's, the forward pass, and the model with its shards."""
+Parts = tuple[PerturbedForward, ShardedModel]
+"""What makes an engine: the forward pass, and the model with its shards and DeepSpeed's engine."""
 
 
 class ModelEngine:
@@ -62,7 +59,7 @@ class ModelEngine:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._deepspeed, self._perturbed, self.sharded = parts
+        self._perturbed, self.sharded = parts
         self.module = self.sharded.module
         self.weights = self.sharded.weights
         self.layout = self.sharded.layout
@@ -116,29 +113,29 @@ class ModelEngine:
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits or new tokens of a micro-batch at the current weights. A collective."""
-        (outputs,) = self.run(to_device(micro_batch, self.device), None)
+        (outputs,) = self.run(to_device(micro_batch, self.device), AT_THETA)
         return outputs
 
-    def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
+    def run(self, micro_batch: MicroBatch, perturbation: Perturbation) -> tuple[Tensor, ...]:
         """Run one forward pass, or write answers, with inputs that are on the device. A collective.
 
         Returns:
             The output at each probe of the perturbation, or one output at the weights themselves:
             logits, or new tokens if the micro-batch has `prompts`.
         """
-        call: Callable[..., Any] = self._deepspeed
+        call: Callable[..., Any] = self.sharded.engine
         if micro_batch.prompts is not None:
             call = partial(generate, self.module, micro_batch)
         return self._perturbed(micro_batch, perturbation, call)
 
     def losses_at(
-        self, batch: MicroBatch, perturbation: Perturbation | None, loss_function: LossFunction
+        self, batch: MicroBatch, perturbation: Perturbation, loss_function: LossFunction
     ) -> list[Tensor]:
         """Return the summed loss of each example of a micro-batch at each probe. A collective.
 
         Args:
             batch: on any device.
-            perturbation: the probes; None for one pass at the weights themselves.
+            perturbation: the probes, or `AT_THETA`.
             loss_function: (logits or generated tokens, micro-batch) -> losses, [examples].
         """
         batch = to_device(batch, self.device)
@@ -164,7 +161,7 @@ class ModelEngine:
             [len(ids), vocabulary], in the dtype of the model.
         """
         input_ids = torch.tensor([list(ids)], device=self.device)
-        logits: Tensor = self._deepspeed(input_ids=input_ids).logits
+        logits: Tensor = self.sharded.engine(input_ids=input_ids).logits
         return logits[0]
 
     def save_checkpoint(self, save_dir: str | Path) -> Path:
@@ -212,14 +209,6 @@ class ModelEngine:
         else:
             load_snapshot(self.sharded, snapshot)
         self.global_steps = step
-
-    def passes_of_rank(self, rank: int, passes: Sequence[Pass]) -> list[Pass]:
-        """Return those of a step's passes that a rank runs.
-
-        Raises:
-            UserError: the ranks of this launch cannot share them evenly.
-        """
-        return self.workers.passes_of(rank // self.tensor_parallel, passes)
 
     def sum_losses(self, losses: Tensor, batch: StepBatch, claims: Claims) -> list[float]:
         """Sum the losses of a step, check that ranks agree, and collect the votes. A collective.
@@ -287,12 +276,7 @@ def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
         )
 
 
-def load_parts(
-    config: RunConfig,
-    ds_config: Mapping[str, Any],
-    peft: PeftConfig | None,
-    zo: ZoConfig | None,
-) -> Parts:
+def load_parts(config: RunConfig, ds_config: Mapping[str, Any], zo: ZoConfig | None) -> Parts:
     """Load a model sharded over all ranks, and return what an engine is made of. A collective.
 
     Each rank reads only its own slices of the weights. No rank ever holds the whole model.
@@ -300,7 +284,6 @@ def load_parts(
     Args:
         config: of a run, or of a model.
         ds_config: DeepSpeed's JSON, completed.
-        peft: the adapter that the model has, or None.
         zo: of training, of which the law of directions, the trained part of the weights and the
             precision of updates count. None perturbs and updates no weight.
     """
@@ -313,25 +296,12 @@ def load_parts(
         kernels_of(distributed.device())
         if offloads_weights(ds_config):
             kernels_of(torch.device("cpu"))
-    sharded = load_sharded_model(
-        config.model.path,
-        ds_config=ds_config,
-        dtype=config.model.dtype,
-        precision=zo.update_precision if zo else None,
-        seed=config.seed,
-        peft=peft,
-        partition_size=config.partition_size,
-        trained=trained_part(zo) if zo else "all",
-        bits=config.model.bits,
-    )
-    blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
-    engine = sharded.engine
-    if engine is None:
-        engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
+    sharded = load_sharded_model(config, ds_config, zo)
     if zo is None:
-        return engine, PerturbedForward(sharded.module, ()), sharded
+        return PerturbedForward(sharded.module, ()), sharded
+    blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     trainable = [
-        TrainedParameter(shard.name, shard.parameter, shard.block, shard.computed)
+        TrainedParameter(shard.parameter, shard.block, shard.computed)
         for shard in sharded.weights.shards
         if shard.is_trained
     ]
@@ -342,4 +312,4 @@ def load_parts(
         directions=directions,
         shares_start=trained_part(zo) != "all",
     )
-    return engine, perturbed, sharded
+    return perturbed, sharded

@@ -188,7 +188,7 @@ class LezoEngine(ReplayEngine):
         """
         losses = torch.zeros(step.num_losses, dtype=torch.float64, device=self.device)
         dropped = frozenset(step.plan.dropped_layers)
-        for forward_pass in self.passes_of_rank(self.global_rank, step.passes):
+        for forward_pass in self.workers.passes_of(self.worker, step.passes):
             micro_batch = batch[forward_pass.micro_batch]
             perturbation = Perturbation(forward_pass.probes, dropped)
             step.add(losses, forward_pass, self.losses_at(micro_batch, perturbation, loss_function))

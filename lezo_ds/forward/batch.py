@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lezo_ds.errors import UserError
+from lezo_ds.zo.estimators import add_in_order
 
 Tensors = Mapping[str, Tensor]
 """Tensors by name."""
@@ -201,8 +202,7 @@ class StepBatch:
         self.num_examples = num_examples
         self.may_lack_losses = may_lack_losses
         self.read: set[int] = set()
-        self._build = build
-        self._built: dict[int, MicroBatch] = {}
+        self._build = cache(build)
 
     @classmethod
     def of(cls, batch: StepBatch | Sequence[MicroBatch]) -> StepBatch:
@@ -229,11 +229,9 @@ class StepBatch:
 
     def __getitem__(self, index: int) -> MicroBatch:
         self.read.add(index)
-        if index not in self._built:
-            micro_batch = self._build(index)
-            assert micro_batch.weight == self.weights[index]
-            self._built[index] = micro_batch
-        return self._built[index]
+        micro_batch = self._build(index)
+        assert micro_batch.weight == self.weights[index]
+        return micro_batch
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return (self[index] for index in range(len(self)))
@@ -241,4 +239,4 @@ class StepBatch:
     @cached_property
     def total_weight(self) -> float:
         """What the summed losses of a probe are divided by."""
-        return float(sum(self.weights))
+        return add_in_order(self.weights)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.sharding.gather import used_together
 from lezo_ds.sharding.quantization import GROUP
 from lezo_ds.sharding.tensor_parallel import is_linear
 from lezo_ds.zo.laws import TrainedPart
@@ -96,7 +95,7 @@ def find_blocks(model: nn.Module) -> BlockLayout:
         is_outermost = not any(path.startswith(other + ".") for other in lists)
         has_one_class = len({type(block) for block in blocks}) == 1
         if is_outermost and has_one_class:
-            sizes[path] = sum(map(_numel, blocks.parameters()))
+            sizes[path] = sum(parameter.numel() for parameter in blocks.parameters())
     if not any(sizes.values()):
         raise UserError(
             f"no transformer blocks in {type(model).__name__}: no list of like modules has "
@@ -105,11 +104,6 @@ def find_blocks(model: nn.Module) -> BlockLayout:
         )
     largest = max(sizes, key=sizes.__getitem__)
     return BlockLayout(largest, num_blocks=len(lists[largest]))
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    # A parameter that ZeRO-3 has sharded is empty. DeepSpeed keeps its full size in ds_numel.
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def freeze_all_but(part: TrainedPart, model: nn.Module, layout: BlockLayout) -> None:
@@ -176,23 +170,3 @@ def key_value_shape(decoder: Any) -> tuple[int, int]:
     num_heads = getattr(decoder, "num_attention_heads", None) or 1
     width = getattr(decoder, "head_dim", None) or decoder.hidden_size // num_heads
     return getattr(decoder, "num_key_value_heads", None) or num_heads, width
-
-
-class GatherSizes(NamedTuple):
-    """Numbers of elements that are gathered at a time: a block, or a module outside the blocks.
-
-    Attributes:
-        largest: of the largest of these, without tied parameters.
-        tied: of the parameters that several of these use. They stay gathered until a pass ends.
-    """
-
-    largest: int
-    tied: int
-
-
-def gather_sizes(model: nn.Module, layout: BlockLayout) -> GatherSizes:
-    """Return the sizes of what is gathered at a time from a model that is not sharded yet."""
-    blocks = list(model.get_submodule(layout.path).children())
-    used_by, tied = used_together(modules_of_text(model).values(), blocks)
-    sizes = [sum(parameter.numel() for parameter in set(used) - tied) for used in used_by.values()]
-    return GatherSizes(max(sizes), tied=sum(parameter.numel() for parameter in tied))

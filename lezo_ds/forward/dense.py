@@ -87,9 +87,8 @@ class DenseDirections(Directions):
         updates: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        if targets:
-            kernels = self.kernels_of(targets[0].values.device)
-            kernels.update(self.law.entries, targets, updates, precision)
+        kernels = self.kernels_of(targets[0].values.device)
+        kernels.update(self.law.entries, targets, updates, precision)
 
 
 def with_opposites(probes: Sequence[KeyedProbe]) -> Iterator[Sequence[KeyedProbe]]:
@@ -134,16 +133,24 @@ class DensePerturber(Perturber):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
+        current = self.state.current
+        has_copies = current.num_copies > 1
         if type(module).forward in LOOKUP_FORWARDS:
             # An embedding: perturb only the rows that its tokens read.
             (ids,) = [*args, *kwargs.values()]  # nn.Embedding calls its argument `input`
+            if has_copies and ids.shape == (current.tokens,):
+                ids = ids[None]  # positions, which all rows share
             run = partial(self.rows_of, active[0])
             return look_up(module, ids, lambda own: self.state.run_each_probe(run, [own], {}))
-        copies = self._copies(module, active, self.state.current.probes)
+        copies = self._copies(module, active, current.probes)
 
         def run_probe(*args: Any, **kwargs: Any) -> Any:
             with _swapped(active, next(copies)):
-                return own_forward(*args, **kwargs)
+                output = own_forward(*args, **kwargs)
+            # An embedding [tokens, width] is that of positions, which all rows share.
+            if has_copies and isinstance(module, nn.Embedding) and output.dim() == 2:
+                return output[None]
+            return output
 
         return self.state.run_each_probe(run_probe, args, kwargs)
 
@@ -200,17 +207,10 @@ def widen_norm(norm: nn.Module) -> None:
 
     @wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: value for name, value in table.items() if value is not None}
-        if all(value.dtype == dtype for value in own.values()):
+        if all(vector is None or vector.dtype == dtype for vector in table.values()):
             return own_forward(*args, **kwargs)
-        wide_args = map(_wide, args)
         wide_kwargs = {name: _wide(value) for name, value in kwargs.items()}
-        for name, value in own.items():
-            table[name] = _wide(value)
-        try:
-            return own_forward(*wide_args, **wide_kwargs).to(dtype)
-        finally:
-            table.update(own)
+        return own_forward(*map(_wide, args), **wide_kwargs).to(dtype)
 
     if dtype != torch.float32:
         norm.forward = forward

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.probes import AT_THETA, Args, Forward, Kwargs, Perturbation, Place
-from lezo_ds.noise import Kernels, UpdateTarget, kernels_of
+from lezo_ds.noise import Kernels, Updater, kernels_of
 from lezo_ds.zo.laws import PerturbationLaw
-from lezo_ds.zo.updates import Update, UpdatePrecision
 
 
 class PassState:
@@ -172,8 +171,8 @@ class Perturber(ABC):
         raise NotImplementedError
 
 
-class Directions(ABC):
-    """What a run does with the random directions of its law.
+class Directions(Updater):
+    """What a run does with the random directions of its law: perturb, and update.
 
     Attributes:
         law: says what a direction is.
@@ -201,21 +200,6 @@ class Directions(ABC):
             state: of the pass.
             perturbation: the probes, and the keys of their directions.
             batch: of one copy, on the device of the model.
-        """
-
-    @abstractmethod
-    def update(
-        self,
-        targets: Sequence[UpdateTarget],
-        updates: Sequence[Update],
-        precision: UpdatePrecision,
-    ) -> None:
-        """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
-
-        Args:
-            targets: on one device.
-            updates: of one step or of many.
-            precision: how 16-bit values are stored.
         """
 
 

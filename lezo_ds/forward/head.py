@@ -68,12 +68,10 @@ class SelectingHead:
             return self._run(self._logits, hidden.contiguous())
         # The head may run inside a module that already runs on one of the copies.
         current = state.current
-        num_copies = current.num_copies
-        rows_of_copy = len(hidden) // num_copies
-        rows = torch.cat([selection.rows + rows_of_copy * copy for copy in range(num_copies)])
-        positions = selection.positions.repeat(num_copies)
+        of_copies = hidden.view(current.num_copies, -1, *hidden.shape[1:])
+        wanted = of_copies[:, selection.rows, selection.positions]
         state.current = replace(current, rows=len(selection.rows), tokens=1)
-        output = self._selected(selection, hidden[rows, positions])
+        output = self._selected(selection, wanted.flatten(0, 1))
         state.current = current
         return output
 

@@ -24,13 +24,13 @@ programs and all layouts give the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
@@ -84,8 +84,6 @@ class LowRankDirections(Directions):
         precision: UpdatePrecision,
     ) -> None:
         """Apply updates: theta * factor - delta for each step, which is rounded once."""
-        if not targets:
-            return
         device = targets[0].values.device
         kernels = self.kernels_of(device)
         rank = self.law.rank
@@ -126,25 +124,21 @@ class LowRankPerturber(Perturber):
         batch: MicroBatch,
     ) -> None:
         super().__init__(state)
-        self._vectors_of = partial(directions.vectors, device=batch.device)
         self._rank = directions.law.rank
         probes = perturbation.probes
-        number_of: dict[int, int] = {}  # of the direction with a key
-        for probe in probes:
-            for key in probe.keys:
-                number_of.setdefault(key, len(number_of))
-        self._keys = list(number_of)
-        numbers = [[number_of[key] for key in probe.keys] for probe in probes]
+        keys = np.array([probe.keys for probe in probes], dtype=np.uint64)  # [probes, groups]
+        different = list(dict.fromkeys(keys.ravel().tolist()))
+        is_own = torch.from_numpy(keys[..., None] == np.array(different, dtype=np.uint64))
         scales = torch.tensor([probe.scale for probe in probes], dtype=torch.float64)
         self._scale = float(scales.abs().max())
         signs = scales / (self._scale or 1.0)  # +1 or -1 if all scales are equal
-        is_own = one_hot(torch.tensor(numbers), len(self._keys)) > 0
-        self._signs = torch.where(is_own, signs[:, None, None], 0.0)  # [probes, groups, directions]
-        self._keeps_vectors = batch.prompts is not None
-        self._token_examples = batch.token_examples
-        # By rows of a copy, and tokens of a row.
-        self._signs_of_tokens: dict[tuple[int, int], Tensor] = {}
-        self._kept: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        of_groups = torch.where(is_own, signs[:, None, None], 0.0)  # [probes, groups, directions]
+        # Neither has `self`, so that all is freed with the last reference to it.
+        self._signs_of = cache(partial(_signs_of_tokens, of_groups, self._rank, batch))
+        self._vectors: Callable[..., tuple[Tensor, Tensor]]
+        self._vectors = partial(_vectors, directions, different, batch.device)
+        if batch.prompts is not None:
+            self._vectors = cache(self._vectors)
 
     def run_module(
         self,
@@ -156,10 +150,18 @@ class LowRankPerturber(Perturber):
     ) -> Any:
         (place,) = active  # `blocks.freeze_all_but` leaves nothing else
         (inputs,) = [*args, *kwargs.values()]  # nn.Linear calls its argument `input`
-        of_inputs, of_outputs = self._vectors(place.trained, transposed=isinstance(module, Conv1D))
+        of_inputs, of_outputs = self._vectors(place.trained, isinstance(module, Conv1D))
         flat = inputs.reshape(-1, inputs.shape[-1])
         through = flat @ of_inputs.t()  # [N, directions * rank]
-        through *= self._signs_of(module, len(flat)).to(through.dtype)
+        current = self.state.current
+        num_tokens = current.num_copies * current.rows * current.tokens
+        if len(flat) != num_tokens:
+            raise UserError(
+                f"a {type(module).__name__} of this model runs on {len(flat)} of {num_tokens} "
+                "tokens, and zo.noise_rank needs all",
+                fix="set zo.noise_rank=0",
+            )
+        through *= self._signs_of(current.rows, current.tokens, through.dtype)
         scale = self._scale / math.sqrt(self._rank)
 
         def add_thin_products(output: Tensor) -> None:
@@ -168,54 +170,52 @@ class LowRankPerturber(Perturber):
 
         return add_before_sum(module, own_forward, inputs, add_thin_products)
 
-    def _vectors(self, weight: TrainedParameter, *, transposed: bool) -> tuple[Tensor, Tensor]:
-        """Return the vectors of all directions that meet inputs, and those that meet outputs.
 
-        Each is [directions * rank, inputs or outputs of this rank], in the dtype of the model.
-        """
-        parameter = weight.parameter
-        if parameter in self._kept:
-            return self._kept[parameter]
-        of_rows, of_columns = self._vectors_of(weight.elements, self._keys)
-        vectors = of_columns.to(parameter.dtype), of_rows.to(parameter.dtype)
-        if transposed:  # a weight that is stored as [inputs, outputs]
-            vectors = vectors[::-1]
-        if self._keeps_vectors:
-            self._kept[parameter] = vectors
-        return vectors
+def _vectors(
+    directions: LowRankDirections,
+    keys: Sequence[int],
+    device: torch.device,
+    weight: TrainedParameter,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the vectors of all directions that meet inputs, and those that meet outputs.
 
-    def _signs_of(self, module: nn.Module, num_tokens: int) -> Tensor:
-        """Return which directions each token has: [num_tokens, directions * rank].
+    Each is [directions * rank, inputs or outputs of this rank], in the dtype of the model.
+    """
+    dtype = weight.parameter.dtype
+    of_rows, of_columns = directions.vectors(weight.elements, keys, device)
+    vectors = of_columns.to(dtype), of_rows.to(dtype)
+    # A weight may be stored as [inputs, outputs].
+    return vectors[::-1] if transposed else vectors
 
-        An entry is the sign of the token's probe where the column is of the token's direction, and
-        0 elsewhere.
-        """
-        current = self.state.current
-        sizes = (current.rows, current.tokens)
-        num_all = current.num_copies * math.prod(sizes)
-        if num_tokens != num_all:
-            raise UserError(
-                f"a {type(module).__name__} of this model runs on {num_tokens} of {num_all} "
-                "tokens, and zo.noise_rank needs all",
-                fix="set zo.noise_rank=0",
-            )
-        found = self._signs_of_tokens.get(sizes)
-        if found is None:
-            groups = self._groups_of_tokens(*sizes)
-            of_directions = self._signs[:, groups].reshape(num_tokens, -1)
-            of_terms = of_directions.repeat_interleave(self._rank, dim=1)
-            found = of_terms.to(next(module.parameters()))
-            self._signs_of_tokens[sizes] = found
-        return found
 
-    def _groups_of_tokens(self, num_rows: int, tokens_of_row: int) -> Tensor:
-        """Return the group of each token of one copy: int64 [num_rows, tokens_of_row]."""
-        num_groups = self._signs.shape[1]
-        examples = self._token_examples
-        if num_groups == 1 or examples is None:
-            # Examples have equally many rows each, one after the other.
-            groups = group_of(torch.arange(num_rows), num_rows, num_groups)
-            return groups[:, None].expand(-1, tokens_of_row)
-        num_examples = int(examples.max()) + 1
-        groups = group_of(examples, num_examples, num_groups)
-        return groups.expand(-1, tokens_of_row)
+def _signs_of_tokens(
+    of_groups: Tensor,
+    rank: int,
+    batch: MicroBatch,
+    num_rows: int,
+    tokens_of_row: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return which directions the tokens of all copies have: [tokens, directions * rank].
+
+    An entry is the sign of the token's probe where the column is of the token's direction, and 0
+    elsewhere.
+
+    Args:
+        of_groups: the same by probe and group, [probes, groups, directions].
+        rank: of the directions.
+        batch: of one copy.
+        num_rows: of one copy, in this call of the model.
+        tokens_of_row: likewise.
+        dtype: of the result.
+    """
+    num_groups = of_groups.shape[1]
+    examples = batch.token_examples
+    if num_groups == 1 or examples is None:
+        # Examples have equally many rows each, one after the other.
+        groups = group_of(torch.arange(num_rows), num_rows, num_groups)[:, None]
+    else:
+        groups = group_of(examples, int(examples.max()) + 1, num_groups)
+    of_directions = of_groups[:, groups.expand(-1, tokens_of_row)].flatten(0, 2)
+    return of_directions.repeat_interleave(rank, dim=1).to(batch.device, dtype)

@@ -23,7 +23,6 @@ from lezo_ds.forward.dense import widen_norm
 from lezo_ds.forward.directions import Directions, PassState
 from lezo_ds.forward.head import SelectingHead, target_log_probabilities
 from lezo_ds.forward.probes import (
-    AT_THETA,
     Args,
     Kwargs,
     Perturbation,
@@ -50,32 +49,28 @@ class PerturbedForward:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         trainable: Sequence[TrainedParameter],
         blocks: Sequence[nn.Module] = (),
         *,
         directions: Directions | None = None,
         shares_start: bool = False,
     ) -> None:
-        assert not shares_start or all(entry.block < len(blocks) for entry in trainable)
         entries = {entry.parameter: entry for entry in trainable}
-        self._model: Any = model
-        self._num_blocks = len(blocks)
-        self._shares_start = shares_start
+        self._model = model
+        self._sharing = blocks if shares_start else ()
         self.directions = directions
         self._runs_linear_modules = directions is None or directions.runs_linear_modules
         self._state = PassState(blocks)
-        config: Any = getattr(model, "config", None)
-        self._has_rope_limit = config is not None and rope_limit(config) is not None
-        get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-        head = get_head()
+        self._has_rope_limit = rope_limit(model.config) is not None
+        head = model.get_output_embeddings()
         for unit, modules in self._units(blocks).items():
             places = places_in(modules, entries)
             if unit is head:
                 head.forward = SelectingHead(head, self._state, places).forward
             elif places:
                 self._state.wrap(unit, places)
-        for index, block in enumerate(blocks if shares_start else ()):
+        for index, block in enumerate(self._sharing):
             self._state.share(block, index)
         model.register_forward_pre_hook(self._note_rows, with_kwargs=True)
         # Whether the model returns what its head returns. Some scale or cap the logits first; the
@@ -97,14 +92,14 @@ class PerturbedForward:
     def __call__(
         self,
         batch: MicroBatch,
-        perturbation: Perturbation | None,
+        perturbation: Perturbation,
         call: Callable[..., Any],
     ) -> tuple[Tensor, ...]:
         """Run one pass.
 
         Args:
             batch: of one copy, on the device of the model.
-            perturbation: the probes, or None for one pass at theta.
+            perturbation: the probes, or `AT_THETA`.
             call: runs the model, (**inputs) -> its output or a tensor of new tokens.
 
         Returns:
@@ -112,13 +107,12 @@ class PerturbedForward:
             selects some of them and else [rows, tokens, vocabulary]; or the log-probabilities that
             it selects, [targets]; or new tokens, int64 [rows, tokens].
         """
-        wanted = perturbation or AT_THETA
-        num_copies = wanted.num_copies
+        num_copies = perturbation.num_copies
         writes_answers = batch.prompts is not None
-        if writes_answers and wanted.probes:
-            self._assert_rows_keep_their_directions(wanted)
+        if writes_answers and perturbation.probes:
+            self._assert_rows_keep_their_directions(perturbation)
             if num_copies > 1 and not self._runs_linear_modules:
-                return tuple(self(batch, single, call)[0] for single in wanted.one_by_one())
+                return tuple(self(batch, single, call)[0] for single in perturbation.one_by_one())
         selection = batch.selection
         targets = None if selection is None else selection.targets
         if targets is not None and not self._ends_with_head:
@@ -130,13 +124,13 @@ class PerturbedForward:
         own_inputs = own_positions(batch) if self._has_rope_limit else batch.inputs
         inputs = {name: torch.cat([value] * num_copies) for name, value in own_inputs.items()}
         try:
-            state.current = wanted
+            state.current = perturbation
             state.selection = selection
-            if wanted.probes:
+            if perturbation.probes:
                 assert self.directions is not None, "a model that is perturbed has directions"
-                state.perturber = self.directions.start_pass(state, wanted, batch)
-            if self._shares_start and num_copies > 1 and not writes_answers:
-                perturbed = set(range(self._num_blocks)) - wanted.dropped_layers
+                state.perturber = self.directions.start_pass(state, perturbation, batch)
+            if num_copies > 1 and not writes_answers:
+                perturbed = set(range(len(self._sharing))) - perturbation.dropped_layers
                 state.num_equal_blocks = min(perturbed, default=0)
             output = call(**inputs)
             of_head = state.log_probabilities

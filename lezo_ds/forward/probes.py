@@ -104,16 +104,24 @@ class Perturbation:
         """Return the part of a value that belongs to one copy.
 
         A tensor without a dimension of all rows is the same for all of them. Such are tensors
-        [1, ...], for example of positions. Values that are no tensors stay as they are.
+        [1, ...], for example of positions. Position ids [tokens] and biases [heads, 1, positions]
+        show by their values that they are no rows. Values that are no tensors stay as they are.
         """
         if isinstance(value, UserDict):
             return type(value)(tree_map(partial(self._take, index), dict(value)))
         if not isinstance(value, Tensor):
             return value
         num_copies = len(self.probes)
-        dimension = _dimension_of_rows(value, num_copies * self.rows, self.tokens)
+        num_rows = num_copies * self.rows
+        dimension = _dimension_of_rows(value, num_rows, self.tokens)
         if dimension is None:
             return value
+        is_bias = value.shape == (num_rows, 1, value.shape[-1]) and self.tokens > 1
+        if value.dim() == 1 or is_bias:
+            # Those of rows follow from the inputs, of which all copies have the same.
+            first, *others = value.chunk(num_copies)
+            if not all(torch.equal(first, other) for other in others):
+                return value
         size = value.shape[dimension] // num_copies
         return value.narrow(dimension, index * size, size)
 
@@ -127,14 +135,12 @@ class Perturbation:
             return torch.cat(parts, dimension)
         shape = tuple(first.shape)
         if len(first) == 1:  # made of tensors that all rows share
-            shape = (self.rows, *first.shape[1:])
-        elif first.dim() == 2 and len(first) == self.tokens:
-            # Positions of all rows, [tokens, width], are added to [rows, tokens, width].
-            shape = (self.rows, *first.shape)
+            shape = (self.rows, *shape[1:])
         return torch.cat([part.expand(shape) for part in parts])
 
 
 AT_THETA = Perturbation(())
+"""One pass at the weights themselves."""
 
 
 def _left_in(kwargs: Kwargs) -> list[UserDict[Any, Any]]:
@@ -165,7 +171,8 @@ def _dimension_of_rows(value: Tensor, num_rows: int, num_tokens: int) -> int | N
         return None
     length, *others = value.shape
     has_rows_second = len(others) == 3 and others[:2] == [num_rows, num_tokens]
-    if has_rows_second and length == num_rows > 1:
+    # The weights of attention, [rows, heads, tokens, tokens], may have as many heads as rows.
+    if has_rows_second and length == num_rows > 1 and others[2] != num_tokens:
         raise UserError(
             f"a tensor {list(value.shape)} of a block may have its {num_rows} rows in two "
             "dimensions",
@@ -184,19 +191,14 @@ class TrainedParameter(NamedTuple):
     """A parameter that may be perturbed.
 
     Attributes:
-        name: in the model.
         parameter: holds theta while a module that reads it runs.
         block: index of its transformer block, or of its group of layers outside the blocks.
         elements: those that modules compute with on this rank.
     """
 
-    name: str
     parameter: nn.Parameter
     block: int
     elements: Elements
-
-
-Trainable = Mapping[nn.Parameter, TrainedParameter]
 
 
 class Place(NamedTuple):
@@ -217,7 +219,9 @@ class Place(NamedTuple):
     dtype_of_copies: torch.dtype
 
 
-def places_in(modules: Iterable[nn.Module], trainable: Trainable) -> list[Place]:
+def places_in(
+    modules: Iterable[nn.Module], trainable: Mapping[nn.Parameter, TrainedParameter]
+) -> list[Place]:
     """Return where some modules read trained parameters of their own."""
     places = []
     for module in modules:

@@ -33,7 +33,7 @@ import math
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -217,7 +217,8 @@ class Kernels(ABC):
         """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
 
         Both products and the difference are rounded to fp32, each on its own. The result is stored
-        before the next update, so the bits are those of one call for each.
+        before the next update, so the bits are those of one call for each. There is at least one
+        target, and one update.
 
         A code moves by (theta * (factor - 1) - coefficient * z) / step, of which the fraction is
         rounded at random, whatever the precision. It stays in 0 to 255.
@@ -289,16 +290,23 @@ class Kernels(ABC):
         """Do the work of `subtract` with checked, contiguous u and b."""
 
 
-class Updater(Protocol):
+class Updater(ABC):
     """What shards need of a law."""
 
+    @abstractmethod
     def update(
         self,
         targets: Sequence[UpdateTarget],
         updates: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        """Apply the same updates to all targets, which are on one device, in order."""
+        """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
+
+        Args:
+            targets: on one device, at least one.
+            updates: of one step or of many, at least one.
+            precision: how 16-bit values are stored.
+        """
 
 
 @functools.cache

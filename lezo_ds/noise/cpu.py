@@ -143,19 +143,16 @@ class CpuKernels(Kernels):
         precision: UpdatePrecision,
     ) -> None:
         packed = pack_updates(updates)
-        for values, elements, low, grid in targets:
-            wide = None if grid is None else grid.float()  # here until the call ends
-            call = UpdateCall(
-                *_fields_of(elements, values.dtype, entries),
-                theta=values.data_ptr(),
-                low=_address(low),
-                grid=_address(wide),
-                num_groups=0 if grid is None else grid.shape[1],
+        for target in targets:
+            _change(
+                target,
+                entries,
+                precision,
+                self._library.lezo_update,
+                UpdateCall,
                 updates=packed.ctypes.data,
                 num_updates=len(packed),
-                precision=PRECISIONS[precision],
             )
-            self._library.lezo_update(ctypes.byref(call))
 
     def draw(
         self,
@@ -183,16 +180,14 @@ class CpuKernels(Kernels):
         update: Update,
         precision: UpdatePrecision,
     ) -> None:
-        values, elements, low, grid = target
-        wide = None if grid is None else grid.float()  # here until the call ends
+        elements = target.elements
         rows, columns = elements.rows_and_columns()
-        call = SubtractCall(
-            # It draws only the dither, which is the same for all distributions.
-            *_fields_of(elements, values.dtype, "normal"),
-            theta=values.data_ptr(),
-            low=_address(low),
-            grid=_address(wide),
-            num_groups=0 if grid is None else grid.shape[1],
+        _change(
+            target,
+            "normal",  # it draws only the dither, which is the same for all distributions
+            precision,
+            self._library.lezo_subtract,
+            SubtractCall,
             rows=u.data_ptr(),
             columns=b.data_ptr(),
             num_terms=len(u),
@@ -203,9 +198,30 @@ class CpuKernels(Kernels):
             parameter_width=elements.shape[1],
             dither_key=update.key,
             factor=update.factor,
-            precision=PRECISIONS[precision],
         )
-        self._library.lezo_subtract(ctypes.byref(call))
+
+
+def _change(
+    target: UpdateTarget,
+    entries: Distribution,
+    precision: UpdatePrecision,
+    function: Any,
+    structure: Any,
+    **fields: Any,
+) -> None:
+    """Call a function that changes a target in place, with a structure that has more fields."""
+    values, elements, low, grid = target
+    wide = None if grid is None else grid.float()  # here until the call ends
+    call = structure(
+        *_fields_of(elements, values.dtype, entries),
+        theta=values.data_ptr(),
+        low=_address(low),
+        grid=_address(wide),
+        num_groups=0 if grid is None else grid.shape[1],
+        precision=PRECISIONS[precision],
+        **fields,
+    )
+    function(ctypes.byref(call))
 
 
 def _address(values: Tensor | None) -> int | None:

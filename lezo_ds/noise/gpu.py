@@ -186,8 +186,6 @@ class TritonKernels(Kernels):
         updates: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        if not targets or not updates:
-            return
         parts = []
         for target in targets:
             values, elements, *_ = target

@@ -31,7 +31,6 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model, stored_dtype
 from lezo_ds.checkpoints.snapshots import MANIFEST, damage_of, load_weights, read_facts
 from lezo_ds.config import (
-    PeftConfig,
     RunConfig,
     ZoConfig,
     check_data,
@@ -179,7 +178,7 @@ def open_model(
 
     def load_engine() -> ModelEngine:
         shared = shared_by(distributed.world_size(), config)
-        engine = ModelEngine(load(shared, config.peft))
+        engine = ModelEngine(load(shared))
         if has_adapter:
             _load_adapter(engine, directory, facts.get("base"))
         return engine
@@ -190,7 +189,6 @@ def open_model(
 
 def load(
     config: RunConfig,
-    peft: PeftConfig,
     ds_config: dict[str, Any] | None = None,
     zo: ZoConfig | None = None,
 ) -> Parts:
@@ -198,12 +196,11 @@ def load(
 
     Args:
         config: of a run, or of a model.
-        peft: the adapter of the model.
         ds_config: the DeepSpeed JSON, if it is known.
         zo: of training; None perturbs and updates no weight.
     """
     logger.info("loading %s", config.model.path)
-    return load_parts(config, ds_config or prepare(config), peft, zo)
+    return load_parts(config, ds_config or prepare(config), zo)
 
 
 def prepare(config: RunConfig) -> dict[str, Any]:
@@ -245,7 +242,7 @@ def restore(run: RecordedRun, step: int) -> ReplayEngine:
     # An adapter begins with values of this seed, whatever seed a command samples with.
     seeded = config.model_copy(update={"seed": header.config["seed"]})
     shared = shared_by(distributed.world_size(), seeded)
-    engine = ReplayEngine(load(shared, config.peft, zo=config.zo), config.zo)
+    engine = ReplayEngine(load(shared, zo=config.zo), config.zo)
     assert_same_base(header, engine.base)
     steps = steps_of(run.journal.records)
     engine.load_checkpoint(run.directory.snapshots, steps, step, owner_of(run.journal))

@@ -127,5 +127,5 @@ def check_run(
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
     """Load the model of a run, sharded over all ranks, to train it. A collective."""
-    parts = load(config, config.peft, ds_config, config.zo)
+    parts = load(config, ds_config, config.zo)
     return LezoEngine(parts, config.zo, config.seed, config.train.steps)

@@ -128,18 +128,13 @@ class GatherAhead:
         self._last: Sequence[Bundle] = ()
         self._bundles = _bundles_of(model, blocks)
         # Before a pass, too, because an error may have ended the pass before it.
-        self._hooks: list[Any] = [model.register_forward_pre_hook(self._reset)]
+        model.register_forward_pre_hook(self._reset)
         for module, bundles in self._bundles.items():
             gather = partial(self.gather, bundles)
             release = partial(self.release, bundles)
-            self._hooks.append(module.register_forward_pre_hook(gather))
-            self._hooks.append(module.register_forward_hook(release))
-        self._hooks.append(model.register_forward_hook(self._reset))
-
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for hook in self._hooks:
-            hook.remove()
+            module.register_forward_pre_hook(gather)
+            module.register_forward_hook(release)
+        model.register_forward_hook(self._reset)
 
     def gather(self, bundles: Sequence[Bundle], *_: object) -> None:
         """Have the bundles of a module here, and send for those of the next module."""

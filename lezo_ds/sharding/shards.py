@@ -149,11 +149,6 @@ class FlatShard(Shard):
         own_slice: Tensor = self.parameter.ds_tensor.data
         return own_slice
 
-    def own_elements(self, values: Tensor) -> Tensor:
-        """Return the stored ones [count] of the elements of the full parameter."""
-        start = self.elements.region.start
-        return values.reshape(-1)[start : start + self.count]
-
     def gather_like(self, stored: Tensor) -> Tensor:
         by_rank = _gather_padded(stored, self._size, self.group)
         values = by_rank.view(-1)[: self.numel]

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import OPTConfig
 
 from lezo_ds.checkpoints.checkpoint import DTYPES, build_model, build_on_meta, resolve_model
@@ -57,11 +57,12 @@ from lezo_ds.forward.adapters import make_adapter
 from lezo_ds.forward.blocks import (
     find_blocks,
     freeze_all_but,
-    gather_sizes,
     key_value_shape,
+    modules_of_text,
     quantized_matrices,
 )
 from lezo_ds.forward.dense import COPIES_AT_ONCE
+from lezo_ds.sharding.gather import used_together
 from lezo_ds.sharding.quantization import num_trained_codes, quantize_parameters
 from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
@@ -217,9 +218,9 @@ class ModelSizes:
         if adapter is not None:
             self.snapshot = self.num_trained * itemsize + self.low_bits
         self.stored = _num_numbers(model.parameters()) * itemsize
-        parts = gather_sizes(model, layout)
-        self.gathered = parts.largest * itemsize
-        self.tied = parts.tied * itemsize
+        largest, tied = gather_sizes(model, blocks)
+        self.gathered = largest * itemsize
+        self.tied = tied * itemsize
         self.unsplit = 0.0
         if vocabulary_modules(model) is None:
             self.unsplit = 1 - _num_numbers(blocks.parameters()) * itemsize / self.stored
@@ -240,6 +241,22 @@ class ModelSizes:
         self.cached = 2 * self.num_blocks * self.num_heads * width * itemsize
         if self.class_name.startswith(_UNSPLIT):
             self.num_heads = 1
+
+
+def gather_sizes(model: nn.Module, blocks: Iterable[nn.Module]) -> tuple[int, int]:
+    """Return how many numbers are gathered at a time from a model that is not sharded yet.
+
+    Args:
+        model: on any device.
+        blocks: its transformer blocks.
+
+    Returns:
+        Those of the largest block or module outside the blocks, without tied parameters; and those
+        of the tied parameters, which several of these use. They stay gathered until a pass ends.
+    """
+    used_by, tied = used_together(modules_of_text(model).values(), list(blocks))
+    largest = max(_num_numbers(set(used) - tied) for used in used_by.values())
+    return largest, _num_numbers(tied)
 
 
 def _num_numbers(weights: Iterable[Tensor]) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lezo_ds.errors import UserError
-from lezo_ds.zo.estimators import Estimate, Estimator, Probe, mean_losses
+from lezo_ds.zo.estimators import Estimate, Estimator, Probe, add_in_order, mean_losses
 from lezo_ds.zo.keys import direction_keys
 from lezo_ds.zo.passes import Groups, KeyedProbe, Pass
 from lezo_ds.zo.records import StepPlan, StepRecord
@@ -148,7 +148,7 @@ class Step:
         for first in range(0, len(sums), num_probes):
             of_probes = sums[first : first + num_probes]
             known = [each for each in of_probes if not math.isnan(each)] or of_step
-            mean = sum(known) / len(known)
+            mean = add_in_order(known) / len(known)
             filled += [mean if math.isnan(each) else each for each in of_probes]
         return filled
 

@@ -114,9 +114,7 @@ def tunable(model, only=None):
     layout = find_blocks(model)
     ids = parameter_ids(name for name, _ in model.named_parameters())
     return [
-        TrainedParameter(
-            name, parameter, layout.block_of(name), Elements.all_of(ids[name], parameter.shape)
-        )
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (only is None or name in only)
+        TrainedParameter(p, layout.block_of(name), Elements.all_of(ids[name], p.shape))
+        for name, p in model.named_parameters()
+        if p.requires_grad and (only is None or name in only)
     ]

@@ -4,8 +4,10 @@ import copy
 from dataclasses import replace
 
 import pytest
+import tiny_models
 import torch
 from eager_noise import draw
+from family_models import small_config
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model, tunable
 from torch import nn
@@ -15,7 +17,7 @@ from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.dense import DenseDirections
 from lezo_ds.forward.perturbed_forward import PerturbedForward
-from lezo_ds.forward.probes import Perturbation, TrainedParameter, is_norm
+from lezo_ds.forward.probes import AT_THETA, Perturbation, TrainedParameter, is_norm
 from lezo_ds.noise import Elements
 from lezo_ds.noise.cpu import CpuKernels
 from lezo_ds.zo.laws import DenseLaw
@@ -55,18 +57,16 @@ def reference(model, trainable, change, dtype=torch.float32):
     # A copy of a wrapped model would run the original's modules.
     assert not any("forward" in vars(module) for module in model.modules())
     (probe,) = change.probes
-    names = {entry.name: entry for entry in trainable}
+    names = {n: e for n, p in model.named_parameters() for e in trainable if e.parameter is p}
     norms = {path for path, module in model.named_modules() if is_norm(module)}
     perturbed = copy.deepcopy(model).to(dtype)
-    originals = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in perturbed.named_parameters():
-            if name not in names or names[name].block in change.dropped_layers:
-                continue
-            theta = originals[name]
-            z = draw("normal", probe.key, names[name].elements.parameter_id, 0, theta.numel())
-            value = theta.float() + probe.scale * z.view_as(theta)
-            parameter.copy_(value if name.rpartition(".")[0] in norms else value.to(theta.dtype))
+        for name, (theta, block, elements) in names.items():
+            if block not in change.dropped_layers:
+                z = draw("normal", probe.key, elements.parameter_id, 0, theta.numel())
+                value = theta.float() + probe.scale * z.view_as(theta)
+                is_wide = name.rpartition(".")[0] in norms
+                perturbed.get_parameter(name).copy_(value if is_wide else value.to(theta.dtype))
     return perturbed
 
 
@@ -87,7 +87,7 @@ def plain_logits(model, batch):
 
 
 @torch.no_grad()
-def run(perturbed, model, batch, change=None):
+def run(perturbed, model, batch, change=AT_THETA):
     return perturbed(batch, change, model)
 
 
@@ -109,8 +109,7 @@ def bits(model):
 
 def assert_same_weights(model, expected):
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, nn.Parameter), name
-        assert torch.equal(parameter, expected[name]), name
+        assert type(parameter) is nn.Parameter and torch.equal(parameter, expected[name]), name
 
 
 def wrapped(model, trainable, **options):
@@ -141,27 +140,18 @@ def test_both_probes_at_once_and_each_alone_equal_a_model_with_perturbed_weights
     assert torch.equal(again, plain)
 
 
-class NotingKernels(CpuKernels):
-    """Kernels that note where they write the copies of whole weights."""
+def test_a_block_is_perturbed_by_one_call_a_pair_in_memory_that_stays(monkeypatch):
+    model, addresses, perturb = tiny_model("llama"), [], CpuKernels.perturb
 
-    def __init__(self):
-        super().__init__()
-        self.addresses = []
-
-    def perturb(self, *arguments):
-        copies = super().perturb(*arguments)
-        self.addresses.append([copy.data_ptr() for copy in copies[0]])
+    def noting(*arguments):
+        copies = perturb(*arguments)
+        addresses.append([copy.data_ptr() for copy in copies[0]])
         return copies
 
-
-def test_a_block_is_perturbed_by_one_call_a_pair_in_memory_that_stays():
-    model, kernels = tiny_model("llama"), NotingKernels()
-    directions = DenseDirections(DenseLaw(), kernels_of=lambda _: kernels)
-    trainable = tunable(model, in_blocks(model))
-    perturbed = PerturbedForward(model, trainable, blocks_of(model), directions=directions)
+    monkeypatch.setattr(CpuKernels, "perturb", noting)
+    perturbed = wrapped(model, tunable(model, in_blocks(model)))
     run(perturbed, model, token_batch(), perturbation(BOTH * 2, dropped=(1,)))
-    assert len(kernels.addresses) == 2 * (NUM_BLOCKS - 1)
-    assert all(addresses == kernels.addresses[0] for addresses in kernels.addresses)
+    assert addresses == addresses[:1] * 2 * (NUM_BLOCKS - 1)
 
 
 def distance(some, others):
@@ -225,11 +215,19 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, TOKENS // 2, TOKENS])
+@pytest.mark.parametrize("family", ["bart", "blenderbot", "gptj", "mpt"])
+def test_what_heads_or_positions_have_is_not_cut_for_rows(family, rows):
+    model, batch = tiny_models.random_model(small_config(family)), token_batch(rows=rows)
+    model.config.use_cache = False
+    assert_equal_to_rounding(*both_ways(model, tunable(model), batch, dropped=()))
+
+
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
     model, batch = tiny_model("opt"), token_batch()
     before = bits(model)
     perturbed = wrapped(model, tunable(model))
-    changes = [None, perturbation(MINUS), perturbation(BOTH)]
+    changes = [AT_THETA, perturbation(MINUS), perturbation(BOTH)]
     expected = [run(perturbed, model, batch, change) for change in changes]
 
     def fail(*_):
@@ -249,18 +247,17 @@ def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_the
 HIDDEN = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-@pytest.mark.parametrize("only", [("weight", "bias"), ("weight",), ("bias",)])
-def test_a_16_bit_norm_is_computed_with_float32_vectors_that_keep_the_perturbation(only):
+def test_a_16_bit_norm_is_computed_with_float32_vectors_that_keep_the_perturbation():
     norm = nn.LayerNorm(16).bfloat16()
     vectors = {"weight": torch.ones(16), "bias": torch.zeros(16)}
     trainable = []
-    for parameter_id, name in enumerate(only):
+    for parameter_id, name in enumerate(vectors):
         elements = Elements.all_of(parameter_id, (16,))
-        trainable.append(TrainedParameter(name, getattr(norm, name), 99, elements))
+        trainable.append(TrainedParameter(getattr(norm, name), 99, elements))
         vectors[name] += 1e-3 * draw("normal", SEED, parameter_id, 0, 16)
     model, batch = nn.Sequential(norm), MicroBatch({"input": HIDDEN}, len(HIDDEN))
+    model.config, model.get_output_embeddings = FAMILIES["llama"][0], lambda: None
     perturbed = PerturbedForward(model, trainable, directions=DIRECTIONS)
     plus, _ = run(perturbed, model, batch, perturbation(BOTH, scale=1e-3))
     assert torch.equal(plus, F.layer_norm(HIDDEN.float(), (16,), **vectors).bfloat16())
-    if "weight" in only:  # what 16 bits would have lost
-        assert (vectors["weight"].bfloat16() == 1).float().mean() > 0.5
+    assert (vectors["weight"].bfloat16() == 1).float().mean() > 0.5  # 16 bits would lose these

@@ -6,7 +6,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_all_but, gather_sizes
+from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_all_but
+from lezo_ds.tools.memory_plan import gather_sizes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -14,15 +15,12 @@ def test_each_parameter_of_every_family_belongs_to_the_block_whose_module_holds_
     model = tiny_model(family)
     layout = find_blocks(model)
     assert layout == BlockLayout(FAMILIES[family][1], NUM_BLOCKS)
-    expected = {
-        id(parameter): index
-        for index, block in enumerate(model.get_submodule(layout.path))
-        for parameter in block.parameters()
-    }
+    blocks = enumerate(model.get_submodule(layout.path))
+    expected = {parameter: index for index, block in blocks for parameter in block.parameters()}
     for name, parameter in model.named_parameters():
-        assert layout.block_of(name) == expected.get(id(parameter), NUM_BLOCKS + 1), name
+        assert layout.block_of(name) == expected.get(parameter, NUM_BLOCKS + 1), name
     freeze_all_but("blocks", model, layout)
-    assert all(p.requires_grad == (id(p) in expected) for p in model.parameters())
+    assert all(p.requires_grad == (p in expected) for p in model.parameters())
 
 
 def test_names_of_blocks_are_told_apart():
@@ -65,6 +63,6 @@ def test_the_largest_part_is_a_block_or_a_larger_module_outside(family):
     head = sum(p.numel() for p in model.get_output_embeddings().parameters())
     assert head > block
     is_tied = weight is model.get_input_embeddings().weight
-    tied = weight.numel() if is_tied else 0
     # A tied embedding stays gathered in a pass, and counts on its own.
-    assert gather_sizes(model, layout) == (block if is_tied else head, tied)
+    expected = (block, weight.numel()) if is_tied else (head, 0)
+    assert gather_sizes(model, model.get_submodule(layout.path)) == expected

@@ -108,19 +108,17 @@ def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
 CASES = [("opt", False, 3), ("llama", True, 0), ("llama", True, 3), ("mistral", False, 3)]
 
 
-@pytest.mark.parametrize(("family", "shares_start", "num_common"), [*CASES, ("gemma2", True, 3)])
-def test_all_probes_are_decoded_as_by_perturbed_models(
-    family, shares_start, num_common, monkeypatch
-):
+@pytest.mark.parametrize(("family", "is_shared", "num_common"), [*CASES, ("gemma2", True, 3)])
+def test_all_probes_are_decoded_as_by_perturbed_models(family, is_shared, num_common, monkeypatch):
     (model, settings), common = start(family), (7, 8, 9)[:num_common]
     prompts = [common + prompt for prompt in prompts_of()]
-    trainable, dropped = tunable(model, in_blocks(model)) if shares_start else tunable(model), (0,)
+    trainable, dropped = tunable(model, in_blocks(model)) if is_shared else tunable(model), (0,)
     signs = ((1,), (-1,), (2,))
     sides = [reference(model, trainable, perturbation(sign, dropped, SCALE)) for sign in signs]
     expected = [[plain(side, prompt, settings.stop_ids) for prompt in prompts] for side in sides]
     assert expected[0] != expected[1] != expected[2]
     num_rows, made = [], Counter()
-    perturbed = wrapped(model, trainable, shares_start=shares_start)
+    perturbed = wrapped(model, trainable, shares_start=is_shared)
     batch, kernels = prompt_batch(prompts, settings, num_common), kernels_of(CPU)
     perturb = kernels.perturb
     record_rows(blocks_of(model)[0], num_rows)
@@ -224,13 +222,13 @@ def test_a_stop_of_several_tokens_is_found_at_the_token_that_completes_it(ids, s
     assert [*found, True].index(True) == [*expected, True].index(True)
 
 
-def passes_of_rank(directory, partition_size):
-    """Return how many forward passes this rank runs to write 2 tokens on rank 0 and 6 on rank 1."""
-    engine = start_engine(directory, num_ranks=2, partition_size=partition_size)
-    settings = GenerationSettings((2, 6)[engine.global_rank], (), PAD)
-    passes = []
+def passes_of_rank(directory, partition_size, numbers=(2, 6), lengths=(3, 3), num_common=0):
+    """Return how many tokens this rank writes to a prompt of its length, and in how many passes."""
+    engine, passes = start_engine(directory, num_ranks=2, partition_size=partition_size), []
+    settings = GenerationSettings(numbers[engine.global_rank], (), PAD)
     engine.module.register_forward_pre_hook(lambda *_: passes.append(1))
-    tokens = engine.forward(prompt_batch([(5, 6, 7)], settings))
+    prompts = prompts_of((lengths[engine.global_rank],))
+    tokens = engine.forward(prompt_batch(prompts, settings, num_common))
     return tokens.shape[1], len(passes)
 
 

@@ -4,8 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from test_generation import prompts_of
+from ranks import run_ranks
+from test_generation import passes_of_rank, prompts_of
 from tiny_models import VOCABULARY, greedy, random_model
+from tiny_runs import write_model
 from transformers import LlamaConfig, Phi3Config, PhimoeConfig
 
 from lezo_ds.checkpoints.checkpoint import build_on_meta
@@ -15,6 +17,7 @@ from lezo_ds.data.generation import generate, prompt_batch
 from lezo_ds.data.packing import can_pack
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.forward.probes import AT_THETA
 from lezo_ds.forward.rope import rope_limit, rotate_each_row
 
 LIMIT = 16
@@ -51,7 +54,7 @@ def test_a_text_has_the_logits_that_it_has_alone(family):
             expected.append(plain(torch.tensor([example.sequences[0][:-1]])).logits[0, -2:])
     rotate_each_row(model)
     with torch.no_grad():
-        (logits,) = PerturbedForward(model, ())(batch, None, model)
+        (logits,) = PerturbedForward(model, ())(batch, AT_THETA, model)
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -64,9 +67,16 @@ def test_an_answer_that_passes_the_limit_is_that_of_whole_passes(family):
     expected = [greedy(plain, prompt, 12, stop_ids=(2,)) for prompt in prompts]
     rotate_each_row(model)
     batch = prompt_batch(prompts, settings)
-    (found,) = PerturbedForward(model, ())(batch, None, partial(generate, model, batch))
+    (found,) = PerturbedForward(model, ())(batch, AT_THETA, partial(generate, model, batch))
     answers = [[token for token in row if token != 1] for row in found.tolist()]
     assert answers == expected
+
+
+@pytest.mark.distributed
+def test_ranks_read_what_prompts_share_apart_only_if_no_answer_passes_the_limit(tmp_path):
+    write_model(CONFIGS["llama"], tmp_path)
+    settings = (None, (2, 2), (6, LIMIT - 1), 4)
+    assert run_ranks(passes_of_rank, 2, tmp_path, *settings, timeout=60.0) == [(2, 2), (2, 2)]
 
 
 def test_short_texts_share_rows_and_the_model_that_a_run_builds_turns_each_row_by_its_length():

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from lezo_ds.config import config_from_dict
 from lezo_ds.config.deepspeed import ds_config_of, load_ds_config
 from lezo_ds.errors import DesyncError, UserError
-from lezo_ds.forward.probes import Perturbation
+from lezo_ds.forward.probes import AT_THETA, Perturbation
 from lezo_ds.journal import read_journal
 from lezo_ds.sharding.tensor_parallel import check_that_it_runs
 from lezo_ds.zo.passes import KeyedProbe
@@ -56,7 +56,7 @@ def _families(directories):
         assert shares == {1 if directory.endswith(WHOLE_VOCABULARY) else 2}
         change = Perturbation(PROBES, frozenset({DROPPED}))
         whole = replace(batch, selection=None)
-        runs = [engine.run(each, change) + engine.run(each, None) for each in (batch, whole)]
+        runs = [engine.run(each, change) + engine.run(each, AT_THETA) for each in (batch, whole)]
         outputs.append((*runs, own))
     return outputs
 

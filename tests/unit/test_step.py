@@ -164,6 +164,7 @@ def test_answers_that_no_reward_judges_give_no_direction_an_advantage():
     assert record.projected_grads == (0, 0, -2, 0)
     assert record.loss == 2.5
     assert not step.estimate([nan] * 8).applied
+    assert step._filled([nan, 0.1, 0.1, 0.1])[0] == (0.1 + 0.1 + 0.1) / 3  # not as `sum` adds
     assert not replace(step, may_lack_losses=False).estimate(losses.tolist()).applied
 
 

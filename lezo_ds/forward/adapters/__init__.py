@@ -39,13 +39,13 @@ Adapter = LoraAdapter | PrefixAdapter
 """Both have `attach`, `fill` and `write_config`, which run in this order."""
 
 
-def make_adapter(config: PeftConfig | None) -> Adapter | None:
+def make_adapter(config: PeftConfig) -> Adapter | None:
     """Return the adapter of a configuration, or None if all weights are trained.
 
     Raises:
         UserError: it cannot start from the one in `config.path`.
     """
-    if config is None or config.kind == "none":
+    if config.kind == "none":
         return None
     start_of(config)
     if config.kind == "lora":

@@ -83,7 +83,7 @@ class LoraAdapter:
             for name, _ in model.named_modules()
             if _is_one_of(name, self._targets) and name not in matched
         ] or None
-        before = set(model.parameters())
+        model.requires_grad_(False)
         dtype = next(model.parameters()).dtype
         try:
             inject_adapter_in_model(self._lora, model, low_cpu_mem_usage=True)
@@ -100,9 +100,7 @@ class LoraAdapter:
                 fix="use linear modules of attention only",
             )
         for parameter in model.parameters():
-            if parameter in before:
-                parameter.requires_grad_(False)
-            else:
+            if parameter.requires_grad:
                 # peft makes float32. ZeRO needs one dtype.
                 parameter.data = parameter.data.to(dtype)
 

@@ -28,33 +28,13 @@ from lezo_ds import distributed
 from lezo_ds.errors import UserError
 from lezo_ds.forward.answer_cache import cache_name
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, key_value_shape
-from lezo_ds.sharding.gather import GatherAhead
+from lezo_ds.sharding.shards import Shard
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import prefix_key
 
 _ATTENTION = "lezo_ds_prefix"
 _CONFIG = "prefix_config.json"
 _FIX = "set peft.kind=lora for this model"
-
-
-class Prefix(nn.Module):
-    """The key and value vectors of one attention module, gathered like any module's parameters.
-
-    Args:
-        shape: (heads, vectors, width) of each of the two.
-        like: a tensor of the model's dtype and device.
-    """
-
-    def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
-        super().__init__()
-        self.key = nn.Parameter(like.new_zeros(shape))
-        self.value = nn.Parameter(like.new_zeros(shape))
-
-    def forward(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the vectors for each row of `keys` [B, H, tokens, D]: two tensors [B, H, P, D]."""
-        rows = keys.shape[0]
-        # These are copies, because DeepSpeed releases the vectors as soon as this module has run.
-        return self.key.repeat(rows, 1, 1, 1), self.value.repeat(rows, 1, 1, 1)
 
 
 class PrefixAdapter:
@@ -70,9 +50,13 @@ class PrefixAdapter:
 
     def __init__(self, length: int) -> None:
         self._length = length
+        self._attentions: list[Any] = []  # the module of each block
 
     def attach(self, model: Any, layout: BlockLayout) -> None:
-        """Freeze a model that is not sharded yet, and add a `Prefix` to each block's attention."""
+        """Freeze a model that is not sharded yet, and add a prefix to each block's attention.
+
+        A prefix has the parameters "key" and "value", each [heads, vectors, width].
+        """
         switchable = getattr(model, "_can_set_attn_implementation", lambda: False)
         attention = getattr(model.config, "_attn_implementation", None)
         if not switchable() or attention != "sdpa":
@@ -95,35 +79,25 @@ class PrefixAdapter:
                     f"{len(attentions)}, as {type(block).__name__} has",
                     fix=_FIX,
                 )
-            attentions[0].prefix = Prefix((num_heads, self._length, width), like)
+            vectors = like.new_zeros(num_heads, self._length, width)
+            attentions[0].prefix = nn.ParameterDict({"key": vectors, "value": vectors.clone()})
+            self._attentions += attentions
 
-    def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
+    def fill(self, weights: ShardedWeights, model: Any, seed: int) -> None:
         """Take the keys and values of random tokens, then switch the attention. A collective."""
-        cache = self._run_random_tokens(weights, model, seed)
-        shards = {shard.parameter: shard for shard in weights.adapter_shards}
-        for module in model.modules():
-            prefix = getattr(module, "prefix", None)
-            if not isinstance(prefix, Prefix):
-                continue
-            states = cache.layers[module.layer_idx]
-            self._fill_from(weights, shards[prefix.key], states.keys)
-            self._fill_from(weights, shards[prefix.value], states.values)
-        _switch_on(model)
-
-    def _run_random_tokens(self, weights: ShardedWeights, model: nn.Module, seed: int) -> Any:
-        """Return the key-value cache after one row of random tokens, [1, heads, vectors, width]."""
-        config: Any = model.config
-        ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
-        body: Any = model.base_model
-        blocks = list(model.get_submodule(find_blocks(model).path).children())
-        gather = GatherAhead(body, blocks)
+        ids = initial_ids(seed, self._length, model.config.get_text_config().vocab_size)
+        body = model.base_model
         with torch.no_grad():
             tokens = torch.tensor([ids], device=distributed.device())
             cache = body(input_ids=tokens, use_cache=True)[cache_name(body)]
-        gather.remove()
-        return cache
+        shards = {shard.parameter: shard for shard in weights.adapter_shards}
+        for attention in self._attentions:
+            states = cache.layers[attention.layer_idx]
+            self._fill_from(weights, shards[attention.prefix.key], states.keys)
+            self._fill_from(weights, shards[attention.prefix.value], states.values)
+        _switch_on(model)
 
-    def _fill_from(self, weights: ShardedWeights, shard: Any, states: Tensor) -> None:
+    def _fill_from(self, weights: ShardedWeights, shard: Shard, states: Tensor) -> None:
         """Fill this rank's shard of a prefix with keys or values [1, heads, vectors, width]."""
         if states.shape[1:] != shard.shape:
             raise UserError(
@@ -131,7 +105,8 @@ class PrefixAdapter:
                 f"(heads, vectors, width), not {shard.shape}",
                 fix=f"{_FIX}, or reduce peft.prefix_length",
             )
-        weights.fill(shard, shard.own_elements(states))
+        indices = shard.elements.region.indices(0, shard.count, states.device)
+        weights.fill(shard, states.reshape(-1)[indices])
 
     def write_config(self, directory: Path, base_model: str) -> None:
         """Write what `load_prefix` needs besides the vectors."""
@@ -189,15 +164,20 @@ def _attend(
     **kwargs: Any,
 ) -> Any:
     """Attend to the prefix and to what the mask allows. An attention function of transformers."""
-    prefix_key, prefix_value = module.prefix(key)
+    prefix = module.prefix
     return sdpa_attention_forward(
         module,
         query,
-        torch.cat([prefix_key, key], dim=2),
-        torch.cat([prefix_value, value], dim=2),
-        F.pad(attention_mask, (prefix_key.shape[2], 0), value=True),
+        _after(prefix.key, key),
+        _after(prefix.value, value),
+        F.pad(attention_mask, (prefix.key.shape[1], 0), value=True),
         **kwargs,
     )
+
+
+def _after(vectors: Tensor, states: Tensor) -> Tensor:
+    """Return states [B, H, tokens, D] after the vectors [H, P, D], in each row."""
+    return torch.cat([vectors.expand(len(states), -1, -1, -1), states], dim=2)
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor:
