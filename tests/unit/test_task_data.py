@@ -167,9 +167,8 @@ def test_the_turns_of_one_conversation_are_answered_with_keys_of_their_own(templ
     words = [f"train.objective={JUDGED}", "train.batch_size=24", "generation.temperature=1.0"]
     config = own_config(model, path, *words, "generation.max_new_tokens=4", messages="turns")
     data = load_task_data(config)
-    keys = keys_of(data.step_batch(config, 0))
     assert len(data.train) == 24 == 2 * len(set(data.train.index.tolist()))
-    assert len(set(keys)) == len(keys) == 24
+    assert len(set(keys_of(data.step_batch(config, 0)))) == 24
     for prompt, example in zip(data.train.prompts, data.train.examples, strict=True):
         asked = data.reader.tokenizer.backend.decode(list(prompt))
         assert asked.endswith(f"{example.prompt}</s>\n<s>assistant\n")
