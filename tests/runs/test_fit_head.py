@@ -210,6 +210,7 @@ def test_where_no_head_can_be_fitted_or_stored_nothing_is_written(recipe, tmp_pa
     # The validation example has the other label, so each fit has a higher loss on it.
     unlike = [*OWN, 'data.labels={"0": terrible, "1": great}', "data.path=null"]
     unlike += [f"data.train={file}", f"data.test={file}", "data.num_train=1", "data.num_dev=1"]
+    unlike += ["data.num_test=2"]
     for target, keys, message in (
         (out, [*OWN, "data.choices=[link, other]"], "of kind multiple_choice"),
         (out, ["model.bits=8"], "model.bits=8 rounds"),
