@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lezo_ds.errors import UserError, did_you_mean
-from lezo_ds.user_code import call_of_user
+from lezo_ds.user_code import same_directory
 
 T = TypeVar("T")
 
@@ -66,7 +66,8 @@ class Registry(dict[str, T]):
                 working directory.
         """
         if names_code(name):
-            return call_of_user(f"{self._key}={name}", self._import, name)  # type: ignore[no-any-return]
+            with same_directory(f"{self._key}={name}"):
+                return self._import(name)  # type: ignore[no-any-return]
         if name.lower() in self:
             return self[name.lower()]
         names = ", ".join(sorted(self))

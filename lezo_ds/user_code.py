@@ -5,13 +5,31 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lezo_ds.errors import LezoError, UserError, cut, one_line
 
 T = TypeVar("T")
+
+
+@contextmanager
+def same_directory(name: str) -> Iterator[None]:
+    """Raise UserError if the working directory changes, to which the paths of a run are relative.
+
+    Args:
+        name: the recipe key and its value whose code runs, such as train.objective=module:function.
+    """
+    folder = Path.cwd()
+    yield
+    if Path.cwd() != folder:
+        raise UserError(
+            f"{name} changed the working directory to {Path.cwd()}, and the paths of a run are "
+            f"relative to {folder}",
+            fix="remove os.chdir, or go back before it returns",
+        )
 
 
 def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
@@ -26,13 +44,12 @@ def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named
         named: further ones by name.
 
     Raises:
-        UserError: it failed, or it changed the working directory, to which the paths of a run are
-            relative.
+        UserError: it failed, or it changed the working directory.
     """
-    folder = Path.cwd()
     try:
-        returned = function(*arguments, **named)
-        result = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        with same_directory(name):
+            returned = function(*arguments, **named)
+            return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     except LezoError:
         raise
     # sys.exit() in the function would end the run as if all its steps were done.
@@ -44,13 +61,6 @@ def call_of_user(name: str, function: Callable[..., T], *arguments: Any, **named
         raise UserError(
             f"{name} failed: {type(error).__name__}: {error}{where}", fix="correct the function"
         ) from error
-    if Path.cwd() != folder:
-        raise UserError(
-            f"{name} changed the working directory to {Path.cwd()}, and the paths of a run are "
-            f"relative to {folder}",
-            fix="remove os.chdir, or go back before it returns",
-        )
-    return result
 
 
 def shown(value: object) -> str:

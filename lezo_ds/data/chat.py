@@ -152,10 +152,8 @@ def _with_own_tokens(tokenizer: PromptTokenizer, turn: Turn) -> Turn:
     if turn["role"] != ASSISTANT or not has_marks(turn["content"]):
         return turn
     added = tokenizer.backend.added_tokens_decoder.values()
-    special = {token.content for token in added if token.special} - {
-        BEGIN_OF_THOUGHT,
-        END_OF_THOUGHT,
-    }
+    special = {token.content for token in added if token.special}
+    special -= {BEGIN_OF_THOUGHT, END_OF_THOUGHT}
     content = without_marks(turn["content"])
 
     def marked(match: re.Match[str]) -> str:

@@ -206,8 +206,8 @@ def _signs_of_tokens(
         of_groups: the same by probe and group, [probes, groups, directions].
         rank: of the directions.
         batch: of one copy.
-        num_rows: of one copy, in this call of the model.
-        tokens_of_row: likewise.
+        num_rows: number of rows of one copy in this call of the model.
+        tokens_of_row: number of tokens in each row of this call.
         dtype: of the result.
     """
     num_groups = of_groups.shape[1]

@@ -147,7 +147,7 @@ def run_tasks(opened: Opened, names: str, limit: int | None) -> dict[str, Any]:
             hidden.enter_context(redirect_stderr(io.StringIO()))
         try:
             found = simple_evaluate(model, tasks=tasks.tasks, limit=limit, task_manager=manager)
-        except DAMAGE as error:  # a file that is no task, or a data set that is not there
+        except DAMAGE as error:  # the file defines no task, or the data set is missing
             raise UserError(
                 f"--lm-eval: {first_line(error)}",
                 fix="correct the task, or download its data set first",

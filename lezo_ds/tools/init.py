@@ -33,6 +33,7 @@ from lezo_ds.config import RunConfig, config_from_dict, load_yaml
 from lezo_ds.data.encode import load_tokenizer
 from lezo_ds.data.records import TABLES, read_records
 from lezo_ds.data.task_data import TaskData, load_task_data
+from lezo_ds.data.template import parse_template
 from lezo_ds.errors import UserError, cut, did_you_mean, one_line, printable
 from lezo_ds.files import filled_template, write_output
 from lezo_ds.tools.dry_run import measured_step, time_lines
@@ -426,13 +427,11 @@ def _facts(
 
 def _unread(columns: Columns, task: Mapping[str, Any]) -> list[str]:
     """Return the columns that no key of a task names. Chat templates read tools, too."""
-    named = (task.get("label_field"), task.get("messages"), "tools")
-    templates = "".join(str(task.get(key)) for key in ("prompt", "completion", "choices"))
-    return [
-        name
-        for name in columns
-        if name not in named and f"{{{name}}}" not in templates and f"{{{name}." not in templates
-    ]
+    templates = [task.get("prompt", ""), task.get("completion", ""), *task.get("choices", ())]
+    fields = parse_template("data.prompt", "".join(templates)).fields
+    named = {"tools", task.get("label_field"), task.get("messages"), *fields}
+    named.update(field.partition(".")[0] for field in fields)  # {section.name}
+    return [name for name in columns if name not in named]
 
 
 def _recipe(facts: Mapping[str, Any]) -> str:
