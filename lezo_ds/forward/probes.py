@@ -116,7 +116,7 @@ class Perturbation:
         dimension = _dimension_of_rows(value, num_rows, self.tokens)
         if dimension is None:
             return value
-        is_bias = value.shape == (num_rows, 1, value.shape[-1]) and self.tokens > 1
+        is_bias = value.dim() == 3 and value.shape[1] == 1 and len(value) < num_rows * self.tokens
         if value.dim() == 1 or is_bias:
             # Those of rows follow from the inputs, of which all copies have the same.
             first, *others = value.chunk(num_copies)
