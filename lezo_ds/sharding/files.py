@@ -324,7 +324,8 @@ class WeightFiles:
                     f"its list of tensors has {num_bytes} bytes, and this model's has at most "
                     f"{self._most_header_bytes}"
                 )
-            with safe_open(file, framework="pt") as handle:
+            # NumPy's way maps a file that is larger than the memory of this machine, too.
+            with safe_open(file, framework="numpy") as handle:
                 stored = {}
                 for name in handle.keys():  # noqa: SIM118
                     view = handle.get_slice(name)
@@ -469,6 +470,12 @@ def _read_errors_named(file: Path) -> Iterator[None]:
         raise UserError(
             f"{file} cannot be read: {error}",
             fix="download the model again, or correct the file's permissions",
+        ) from error
+    except RuntimeError as error:
+        raise UserError(
+            f"{file} cannot be mapped into memory: {first_line(error)}",
+            fix="run `sysctl vm.overcommit_memory=1`, or save the model in smaller files: "
+            "save_pretrained(max_shard_size='5GB')",
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 import socket
 import time
@@ -335,6 +336,23 @@ def test_a_cut_or_missing_file_of_weights_is_refused_with_its_name(sharded):
         damage()
         with pytest.raises(UserError, match=f"{victim.name} cannot be read"):
             WeightFiles(sharded)
+
+
+def test_a_file_larger_than_memory_is_listed_and_read_only_if_it_can_be_mapped(tmp_path):
+    numel = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # two bytes each
+    header = {"a": {"dtype": "BF16", "shape": [numel], "data_offsets": [0, 2 * numel]}}
+    listed = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(listed).to_bytes(8, "little") + listed)
+        file.truncate(8 + len(listed) + 2 * numel)  # sparse: it takes no space
+    weights = WeightFiles(tmp_path)
+    assert weights.tensors["a"].shape == (numel,)
+    try:  # a machine may allow such a mapping
+        values = weights.read(["a"], Region.run(5, 3)).tolist()
+    except UserError as error:
+        assert "model.safetensors cannot be mapped into memory" in str(error)
+    else:
+        assert values == [0, 0, 0]
 
 
 def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_path):
