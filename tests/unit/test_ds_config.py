@@ -1,10 +1,12 @@
 """DeepSpeed's JSON: what is completed, what is refused, and the shipped files."""
 
 import json
+from pathlib import Path
 
 import pytest
 from assets import REPOSITORY
 
+from lezo_ds.config import load_config
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.errors import UserError
 
@@ -105,6 +107,9 @@ def test_a_shipped_json_is_valid_and_read_from_any_folder_by_name_and_path(tmp_p
         (tmp_path / path.stem).mkdir()  # a folder of that name is no file
         for name in (path.stem, f"ds_configs/{path.name}"):
             assert load_ds_config(name, dtype, 4, 8) == load_ds_config(path, dtype, 4, 8)
-        assert "NOT run" in " ".join(json.loads(path.read_text())["_comment"])
+        command, _, not_run = json.loads(path.read_text())["_comment"]
+        _, recipe, *keys = command.partition("launch/train.py ")[2].split()
+        assert Path(load_config(recipe, keys).deepspeed).stem == path.stem
+        assert "NOT run" in not_run
     with pytest.raises(UserError, match=r"to one of tensor_parallel_bf16, zero3_bf16, "):
         load_ds_config("absent", "bf16", 2, 8)
