@@ -42,7 +42,7 @@ export PATH=$PWD/bin:$PATH
 [ ! -f state ] || . ./state
 sbatch() {{ command sbatch --wait "$@"; }}
 {commands}
-declare -p data cell node sweep > state 2> /dev/null || true
+declare -p data settings cell node sweep > state 2> /dev/null || true
 """
 
 
