@@ -28,13 +28,16 @@ def make_estimator(zo: ZoConfig) -> Estimator:
     """
     estimator = ESTIMATORS.find(zo.estimator)
     _check_options("zo.estimator_options", zo.estimator_options, estimator, Estimator)
-    return call_of_user(
-        f"zo.estimator={zo.estimator}",
+    name = f"zo.estimator={zo.estimator}"
+    made = call_of_user(
+        name,
         estimator,
         perturbation_scale=zo.perturbation_scale,
         num_directions=zo.directions,
         **zo.estimator_options,
     )
+    call_of_user(name, made.checked_probes, ())
+    return made
 
 
 def make_law(zo: ZoConfig) -> PerturbationLaw:

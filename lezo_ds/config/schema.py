@@ -377,20 +377,6 @@ class ZoConfig(Section):
     """Matrices decay by this coefficient, decoupled from their gradients. Blocks that a step drops
     do not decay."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        refuse_if(
-            self.law == "low-rank" and self.noise_rank == 0,
-            "zo.law=low-rank needs a rank, and zo.noise_rank=0",
-            "set zo.noise_rank=1; the law follows from it",
-        )
-        refuse_if(
-            self.law == "dense" and self.noise_rank > 0,
-            f"zo.law=dense has no rank, and zo.noise_rank={self.noise_rank}",
-            "remove one of them",
-        )
-        return self
-
 
 class TrainConfig(Section):
     """The run's length and batches, and what it evaluates and keeps."""

@@ -82,7 +82,7 @@ UNKNOWN_KEYS = [
     ("train.optim=1", "lezo-ds train --help train lists the keys"),
 ]
 CONTRADICTIONS = [
-    ("zo.law=low-rank", "needs a rank"),
+    ("zo.law=low-rank", "LowRankLaw needs a rank"),
     ("zo.law=dense zo.noise_rank=1", "zo.law=dense has no rank"),
     ("zo.learning_rate=null zo.sparsity=null", "needs zo.learning_rate and zo.sparsity; fix: set"),
     ("train.epochs=2", "both say how long the run is"),
