@@ -268,6 +268,8 @@ def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
     if arguments.lm_eval is not None:
+        if "" in arguments.lm_eval.split(","):  # the harness reads "" as the working directory
+            raise UserError("--lm-eval has an empty name", fix="write --lm-eval TASK,TASK")
         require_package("lm_eval", "--lm-eval needs lm-eval", "'lezo_ds[lm-eval]'")
         for option, is_given in (("split", arguments.split != "test"), ("out", arguments.out)):
             if is_given:

@@ -97,6 +97,7 @@ from lezo_ds.runs.evaluations import (
     evaluations_of,
     is_worse_than_base,
     numbers_of,
+    refuse_unjudged,
     stopping_step,
 )
 from lezo_ds.runs.opening import results_of
@@ -553,6 +554,7 @@ class Run:
         self.check()
         encoded = self.data.dev if split == "dev" else self.data.test
         result = evaluate(self, self.data.reader, encoded, self.config.train.eval_batch_size)
+        refuse_unjudged(result, split)
         at_ends = self.engine.weights.ends_share()
         if split == "test":
             self._by_label[at] = result.by_label

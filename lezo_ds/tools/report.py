@@ -97,10 +97,14 @@ def read_runs(directories: Iterable[str | Path]) -> pd.DataFrame:
         try:
             rows.append(_read_run(directory))
         except DAMAGE as error:
-            logger.warning("warning: %s: not a run, or damaged (%s)", directory, one_line(error))
+            problem = f"not a run, or damaged ({one_line(error)})"
+            run = RunDirectory(directory)
+            if run.journal.exists() and not run.config.exists():
+                problem = "a loop of your own or a run that has just begun, without scores to show"
+            logger.warning("warning: %s: %s", directory, problem)
     if not rows:
-        problem = "none of these directories holds a run"
-        raise UserError(problem, fix="give the run_dir of runs")
+        problem = "none of these directories holds a run with scores"
+        raise UserError(problem, fix="give the run_dir of runs of lezo-ds train")
     return pd.DataFrame(rows)
 
 

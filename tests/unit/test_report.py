@@ -150,8 +150,12 @@ def test_a_directory_that_is_no_run_or_damaged_is_named_and_alone_refused(finish
     run, *damaged = finish("a[1]"), finish("b", "seed=1"), finish("c", "seed=2")
     (damaged[0] / "metrics.jsonl").write_text('{"step": [1], "seconds": 1, "dev_loss": 1}\n')
     (damaged[1] / "journal.jsonl").write_text("no header\n")
-    assert list(read_runs([run, tmp_path / "none", *damaged])["directory"]) == [str(run)]
-    assert "not a run" in caplog.text and all(str(each) in caplog.text for each in damaged)
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop" / "journal.jsonl").touch()
+    others = [tmp_path / "none", tmp_path / "loop", *damaged]
+    assert list(read_runs([run, *others])["directory"]) == [str(run)]
+    assert "not a run" in caplog.text and all(str(each) in caplog.text for each in others)
+    assert "loop: a loop of your own" in caplog.text
     with pytest.raises(UserError, match="none of these directories holds a run"):
         read_runs([tmp_path / "none", tmp_path / "other"])
 
