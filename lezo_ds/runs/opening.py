@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ from lezo_ds.runs.records import (
     RecordedRun,
     assert_same_base,
     assert_same_model_config,
+    config_of,
     owner_of,
     read_run,
     refuse_code,
@@ -101,8 +103,7 @@ class Opened(NamedTuple):
     def refuse_code(self, *keys: str) -> None:
         """Refuse to import a module that only the run or the export names in one of some keys."""
         if self.named is not None:
-            values = flatten(self.config.model_dump())
-            refuse_code({key: values.get(key) for key in keys}, self.named)
+            refuse_code({key: attrgetter(key)(self.config) for key in keys}, self.named)
 
 
 def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
@@ -120,10 +121,10 @@ def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
     run = distributed.on_rank_zero(lambda: read_run(path, overrides, _READING_KEYS))
     number = run.find_step(step)
     source = {"run": str(path), "step": number}
-    recorded = flatten(run.header.config)
-    changed = {key for key, value in map(read_override, overrides) if value != recorded.get(key)}
-    of_run = run.header.config.get("data_fingerprints", {})
-    fingerprints = {} if changed & _READING_KEYS else of_run
+    recorded = config_of(run.header, path)
+    fingerprints = {}
+    if all(attrgetter(key)(run.config) == attrgetter(key)(recorded) for key in _READING_KEYS):
+        fingerprints = run.header.config.get("data_fingerprints", {})
     method = method_name(run.config)
     return Opened(source, run.config, lambda: restore(run, number), overrides, method, fingerprints)
 
@@ -299,12 +300,7 @@ def _load_adapter(engine: ModelEngine, directory: Path, base: str | None) -> Non
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:
     """Return the keys by which an exported model reads a record, for its manifest."""
-    values = config.model_dump()
-    recipe = {}
-    for key in sorted(keys_with("of_export")):
-        section, _, name = key.partition(".")
-        recipe[key] = values[section][name]
-    return recipe
+    return {key: attrgetter(key)(config) for key in sorted(keys_with("of_export"))}
 
 
 def _dtype_of(directory: Path) -> str:

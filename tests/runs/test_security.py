@@ -205,15 +205,23 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target, 
     assert target.exists()
 
 
-@pytest.mark.parametrize("key", ["data.task", "data.metric", "train.objective"])
-def test_scoring_refuses_each_module_that_only_the_run_names(key, source, tmp_path):
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.task=evil:X",
+        "data.metric=evil:X",
+        "train.objective=evil:X",
+        "train.objective={evil:X: 1}",
+    ],
+)
+def test_scoring_refuses_each_module_that_only_the_run_names(word, source, tmp_path):
     values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
-    opened = Opened({}, config_from_dict(values, "run", [f"{key}=evil:X"]), lambda: None, [])
+    opened = Opened({}, config_from_dict(values, "run", [word]), lambda: None, [], "LeZO")
     for act in (partial(score, split="test"), partial(fit_head, target=tmp_path / "fitted")):
         with pytest.raises(UserError, match="imported only if the command names it"):
             act(opened)
-    for named in ([f"{key}=evil:X"], None):  # by a command, or a recipe
-        opened._replace(named=named).refuse_code(key)
+    for named in ([word], None):  # by a command, or a recipe
+        opened._replace(named=named).refuse_code(word.partition("=")[0])
 
 
 ESCAPE = "x\x1b]0;title\x07\x1b[A\r\u202ey"
