@@ -23,7 +23,6 @@ import pandas as pd
 
 from lezo_ds import files
 from lezo_ds.config import config_from_dict, flatten, keys_with, load_yaml
-from lezo_ds.config.schema import KEYS
 from lezo_ds.data.metrics import REWARD
 from lezo_ds.errors import LezoError, UserError, one_line, require_package
 from lezo_ds.journal import scan_journal
@@ -198,7 +197,7 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
     """
     ignored = keys_with("may_differ_on_resume") - _DECISIVE | set(SEEDS)
     keys = ["model_fingerprint", "adapter"]
-    keys += [key for key in KEYS if key in runs and key not in ignored]
+    keys += [key for key in runs if "." in key and key not in ignored]  # of sections and options
     runs = runs.assign(name=runs["method"])
     methods = runs.groupby([*SECTION, "method"], sort=False)
     for _, group in methods:
