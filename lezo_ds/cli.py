@@ -30,6 +30,7 @@ from typing import Any, NoReturn, TextIO
 
 from lezo_ds import __version__
 from lezo_ds.config import check_training, describe, dump_yaml, load_config
+from lezo_ds.config.load import key_of
 from lezo_ds.config.names import meant
 from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.schema import KEYS, SECTIONS
@@ -548,10 +549,6 @@ def _is_left_to_rank_zero(command: str) -> bool:
     return rank > 0
 
 
-def _begins_with_key(word: str) -> bool:
-    return word.partition("=")[0] in KEYS
-
-
 def run_command(name: str, words: Sequence[str] | None = None) -> None:
     """Run a command with the words of its command line, by default those in `sys.argv`."""
     add_arguments, function = COMMANDS[name]
@@ -567,7 +564,8 @@ def run_command(name: str, words: Sequence[str] | None = None) -> None:
     add_arguments(parser)
     arguments = parser.parse_intermixed_args(words)  # options and keys may alternate
     if name == "predict":  # keys may come before DATA
-        words = sorted([arguments.data, *arguments.overrides], key=_begins_with_key)
+        words = [arguments.data, *arguments.overrides]
+        words.sort(key=lambda word: key_of(word) in KEYS)
         arguments.data = _path(words[0])
         arguments.overrides = words[1:]
     for word in getattr(arguments, "overrides", ()):
