@@ -190,7 +190,7 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
         "lower train.epochs",
     )
     check_zo(config.zo, config.peft.kind, config.model.bits, num_steps)
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": num_steps})})
+    return config.with_section("train", steps=num_steps)
 
 
 def check_training(config: RunConfig) -> None:

@@ -110,7 +110,7 @@ Day = Annotated[str, AfterValidator(_day)]
 
 
 class Section(BaseModel):
-    """A section of a recipe. It is changed by `section.model_copy(update={...})`."""
+    """A section of a recipe. It does not change: `RunConfig.with_section` makes a copy."""
 
     model_config = ConfigDict(
         strict=True,
@@ -496,6 +496,11 @@ class RunConfig(Section):
     deepspeed: Annotated[str | None, _MOVABLE_PATH] = None
     """DeepSpeed's JSON: a path, or a name in ds_configs such as zero3_bf16. Null is ZeRO-3 with
     defaults."""
+
+    def with_section(self, name: str, **values: Any) -> Self:
+        """Return a copy with other values in a section."""
+        section = getattr(self, name).model_copy(update=values)
+        return self.model_copy(update={name: section})
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -51,8 +51,8 @@ def chat(opened: Opened) -> None:
     config = opened.config
     directory = resolve_model(config.model.path)
     most = num_positions(load_model_config(directory)) or config.data.max_length
-    data = config.data.model_copy(update={"max_length": min(config.data.max_length, most)})
-    config = config.model_copy(update={"data": data})
+    config = config.with_section("data", max_length=min(config.data.max_length, most))
+    data = config.data
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
     settings = generation_settings(tokenizer, config.generation, in_chat=True)
     if data.max_length < settings.max_new_tokens + 2:

@@ -155,7 +155,7 @@ def with_start_date(config: RunConfig) -> RunConfig:
     day = datetime.date.today().isoformat()
     if journal.exists():
         day = read_own_journal(journal).header.config["data"]["date"]
-    return config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
+    return config.with_section("data", date=day)
 
 
 def refuse_other_release(header: Header, where: Path) -> None:
