@@ -24,6 +24,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -103,7 +104,9 @@ def _code(text: str) -> str:
 
 
 def _share(text: str) -> float:
-    share = float(text)
+    share = math.nan
+    with suppress(ValueError):
+        share = float(text)
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
     return share

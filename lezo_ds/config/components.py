@@ -138,7 +138,8 @@ def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
 
 def is_replayable(config: RunConfig) -> bool:
     """Return whether a base model and a journal give the weights of a run on any machine."""
-    # A prefix starts from a forward pass, which another machine does not repeat bit for bit.
+    # A prefix starts from a forward pass, which another machine does not repeat bit for bit. So the
+    # run keeps a snapshot of step 0.
     return config.peft.kind != "prefix"
 
 

@@ -220,7 +220,7 @@ REFUSED = {
     "has no records": ("", ()),
     "the records already have a field predicted": ('{"text": "a", "predicted": 1}\n', ()),
     "--probabilities and --threshold are about labels": ('{"text": "a"}\n', ("--probabilities",)),
-    "1.5 is not a number from 0 to 1": ('{"text": "a"}\n', ("--threshold=1.5",)),
+    "half is not a number from 0 to 1": ('{"text": "a"}\n', ("--threshold=half",)),
 }
 
 
