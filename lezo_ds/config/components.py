@@ -100,10 +100,14 @@ def _check_options(key: str, values: Mapping[str, Any], component: type, kind: t
         if type(value) is type(default) or is_integer_for_float:
             continue
         known = ", ".join(f"{option}={shown!r}" for option, shown in defaults.items())
-        raise UserError(
-            f"{key}.{name}={value!r} is not an option of {component.__name__}",
-            fix=f"its options and their defaults: {known or 'none'}",
-        )
+        problem = f"{key}.{name}={value!r} is not an option of {component.__name__}"
+        fix = f"its options and their defaults: {known or 'none'}"
+        if name in defaults:
+            problem = f"{key}.{name}={value!r} is not of the type of its default, {default!r}"
+            fix = "correct it"
+            if isinstance(default, str):  # which YAML reads as a number
+                fix = f"write it in quotes, with others for a shell: '{key}.{name}=\"{value}\"'"
+        raise UserError(problem, fix=fix)
 
 
 def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
