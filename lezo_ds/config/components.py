@@ -42,9 +42,7 @@ def make_estimator(zo: ZoConfig) -> Estimator:
 
 def make_law(zo: ZoConfig) -> PerturbationLaw:
     """Return what a direction of the run is. UserError: no law has this name, or it fails."""
-    law = zo.law
-    if law is None:
-        law = "low-rank" if zo.noise_rank else "dense"
+    law = zo.law or ("low-rank" if zo.noise_rank else "dense")
     return call_of_user(f"zo.law={law}", LAWS.find(law), zo.noise_distribution, zo.noise_rank)
 
 

@@ -205,15 +205,10 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target, 
     assert target.exists()
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "data.task=evil:X",
-        "data.metric=evil:X",
-        "train.objective=evil:X",
-        "train.objective={evil:X: 1}",
-    ],
-)
+NAMED = [f"{key}=evil:X" for key in ("data.task", "data.metric", "train.objective")]
+
+
+@pytest.mark.parametrize("word", [*NAMED, "train.objective={evil:X: 1}"])
 def test_scoring_refuses_each_module_that_only_the_run_names(word, source, tmp_path):
     values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
     opened = Opened({}, config_from_dict(values, "run", [word]), lambda: None, [], "LeZO")
