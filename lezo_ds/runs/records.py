@@ -210,7 +210,8 @@ def refuse_code(
     for key, value in values.items():
         names = [value] if isinstance(value, str) else value or ()  # or a map of rewards
         if any(map(names_code, names)) and key not in named:
-            not_named.append(f"{key}={value}")
+            shown = value if isinstance(value, str) else json.dumps(value)
+            not_named.append(f"{key}={shown}")
     if not_named:
         raise UserError(
             f"{', '.join(not_named)} of the run is in a module, "

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from commands import assert_refused, lezo, run_forked, run_words
 
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
 from lezo_ds.config import config_from_dict, load_config
+from lezo_ds.config.load import read_override
 from lezo_ds.errors import UserError
 from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.runs.export import read_file
@@ -213,8 +215,10 @@ def test_scoring_refuses_each_module_that_only_the_run_names(word, source, tmp_p
     values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
     opened = Opened({}, config_from_dict(values, "run", [word]), lambda: None, [], "LeZO")
     for act in (partial(score, split="test"), partial(fit_head, target=tmp_path / "fitted")):
-        with pytest.raises(UserError, match="imported only if the command names it"):
+        with pytest.raises(UserError, match="imported only if the command names it") as caught:
             act(opened)
+        (fix,) = shlex.split(str(caught.value).rpartition(" add ")[2])
+        assert read_override(fix) == read_override(word)
     for named in ([word], None):  # by a command, or a recipe
         opened._replace(named=named).refuse_code(word.partition("=")[0])
 
