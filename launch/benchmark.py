@@ -132,17 +132,9 @@ class Inputs:
                     update={"tensor_parallel": ranks, "partition_size": None, "deepspeed": None}
                 )
             case "low_rank":  # trains nothing but matrices of the blocks
-                config = config.model_copy(
-                    update={"zo": config.zo.model_copy(update={"noise_rank": 1})}
-                )
-            case "int8":
-                config = config.model_copy(
-                    update={"model": config.model.model_copy(update={"bits": 8})}
-                )
-            case "int4":
-                config = config.model_copy(
-                    update={"model": config.model.model_copy(update={"bits": 4})}
-                )
+                config = config.with_section("zo", noise_rank=1)
+            case "int8" | "int4":
+                config = config.with_section("model", bits=int(kind[-1]))
             case _:
                 kind = "ours"
         if kind not in self.engines:
@@ -265,9 +257,7 @@ def recipe_inputs(config: RunConfig) -> Inputs:
         size = config.train.micro_batch_size
         if layout == "common":
             size *= ranks  # so that a rank runs as many rows as with layout "ours"
-        sized = config.model_copy(
-            update={"train": config.train.model_copy(update={"micro_batch_size": size})}
-        )
+        sized = config.with_section("train", micro_batch_size=size)
         return list(data.step_batch(sized, step))
 
     mean_length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
@@ -330,8 +320,8 @@ def write_random_model(shape: str, dtype: str, folder: Path) -> None:
 
 def random_inputs(shape: str, task: str, config: RunConfig, folder: Path) -> Inputs:
     """Return the random model in `folder`, and one batch of random tokens of the same length."""
-    model = config.model.model_copy(update={"path": str(folder)})
-    config = config.model_copy(update={"run_dir": str(folder), "model": model})
+    config = config.model_copy(update={"run_dir": str(folder)})
+    config = config.with_section("model", path=str(folder))
     num_tokens = NUM_TOKENS[task]
     generator = torch.Generator().manual_seed(num_tokens)
     # A prompt and the one token of a candidate are num_tokens together.

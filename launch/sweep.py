@@ -29,6 +29,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,11 +123,15 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
     names = set()
     for cells in itertools.product(*axes):
         words = [word for cell in cells for word in cell]
-        flat = flatten(load_config(arguments.config, [*common, *words]).model_dump())
-        settings = {key: flat[key] for key in (word.partition("=")[0] for word in words)}
+        values = load_config(arguments.config, [*common, *words]).model_dump()
+        keys_of_words = [word.partition("=")[0] for word in words]
+        settings = {key: reduce(getitem, key.split("."), values) for key in keys_of_words}
         # The name has the values as they were read: 1e-6 and 0.000001 are the same run.
         firsts = [cell[0].partition("=")[0] for cell in cells]
-        name = re.sub(r"[^\w.+,=-]", "-", ",".join(f"{key}={flat[key]}" for key in firsts)) or "run"
+        name = (
+            re.sub(r"[^\w.+,=-]", "-", ",".join(f"{key}={settings[key]}" for key in firsts))
+            or "run"
+        )
         if name in names or len(name.encode()) > _MAX_NAME:
             fix = "remove one of the two values, or shorten them by links"
             raise UserError(f"the name of the run {name} is taken or too long", fix=fix)
@@ -196,6 +202,9 @@ def table(runs: list[Run], directory: Path) -> str:
         return "no run has begun"
     frame = name_runs(read_runs(begun))
     frame["run"] = [Path(run).name for run in frame["directory"]]
+    settings = {str(run.directory): run.settings for run in runs}
+    for key in runs[0].settings:  # the value of a key may be a map
+        frame[key] = [settings[directory][key] for directory in frame["directory"]]
     columns = ["run", "name", *runs[0].settings, "finished", "test", "best_dev_loss"]
     write_output(directory / "results.csv", frame[columns].to_csv(index=False))
     texts = []

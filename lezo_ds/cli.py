@@ -24,12 +24,14 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from lezo_ds import __version__
 from lezo_ds.config import check_training, describe, dump_yaml, load_config
+from lezo_ds.config.load import key_of
 from lezo_ds.config.names import meant
 from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.schema import KEYS, SECTIONS
@@ -102,7 +104,9 @@ def _code(text: str) -> str:
 
 
 def _share(text: str) -> float:
-    share = float(text)
+    share = math.nan
+    with suppress(ValueError):
+        share = float(text)
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
     return share
@@ -268,6 +272,8 @@ def _open_weights(arguments: argparse.Namespace, *keys: str, needs_task: bool = 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
     if arguments.lm_eval is not None:
+        if "" in arguments.lm_eval.split(","):  # the harness reads "" as the working directory
+            raise UserError("--lm-eval has an empty name", fix="write --lm-eval TASK,TASK")
         require_package("lm_eval", "--lm-eval needs lm-eval", "'lezo_ds[lm-eval]'")
         for option, is_given in (("split", arguments.split != "test"), ("out", arguments.out)):
             if is_given:
@@ -546,10 +552,6 @@ def _is_left_to_rank_zero(command: str) -> bool:
     return rank > 0
 
 
-def _begins_with_key(word: str) -> bool:
-    return word.partition("=")[0] in KEYS
-
-
 def run_command(name: str, words: Sequence[str] | None = None) -> None:
     """Run a command with the words of its command line, by default those in `sys.argv`."""
     add_arguments, function = COMMANDS[name]
@@ -565,7 +567,8 @@ def run_command(name: str, words: Sequence[str] | None = None) -> None:
     add_arguments(parser)
     arguments = parser.parse_intermixed_args(words)  # options and keys may alternate
     if name == "predict":  # keys may come before DATA
-        words = sorted([arguments.data, *arguments.overrides], key=_begins_with_key)
+        words = [arguments.data, *arguments.overrides]
+        words.sort(key=lambda word: key_of(word) in KEYS)
         arguments.data = _path(words[0])
         arguments.overrides = words[1:]
     for word in getattr(arguments, "overrides", ()):

@@ -151,7 +151,13 @@ def _import_from_recipe_folder(module_name: str) -> None:
     """Import a top-level module if the recipe's folder has it, before any installed one."""
     spec = PathFinder.find_spec(module_name, FOLDERS)
     # A folder without __init__.py may hold anything: installed packages win.
-    if module_name in sys.modules or spec is None or spec.loader is None:
+    if spec is None or spec.loader is None:
+        return
+    if module_name in sys.modules:
+        imported = getattr(sys.modules[module_name], "__file__", None)
+        if Path(str(imported)).resolve() != Path(str(spec.origin)).resolve():
+            problem = f"{spec.origin} needs another name: {module_name} is {imported} already"
+            raise ImportError(problem)
         return
     module = module_from_spec(spec)
     sys.modules[module_name] = module

@@ -28,20 +28,21 @@ def make_estimator(zo: ZoConfig) -> Estimator:
     """
     estimator = ESTIMATORS.find(zo.estimator)
     _check_options("zo.estimator_options", zo.estimator_options, estimator, Estimator)
-    return call_of_user(
-        f"zo.estimator={zo.estimator}",
+    name = f"zo.estimator={zo.estimator}"
+    made = call_of_user(
+        name,
         estimator,
         perturbation_scale=zo.perturbation_scale,
         num_directions=zo.directions,
         **zo.estimator_options,
     )
+    call_of_user(name, made.checked_probes, ())
+    return made
 
 
 def make_law(zo: ZoConfig) -> PerturbationLaw:
     """Return what a direction of the run is. UserError: no law has this name, or it fails."""
-    law = zo.law
-    if law is None:
-        law = "low-rank" if zo.noise_rank else "dense"
+    law = zo.law or ("low-rank" if zo.noise_rank else "dense")
     return call_of_user(f"zo.law={law}", LAWS.find(law), zo.noise_distribution, zo.noise_rank)
 
 
@@ -97,10 +98,14 @@ def _check_options(key: str, values: Mapping[str, Any], component: type, kind: t
         if type(value) is type(default) or is_integer_for_float:
             continue
         known = ", ".join(f"{option}={shown!r}" for option, shown in defaults.items())
-        raise UserError(
-            f"{key}.{name}={value!r} is not an option of {component.__name__}",
-            fix=f"its options and their defaults: {known or 'none'}",
-        )
+        problem = f"{key}.{name}={value!r} is not an option of {component.__name__}"
+        fix = f"its options and their defaults: {known or 'none'}"
+        if name in defaults:
+            problem = f"{key}.{name}={value!r} is not of the type of its default, {default!r}"
+            fix = "correct it"
+            if isinstance(default, str):  # which YAML reads as a number
+                fix = f"write it in quotes, with others for a shell: '{key}.{name}=\"{value}\"'"
+        raise UserError(problem, fix=fix)
 
 
 def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
@@ -135,7 +140,8 @@ def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
 
 def is_replayable(config: RunConfig) -> bool:
     """Return whether a base model and a journal give the weights of a run on any machine."""
-    # A prefix starts from a forward pass, which another machine does not repeat bit for bit.
+    # A prefix starts from a forward pass, which another machine does not repeat bit for bit. So the
+    # run keeps a snapshot of step 0.
     return config.peft.kind != "prefix"
 
 
@@ -187,7 +193,7 @@ def with_steps(config: RunConfig, num_examples: int) -> RunConfig:
         "lower train.epochs",
     )
     check_zo(config.zo, config.peft.kind, config.model.bits, num_steps)
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": num_steps})})
+    return config.with_section("train", steps=num_steps)
 
 
 def check_training(config: RunConfig) -> None:

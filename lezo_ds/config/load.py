@@ -198,6 +198,15 @@ def read_override(assignment: str) -> tuple[str, Any]:
     return key, value
 
 
+def key_of(assignment: str) -> str:
+    """Return the key that `key=value` changes: all of it, or an option in it.
+
+    >>> key_of("zo.estimator_options.size=2")
+    'zo.estimator_options'
+    """
+    return ".".join(assignment.partition("=")[0].split(".")[:2])
+
+
 def describe(section: str | None = None) -> str:
     """Return the help of a section's keys; None lists the sections, and the keys outside of them.
 

@@ -110,7 +110,7 @@ Day = Annotated[str, AfterValidator(_day)]
 
 
 class Section(BaseModel):
-    """A section of a recipe. It is changed by `section.model_copy(update={...})`."""
+    """A section of a recipe. It does not change: `RunConfig.with_section` makes a copy."""
 
     model_config = ConfigDict(
         strict=True,
@@ -377,20 +377,6 @@ class ZoConfig(Section):
     """Matrices decay by this coefficient, decoupled from their gradients. Blocks that a step drops
     do not decay."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        refuse_if(
-            self.law == "low-rank" and self.noise_rank == 0,
-            "zo.law=low-rank needs a rank, and zo.noise_rank=0",
-            "set zo.noise_rank=1; the law follows from it",
-        )
-        refuse_if(
-            self.law == "dense" and self.noise_rank > 0,
-            f"zo.law=dense has no rank, and zo.noise_rank={self.noise_rank}",
-            "remove one of them",
-        )
-        return self
-
 
 class TrainConfig(Section):
     """The run's length and batches, and what it evaluates and keeps."""
@@ -510,6 +496,11 @@ class RunConfig(Section):
     deepspeed: Annotated[str | None, _MOVABLE_PATH] = None
     """DeepSpeed's JSON: a path, or a name in ds_configs such as zero3_bf16. Null is ZeRO-3 with
     defaults."""
+
+    def with_section(self, name: str, **values: Any) -> Self:
+        """Return a copy with other values in a section."""
+        section = getattr(self, name).model_copy(update=values)
+        return self.model_copy(update={name: section})
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -269,7 +269,7 @@ def check_losses(losses: Any, micro_batch: MicroBatch) -> None:
     """
     number = micro_batch.num_examples
     shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-    if not isinstance(losses, Tensor) or losses.shape != (number,):
+    if shape != (number,):
         raise UserError(
             f"the loss function returned {shape}, not one loss for each of {number} examples",
             fix="return a tensor with their losses, or name the examples in MicroBatch.examples",

@@ -146,7 +146,7 @@ class LezoEngine(ReplayEngine):
         )
 
     def _probes(self) -> tuple[Probe, ...]:
-        probes = self.estimator.probes(self.records)
+        probes = self.estimator.checked_probes(self.records)
         if len(probes) != self.plan_format.num_probes:
             raise UserError(
                 f"{type(self.estimator).__name__} has {len(probes)} probes at step "

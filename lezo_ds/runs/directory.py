@@ -174,8 +174,7 @@ class RunDirectory:
     def write_config(self, config: RunConfig) -> None:
         """Write config.yaml, which is a recipe: it has either train.steps or train.epochs."""
         if config.train.epochs is not None:
-            train = config.train.model_copy(update={"steps": None})
-            config = config.model_copy(update={"train": train})
+            config = config.with_section("train", steps=None)
         write_output(self.config, dump_yaml(config.model_dump()))
 
     def cut_logs(self, step: int, evaluated: Collection[tuple[str, int]]) -> float:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, JournalRecord
 from lezo_ds.sharding.weights import AT_ENDS_BY_QUANTIZATION
 
@@ -20,6 +21,15 @@ _MORE_AT_ENDS = 0.01
 
 Numbers = dict[str, float | bool | None]
 """Numbers of a step or an evaluation, by the names that they have in metrics.jsonl."""
+
+
+def refuse_unjudged(result: EvaluationResult, split: str) -> None:
+    """Raise UserError if no answer to the examples of a split has a reward, and so no score."""
+    if not math.isfinite(result.score):
+        raise UserError(
+            f"train.objective gives no answer of the split {split} a finite reward",
+            fix="return a number for some of them, or correct the weights of the rewards",
+        )
 
 
 def evaluation_record(

@@ -229,12 +229,11 @@ def _with_answers(
     for texts in (beginnings, letters):
         if not labels or len(set(texts) - {""}) != len(labels):
             continue
-        data = config.data.model_copy(update={"labels": dict(zip(labels, texts, strict=True))})
-        changed = config.model_copy(update={"data": data})
+        changed = config.with_section("data", labels=dict(zip(labels, texts, strict=True)))
         reader, encoded = _encode(changed)
         tokens = _label_tokens(encoded)
         if tokens is not None:
-            logger.info("the model answers labels of several tokens by: %s", data.labels)
+            logger.info("the model answers labels of several tokens by: %s", changed.data.labels)
             return changed, reader, encoded, tokens
     raise UserError(
         "fit-head needs labels that the model answers by one token each",

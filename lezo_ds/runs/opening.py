@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -49,10 +50,12 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import LoraAdapter, PrefixAdapter, read_adapter, start_of
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.evaluations import refuse_unjudged
 from lezo_ds.runs.records import (
     RecordedRun,
     assert_same_base,
     assert_same_model_config,
+    config_of,
     owner_of,
     read_run,
     refuse_code,
@@ -71,6 +74,9 @@ _READING_KEYS = frozenset(key for key in KEYS if key.startswith(("data.", "gener
 }
 """The keys by which a recorded run reads and answers a record. None of them decides its weights."""
 
+ZERO_SHOT = "zero-shot"
+"""The method of a model as others have published it."""
+
 _TASK_KEYS = {"data.task", "data.prompt", "data.messages"}
 """Keys that name or describe a task."""
 
@@ -83,6 +89,7 @@ class Opened(NamedTuple):
         config: how the model reads records and answers them; of a run, its configuration.
         load_engine: loads the weights. A collective.
         named: the overrides that may name modules to import; None if the recipe may, too.
+        method: how the weights were made, or "zero-shot" of a model that lezo_ds has not written.
         fingerprints: of the examples of a run, by split; empty if they may be others.
     """
 
@@ -90,13 +97,13 @@ class Opened(NamedTuple):
     config: RunConfig
     load_engine: Callable[[], ModelEngine]
     named: Sequence[str] | None
+    method: str
     fingerprints: Mapping[str, str] = MappingProxyType({})
 
     def refuse_code(self, *keys: str) -> None:
         """Refuse to import a module that only the run or the export names in one of some keys."""
         if self.named is not None:
-            values = flatten(self.config.model_dump())
-            refuse_code({key: values.get(key) for key in keys}, self.named)
+            refuse_code({key: attrgetter(key)(self.config) for key in keys}, self.named)
 
 
 def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
@@ -114,11 +121,12 @@ def open_run(path: Path, step: str, overrides: Sequence[str]) -> Opened:
     run = distributed.on_rank_zero(lambda: read_run(path, overrides, _READING_KEYS))
     number = run.find_step(step)
     source = {"run": str(path), "step": number}
-    recorded = flatten(run.header.config)
-    changed = {key for key, value in map(read_override, overrides) if value != recorded.get(key)}
-    of_run = run.header.config.get("data_fingerprints", {})
-    fingerprints = {} if changed & _READING_KEYS else of_run
-    return Opened(source, run.config, lambda: restore(run, number), overrides, fingerprints)
+    recorded = config_of(run.header, path)
+    fingerprints = {}
+    if all(attrgetter(key)(run.config) == attrgetter(key)(recorded) for key in _READING_KEYS):
+        fingerprints = run.header.config.get("data_fingerprints", {})
+    method = method_name(run.config)
+    return Opened(source, run.config, lambda: restore(run, number), overrides, method, fingerprints)
 
 
 def open_model(
@@ -184,7 +192,8 @@ def open_model(
         return engine
 
     may_import = None if recipe is not None else overrides
-    return Opened({"model": model}, config, load_engine, may_import)
+    method = "exported model" if facts else ZERO_SHOT
+    return Opened({"model": model}, config, load_engine, may_import, method)
 
 
 def load(
@@ -291,12 +300,7 @@ def _load_adapter(engine: ModelEngine, directory: Path, base: str | None) -> Non
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:
     """Return the keys by which an exported model reads a record, for its manifest."""
-    values = config.model_dump()
-    recipe = {}
-    for key in sorted(keys_with("of_export")):
-        section, _, name = key.partition(".")
-        recipe[key] = values[section][name]
-    return recipe
+    return {key: attrgetter(key)(config) for key in sorted(keys_with("of_export"))}
 
 
 def _dtype_of(directory: Path) -> str:
@@ -365,17 +369,19 @@ def score(opened: Opened, split: str, out: Path | None = None) -> dict[str, Any]
     engine = opened.load_engine()
     check_scoring(engine, reader, chosen, config)
     result = evaluate(engine, reader, chosen, config.train.eval_batch_size)
+    refuse_unjudged(result, split)
     if out is not None:
         # All ranks add to the numbers; rank 0 writes.
-        shown = data.num_demonstrations
-        method = f"{shown} solved examples" if shown else "zero-shot"
+        method = opened.method
+        if method == ZERO_SHOT and data.num_demonstrations:
+            method = f"{data.num_demonstrations} solved examples"
         results = results_of(
             engine,
             config,
             reader.task,
-            method=method_name(config) if "run" in opened.source else method,
+            method=method,
             finished=True,
-            zero_shot=None if shown or "run" in opened.source else result.score,
+            zero_shot=result.score if method == ZERO_SHOT else None,
             test=result.score,
             majority_class=result.majority_class,
             macro_f1=result.macro_f1,

@@ -75,8 +75,8 @@ def predict_file(
         label_field = "label"  # that of the right answer, if records have one
     # No user metric is needed. Each record needs its row in the output.
     changes = {"metric": None, "label_field": label_field, "skip_unusable": False}
-    data = data.model_copy(update=changes)
-    config = config.model_copy(update={"data": data})
+    config = config.with_section("data", **changes)
+    data = config.data
     task = find_task(data).unanswered()
     if (probabilities or threshold) and not task.has_classes:
         raise UserError(

@@ -27,6 +27,7 @@ from lezo_ds.checkpoints.sharded_model import BaseModel
 from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots
 from lezo_ds.config import RunConfig, config_from_dict, keys_with, may_differ_on_resume
 from lezo_ds.config.deepspeed import tensor_parallel_of
+from lezo_ds.config.load import key_of
 from lezo_ds.errors import UserError
 from lezo_ds.files import sha256_file
 from lezo_ds.forward.adapters import start_of
@@ -154,7 +155,7 @@ def with_start_date(config: RunConfig) -> RunConfig:
     day = datetime.date.today().isoformat()
     if journal.exists():
         day = read_own_journal(journal).header.config["data"]["date"]
-    return config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
+    return config.with_section("data", date=day)
 
 
 def refuse_other_release(header: Header, where: Path) -> None:
@@ -190,7 +191,7 @@ def config_of(
     config = config_from_dict(values, where, overrides)
     # No step follows. So the number of steps, on which a schedule may depend, decides nothing.
     may_differ = keys_with("may_differ_on_resume").union(reading_keys)
-    permitted = [each for each in overrides if each.partition("=")[0] in may_differ]
+    permitted = [each for each in overrides if key_of(each) in may_differ]
     unchanged = config_from_dict(values, where, permitted)
     for key, old, new in _differences(unchanged.model_dump(), config.model_dump()):
         raise UserError(
@@ -209,7 +210,8 @@ def refuse_code(
     for key, value in values.items():
         names = [value] if isinstance(value, str) else value or ()  # or a map of rewards
         if any(map(names_code, names)) and key not in named:
-            not_named.append(f"{key}={value}")
+            shown = value if isinstance(value, str) else json.dumps(value)
+            not_named.append(f"{key}={shown}")
     if not_named:
         raise UserError(
             f"{', '.join(not_named)} of the run is in a module, "

@@ -75,7 +75,7 @@ from lezo_ds.checkpoints.snapshots import (
     read_manifest,
     snapshot_path,
 )
-from lezo_ds.config import RunConfig, eval_every, may_differ_on_resume
+from lezo_ds.config import RunConfig, eval_every, is_replayable, may_differ_on_resume
 from lezo_ds.data.metrics import LabelScore
 from lezo_ds.data.prefetch import StepBatches
 from lezo_ds.data.score import EvaluationResult, evaluate, prediction_rows
@@ -97,6 +97,7 @@ from lezo_ds.runs.evaluations import (
     evaluations_of,
     is_worse_than_base,
     numbers_of,
+    refuse_unjudged,
     stopping_step,
 )
 from lezo_ds.runs.opening import results_of
@@ -228,7 +229,7 @@ class Run:
         self.engine.workers.journal = self.journal
         self.engine.workers.gives_up = self._is_asked_to_stop
         self.engine.watch_weights()
-        if self.starts_from_snapshot() and self.num_done == 0:
+        if self.num_done == 0 and not is_replayable(self.config):
             self.save()  # unless it is there
 
     def _open_journal(self) -> list[EvaluationRecord]:
@@ -553,6 +554,7 @@ class Run:
         self.check()
         encoded = self.data.dev if split == "dev" else self.data.test
         result = evaluate(self, self.data.reader, encoded, self.config.train.eval_batch_size)
+        refuse_unjudged(result, split)
         at_ends = self.engine.weights.ends_share()
         if split == "test":
             self._by_label[at] = result.by_label
@@ -581,12 +583,6 @@ class Run:
 
     # Files.
 
-    def starts_from_snapshot(self) -> bool:
-        """Return whether the weights before the first step are restored from a snapshot."""
-        # A prefix starts from activations of the base model. Another machine rounds these
-        # differently, so a replay there needs their exact bits.
-        return self.config.peft.kind == "prefix"
-
     def save(self) -> None:
         """Write a snapshot of the current step, unless it is there. A collective."""
         step = self.engine.global_steps
@@ -605,7 +601,7 @@ class Run:
     def _prune_snapshots(self, least: int) -> None:
         """Remove all but the newest snapshots, of which at least some stay."""
         num_kept = max(least, self.config.train.keep_snapshots)
-        protected = [0] if self.starts_from_snapshot() else []
+        protected = [] if is_replayable(self.config) else [0]
         prune_snapshots(self.directory.snapshots, num_kept, protected)
 
     def _log_metrics(self, metrics: Numbers) -> None:

@@ -23,7 +23,6 @@ import pandas as pd
 
 from lezo_ds import files
 from lezo_ds.config import config_from_dict, flatten, keys_with, load_yaml
-from lezo_ds.config.schema import KEYS
 from lezo_ds.data.metrics import REWARD
 from lezo_ds.errors import LezoError, UserError, one_line, require_package
 from lezo_ds.journal import scan_journal
@@ -97,10 +96,14 @@ def read_runs(directories: Iterable[str | Path]) -> pd.DataFrame:
         try:
             rows.append(_read_run(directory))
         except DAMAGE as error:
-            logger.warning("warning: %s: not a run, or damaged (%s)", directory, one_line(error))
+            problem = f"not a run, or damaged ({one_line(error)})"
+            run = RunDirectory(directory)
+            if run.journal.exists() and not run.config.exists():
+                problem = "a loop of your own or a run that has just begun, without scores to show"
+            logger.warning("warning: %s: %s", directory, problem)
     if not rows:
-        problem = "none of these directories holds a run"
-        raise UserError(problem, fix="give the run_dir of runs")
+        problem = "none of these directories holds a run with scores"
+        raise UserError(problem, fix="give the run_dir of runs of lezo-ds train")
     return pd.DataFrame(rows)
 
 
@@ -194,7 +197,7 @@ def name_runs(runs: pd.DataFrame) -> pd.DataFrame:
     """
     ignored = keys_with("may_differ_on_resume") - _DECISIVE | set(SEEDS)
     keys = ["model_fingerprint", "adapter"]
-    keys += [key for key in KEYS if key in runs and key not in ignored]
+    keys += [key for key in runs if "." in key and key not in ignored]  # of sections and options
     runs = runs.assign(name=runs["method"])
     methods = runs.groupby([*SECTION, "method"], sort=False)
     for _, group in methods:

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry
+from lezo_ds.user_code import shown
 from lezo_ds.zo.records import StepRecord
 
 
@@ -114,7 +115,7 @@ class Estimator(ABC):
         estimates = [self.estimate(probes, of_group) for of_group in losses]
         gradients: list[float] = []
         for estimate in estimates:
-            gradients += estimate.projected_grads
+            gradients.extend(estimate.projected_grads)  # += would add to an array of NumPy's
         loss = add_in_order([estimate.loss for estimate in estimates]) / len(estimates)
         return Estimate(loss, tuple(gradients))
 
@@ -127,9 +128,30 @@ class Estimator(ABC):
                 fix="set zo.noise_rank=1 zo.examples_per_direction=1, or zo.directions=8",
             )
 
+    def checked_probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
+        """Return the probes of the step, which a user-defined estimator may get wrong.
+
+        Raises:
+            UserError: there are none, or one of them is not a probe of a direction of the step.
+        """
+        probes = tuple(self.probes(records))
+        directions = range(self.num_directions)
+
+        def fits(probe: Probe) -> bool:
+            is_finite = isinstance(probe, Probe) and math.isfinite(probe.scale)
+            return is_finite and probe.direction in directions
+
+        if not (probes and all(map(fits, probes))):
+            raise UserError(
+                f"{type(self).__name__} returned the probes {shown(probes)}, and the step has the "
+                f"directions 0 to {self.num_directions - 1}",
+                fix="return lezo_ds.zo.estimators.Probe with one of these and a finite scale",
+            )
+        return probes
+
     @property
     def num_probes(self) -> int:
-        return len(self.probes(()))
+        return len(self.checked_probes(()))
 
 
 class JointEstimator(Estimator):

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry
 
 Distribution = Literal["normal", "rademacher"]
@@ -66,6 +67,13 @@ class DenseLaw(PerturbationLaw):
 
     implementation: ClassVar[str] = "lezo_ds.forward.dense:DenseDirections"
 
+    def __post_init__(self) -> None:
+        if self.rank > 0:
+            raise UserError(
+                f"zo.law=dense has no rank, and zo.noise_rank={self.rank}",
+                fix="remove one of them",
+            )
+
 
 @dataclass(frozen=True)
 class LowRankLaw(PerturbationLaw):
@@ -86,6 +94,13 @@ class LowRankLaw(PerturbationLaw):
     perturbs: ClassVar[TrainedPart] = "products"
     takes_groups: ClassVar[bool] = True
     most_probes: ClassVar[int] = 32  # activations limit their number, as no weight is copied
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(
+                f"{type(self).__name__} needs a rank, and zo.noise_rank={self.rank}",
+                fix="set zo.noise_rank=1",
+            )
 
 
 FIRST_OF_COLUMNS = 2**39

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lezo_ds.errors import UserError
@@ -76,7 +76,7 @@ class LayerPolicy(ABC):
         if isinstance(sample, LayerSample) and len(sample.weights) == num_weights:
             groups = [group for group in range(self.num_groups) if group in sample.dropped]
             if groups == list(sample.dropped) and all(map(math.isfinite, sample.weights)):
-                return sample
+                return replace(sample, dropped=tuple(groups))  # they may be NumPy's
         raise UserError(
             f"the layer policy {type(self).__name__} returned {sample!r}, and the model has "
             f"{self.num_groups} groups to drop",

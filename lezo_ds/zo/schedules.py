@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lezo_ds.registry import Registry
-from lezo_ds.zo.records import check_finite
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ class LearningRates:
         assert self.num_steps is not None, "make_schedule checks it"
         num_falling = max(1, self.num_steps - self.warmup_steps)
         progress = (step - self.warmup_steps) / num_falling
-        share = self.schedule.share(min(progress, 1.0))
-        check_finite(share)
+        share = float(self.schedule.share(min(progress, 1.0)))  # it may be NumPy's
+        if not 0 <= share <= 1:
+            raise ValueError(f"the share {share} of the learning rate is not from 0 to 1")
         return self.peak * share

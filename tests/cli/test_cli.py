@@ -69,6 +69,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("evaluate --model {run}", "is a run, not a model; fix: use --run "),
         ("evaluate", "one of the arguments --run --model is required"),
         ("evaluate --run r --config demo", "--config goes with --model"),
+        ("evaluate --run r --lm-eval=", "--lm-eval has an empty name; fix: "),
         ("evaluate --run r --limit 3", "--limit is for --lm-eval; fix: set data.num_test=N"),
         ("evaluate --model m --step 3", "--step is for --run: a model has one step"),
         ("evaluate --run r --out o --split dev", "scores of test examples; fix: remove --split"),

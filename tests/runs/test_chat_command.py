@@ -137,7 +137,7 @@ def test_an_input_or_model_that_cannot_be_answered_is_one_line(root, tmp_path):
     tokenizer.save_pretrained(tmp_path / "lacking")
     for model, key, given, message in (
         (root / "base", SHORT, b"the \377 plot\n", "not UTF-8"),
-        (root / "base", "data.max_length=1", b"", "leaves no room for a prompt"),
+        (root / "base", "data.max_length=9", b"", "fix: add generation.max_new_tokens=4"),
         (write_reader(tmp_path / "plain"), SHORT, b"", "chat template"),
         (tmp_path / "lacking", SHORT, b"the plot\n", "the tokenizer writes '<new>'"),
     ):

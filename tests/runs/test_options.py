@@ -131,6 +131,10 @@ def nothing(answers, records):
     return [0.0 for _ in answers]
 
 
+def unknown(completions, **fields):
+    return [None for _ in completions]
+
+
 def num_words(completions, **fields):
     return [len(completion.split()) for completion in completions]
 
@@ -165,3 +169,5 @@ def test_rewards_that_are_all_equal_are_named_and_samples_show_the_answers(recip
     num_all_words = sum(len(answer.split()) for answer in predicted)
     assert means[0] == pytest.approx(num_all_words / len(predicted))
     assert all(0 <= line.get("test_share_ended", 0) <= 1 for line in lines)
+    words = run_words(recipe, tmp_path / "unjudged", *keys, "train.objective=test_options:unknown")
+    assert_refused("train", words, "no answer of the split test", PYTHONPATH=PATH, num_ranks=2)

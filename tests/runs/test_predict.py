@@ -220,7 +220,7 @@ REFUSED = {
     "has no records": ("", ()),
     "the records already have a field predicted": ('{"text": "a", "predicted": 1}\n', ()),
     "--probabilities and --threshold are about labels": ('{"text": "a"}\n', ("--probabilities",)),
-    "1.5 is not a number from 0 to 1": ('{"text": "a"}\n', ("--threshold=1.5",)),
+    "half is not a number from 0 to 1": ('{"text": "a"}\n', ("--threshold=half",)),
 }
 
 
@@ -238,7 +238,7 @@ def test_an_export_is_scored_on_one_file_and_written_as_a_run(root, tmp_path):
     scores = scores_of(*words)
     results = results_of(out)
     assert (results["test"], results["steps"]) == (scores["score"], 0)
-    assert results["method"] == "zero-shot"
+    assert (results["method"], results["zero_shot"]) == ("exported model", None)
     assert scores["num_examples"] == 80
     (rows,) = (out / "predictions").iterdir()
     assert len(read_lines(rows)) == 80

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from commands import assert_refused, lezo, run_forked, run_words
 
 from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
 from lezo_ds.config import config_from_dict, load_config
+from lezo_ds.config.load import read_override
 from lezo_ds.errors import UserError
 from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.runs.export import read_file
@@ -205,15 +207,20 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target, 
     assert target.exists()
 
 
-@pytest.mark.parametrize("key", ["data.task", "data.metric", "train.objective"])
-def test_scoring_refuses_each_module_that_only_the_run_names(key, source, tmp_path):
+NAMED = [f"{key}=evil:X" for key in ("data.task", "data.metric", "train.objective")]
+
+
+@pytest.mark.parametrize("word", [*NAMED, "train.objective={evil:X: 1}"])
+def test_scoring_refuses_each_module_that_only_the_run_names(word, source, tmp_path):
     values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
-    opened = Opened({}, config_from_dict(values, "run", [f"{key}=evil:X"]), lambda: None, [])
+    opened = Opened({}, config_from_dict(values, "run", [word]), lambda: None, [], "LeZO")
     for act in (partial(score, split="test"), partial(fit_head, target=tmp_path / "fitted")):
-        with pytest.raises(UserError, match="imported only if the command names it"):
+        with pytest.raises(UserError, match="imported only if the command names it") as caught:
             act(opened)
-    for named in ([f"{key}=evil:X"], None):  # by a command, or a recipe
-        opened._replace(named=named).refuse_code(key)
+        (fix,) = shlex.split(str(caught.value).rpartition(" add ")[2])
+        assert read_override(fix) == read_override(word)
+    for named in ([word], None):  # by a command, or a recipe
+        opened._replace(named=named).refuse_code(word.partition("=")[0])
 
 
 ESCAPE = "x\x1b]0;title\x07\x1b[A\r\u202ey"

@@ -82,13 +82,14 @@ UNKNOWN_KEYS = [
     ("train.optim=1", "lezo-ds train --help train lists the keys"),
 ]
 CONTRADICTIONS = [
-    ("zo.law=low-rank", "needs a rank"),
+    ("zo.law=low-rank", "LowRankLaw needs a rank"),
     ("zo.law=dense zo.noise_rank=1", "zo.law=dense has no rank"),
     ("zo.learning_rate=null zo.sparsity=null", "needs zo.learning_rate and zo.sparsity; fix: set"),
     ("train.epochs=2", "both say how long the run is"),
     ("zo.warmup_steps=100", "is not below train.steps=100"),
     ("zo.estimator=grzo", "compares directions with each other"),
     ("zo.estimator_options.x=1", "zo.estimator_options.x=1 is not an option of Spsa"),
+    ("zo.layer_policy=fixed zo.layer_policy_options.blocks=3", """default, ''; .*blocks="3"'"""),
     ("zo.estimator=fzoo zo.directions=2", "set zo.directions=8"),
     ("zo.examples_per_direction=1", "needs directions of low rank"),
     ("zo.noise_rank=1 zo.examples_per_direction=3", "into whole groups"),

@@ -66,6 +66,12 @@ def test_a_bare_folder_next_to_the_recipe_hides_no_installed_package(recipe_fold
         del sys.modules[name]
 
 
+def test_a_module_with_the_name_of_an_imported_library_is_refused(recipe_folder):
+    write_modules(recipe_folder, json="def loads(): pass")
+    with pytest.raises(UserError, match=rf"{recipe_folder}/json.py needs another name: json is /"):
+        Registry("metric", "data.metric").find("json:loads")
+
+
 @pytest.mark.parametrize(
     ("code", "name", "expected"),
     [

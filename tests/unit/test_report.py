@@ -67,6 +67,9 @@ def test_a_row_is_the_mean_over_seeds_and_is_named_by_what_differs(finish):
     assert list(table["test"]) == pytest.approx([85, 40])
     assert table["deviation"].iloc[0] == pytest.approx(7.071, abs=1e-3)
     assert "macro F1" not in table
+    weights = [f"train.objective={{rewards:short: {weight}}}" for weight in (1, 2)]
+    runs = [finish(f"d{seed}", weights[seed], f"seed={seed}") for seed in (0, 1)]
+    assert texts(*runs) == ["LeZO, rewards:short=1.0", "LeZO, rewards:short=2.0"]
 
 
 def test_a_run_is_named_by_its_method(finish):
@@ -150,8 +153,12 @@ def test_a_directory_that_is_no_run_or_damaged_is_named_and_alone_refused(finish
     run, *damaged = finish("a[1]"), finish("b", "seed=1"), finish("c", "seed=2")
     (damaged[0] / "metrics.jsonl").write_text('{"step": [1], "seconds": 1, "dev_loss": 1}\n')
     (damaged[1] / "journal.jsonl").write_text("no header\n")
-    assert list(read_runs([run, tmp_path / "none", *damaged])["directory"]) == [str(run)]
-    assert "not a run" in caplog.text and all(str(each) in caplog.text for each in damaged)
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop" / "journal.jsonl").touch()
+    others = [tmp_path / "none", tmp_path / "loop", *damaged]
+    assert list(read_runs([run, *others])["directory"]) == [str(run)]
+    assert "not a run" in caplog.text and all(str(each) in caplog.text for each in others)
+    assert "loop: a loop of your own" in caplog.text
     with pytest.raises(UserError, match="none of these directories holds a run"):
         read_runs([tmp_path / "none", tmp_path / "other"])
 
@@ -217,6 +224,11 @@ def test_a_sweep_shows_why_runs_fail_and_ends_if_the_first_is_refused(
     assert list(pd.read_csv(tmp_path / "sweep" / "results.csv")["test"]) == [0.9]
     finish("sweep/seed=1", "model.path=other")
     assert "sst2, other, accuracy" in sweep.table(runs, tmp_path / "sweep")
+    (rewarded,) = sweep.plan(arguments_of_sweep(tmp_path, "train.objective={rewards:short: 1}"))
+    finish(f"sweep/{rewarded.directory.name}")
+    sweep.table([rewarded], tmp_path / "sweep")
+    (objective,) = pd.read_csv(tmp_path / "sweep" / "results.csv")["train.objective"]
+    assert objective == "{'rewards:short': 1.0}"
 
 
 @pytest.mark.distributed

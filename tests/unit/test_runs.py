@@ -123,6 +123,10 @@ def test_other_keys_change_a_recorded_run(tmp_path):
     assert (changed.model.path, changed.partition_size) == ("m", 1)
     asked = records.config_of(RECORDED, tmp_path, ["data.max_length=9"], ["data.max_length"])
     assert asked.data.max_length == 9
+    chat = header("data.messages=turns", "data.chat_template_kwargs.thinks=true")
+    option = ["data.chat_template_kwargs.thinks=false"]
+    asked = records.config_of(chat, tmp_path, option, ["data.chat_template_kwargs"])
+    assert asked.data.chat_template_kwargs == {"thinks": False}
     # The module of a schedule is not imported.
     own = replace(RECORDED, config=header("zo.lr_schedule=linear").config)
     own.config["zo"]["lr_schedule"] = "absent:Schedule"

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 from reference import estimate_groups
 
+from lezo_ds.config import ZoConfig, make_estimator
 from lezo_ds.errors import UserError
-from lezo_ds.zo.estimators import ESTIMATORS, mean_losses
+from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Probe, Spsa, mean_losses
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
 from lezo_ds.zo.layers import Fixed, LayerSample, Uniform
 from lezo_ds.zo.passes import Groups
-from lezo_ds.zo.schedules import SCHEDULES, LearningRates
+from lezo_ds.zo.schedules import SCHEDULES, LearningRates, Schedule
 
 NUM_LAYERS = 5
 WIDTH = 6
+NAN = float("nan")
 UNBIASED = ("spsa", "one-sided")
 
 
@@ -89,6 +91,27 @@ def test_the_learning_rates_of_each_schedule_are_these():
     assert cosine[:5] == linear[:5]
     assert cosine[5:] == pytest.approx([0.5 * (2 + 2**0.5) / 4, 0.25, 0.5 * (2 - 2**0.5) / 4])
     assert LearningRates(SCHEDULES["cosine"], peak=0.5, num_steps=8).at(9) == 0
+
+
+@pytest.mark.parametrize("share", [float("nan"), -0.1, 1.1])
+def test_a_schedule_of_ones_own_gives_a_share_from_0_to_1(share):
+    with pytest.raises(ValueError, match="is not from 0 to 1"):
+        LearningRates(Schedule(lambda _: share), peak=0.5, num_steps=2).at(1)
+
+
+@pytest.mark.parametrize("probes", [[], [(0, 1)], [Probe(1, 1)], [Probe(-1, 1)], [Probe(0, NAN)]])
+def test_probes_of_ones_own_of_no_direction_are_refused(probes, monkeypatch):
+    monkeypatch.setattr(Spsa, "probes", lambda *_: probes)
+    with pytest.raises(UserError, match=r"Spsa returned the probes .* the directions 0 to 0; "):
+        make_estimator(ZoConfig())
+
+
+def test_numbers_of_ones_own_components_may_be_numpys(monkeypatch):
+    monkeypatch.setattr(Spsa, "estimate", lambda *_: Estimate(1.0, np.array([2.0])))
+    assert Spsa(1.0).estimate_groups([], [[], []]).projected_grads == (2.0, 2.0)
+    monkeypatch.setattr(Uniform, "sample", lambda *_: LayerSample(tuple(np.arange(2))))
+    assert str(Uniform(5, 2).checked_sample(1, []).dropped) == "(0, 1)"
+    assert LearningRates(Schedule(np.float32), peak=0.5, num_steps=2).at(1) == 0.25
 
 
 def test_a_sample_of_ones_own_that_names_no_groups_is_refused(monkeypatch):
