@@ -89,7 +89,7 @@ def _apply(
 ) -> Any:
     """Return what apply_chat_template of the tokenizer returns for turns."""
     backend = tokenizer.backend
-    tools = _marked(tokenizer, find_tools(record or {}))
+    tools = tokenizer.marked(find_tools(record or {}))
     source = _source(tokenizer, tools)
     for key in {key for turn in turns for key in turn}:
         # Transformers (5.23) gives templates each of these by the first two names.
@@ -140,15 +140,10 @@ def _source(tokenizer: PromptTokenizer, tools: list[Any] | None) -> str:
     return source
 
 
-def _marked(tokenizer: PromptTokenizer, value: Any) -> Any:
-    """Return JSON, parts of which may have been stored as text, with marks, also in its keys."""
-    return json.loads(tokenizer.marked(json.dumps(value, ensure_ascii=False)))
-
-
 def _with_own_tokens(tokenizer: PromptTokenizer, turn: Turn) -> Turn:
     """Return a turn in which the assistant itself writes tokens such as <think>."""
     if "tool_calls" in turn:
-        turn = {**turn, "tool_calls": _marked(tokenizer, turn["tool_calls"])}
+        turn = {**turn, "tool_calls": tokenizer.marked(turn["tool_calls"])}
     if turn["role"] != ASSISTANT or not has_marks(turn["content"]):
         return turn
     added = tokenizer.backend.added_tokens_decoder.values()

@@ -277,9 +277,9 @@ class Reader:
 
     def as_read(self, example: Example) -> Example:
         """Return an example as the model reads it, with marks at the text of control tokens."""
-        record = json.dumps(example.record, ensure_ascii=False, default=str)
-        if self.tokenizer.control_tokens.search(record):
-            marked = self.task.build_example(self.tokenizer.marked(dict(example.record)))
+        record = self.tokenizer.marked(example.record)
+        if record != example.record:
+            marked = self.task.build_example(record)
             learned = bool(example.learned) or not marked.learned
             messages = marked.messages if learned else marked.messages[: marked.learned[0]]
             example = replace(
