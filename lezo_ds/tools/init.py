@@ -140,11 +140,9 @@ def read_columns(source: str, layout: Mapping[str, str]) -> Columns:
     """Return the columns of a table.
 
     Raises:
-        UserError: it has no records, or its first row is probably one of them, not names.
+        UserError: it cannot be read, or its first row is probably a record, not names.
     """
     records = list(read_records(source, **layout))
-    if not records:
-        raise UserError(f"{source} has no records", fix="fill the file, or name another one")
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
     for number, (name, values) in enumerate(columns.items(), start=1):

@@ -76,7 +76,7 @@ def test_an_ordinary_table_has_the_rows_that_pandas_reads(content, expected, tmp
     by_pandas = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False)
     assert read(path) == by_pandas.to_dict("records")
     assert [list(record.values()) for record in read(path)] == expected
-    spans = "1 cells of column `text` span several lines, the first in row 1"
+    spans = "1 of 1 records span several lines, the first in row 1"
     assert (spans in caplog.text) == ("two\nlines" in content)
 
 
@@ -85,9 +85,9 @@ def test_an_ordinary_table_has_the_rows_that_pandas_reads(content, expected, tmp
     [
         ("text,label\nx,bug\ny\n", "the row that ends in line 3 has 1 values for 2 columns"),
         ('text,label\n"x\ny",bug\ny\n', "ends in line 4 has 1 values for 2 columns"),
-        ("text,label\nx,bug,z\n", "the first row has more values than there are columns"),
+        ("text,label\nx,bug,z\n", "ends in line 2 has 3 values for 2 columns"),
         ("\na,text,text,,\nx,y,z,,\n", "the first line has the column 'text' 2 times"),
-        ('text,label\n"x,bug\n', "EOF inside string"),
+        ('text,label\nx,"bug\n', "EOF inside string"),
         (b"text,label\n\xff\xfe,bug\n", "can't decode byte 0xff"),
         ("text\na\n  \nb\n", "pandas reads 2 of its 3 rows"),
     ],
@@ -107,11 +107,12 @@ def test_a_table_that_pandas_would_repair_or_cannot_read_is_refused(content, mes
         ("t.jsonl", '{"a": 1}\n\n{"a": 1, "b": {"c": 1, "c": 1}}', "line 3: an object has the key"),
         ("t.json", '[{"c": 2, "a": [], "c": 3}]', "an object has the key 'c' 2 times"),
         ("t.jsonl", '{"a": 1}\n{"a"\n', "line 2: Expecting"),
+        ("t.jsonl", "\n", "t.jsonl has no records; fix: fill the file"),
         ("t.jsonl", "[1]\n", "line 1 does not hold an object"),
-        ("t.json", '{"data": [{"a": 1}]}', "does not hold a list of objects"),
+        ("t.json", '{"data": [{"a": 1}]}', "an object a line as .jsonl, in UTF-8"),
         ("t.json", "[" * 100_000, "cannot be read"),
         ("t.jsonl", "\u00e9".encode("latin-1"), "can't decode"),
-        ("t.parquet", "x", "cannot be read"),
+        ("t.parquet", "x", "fix: write it again, with one column of each name"),
         ("t.csv.gz", gzip.compress(b"text,label\na,b\n", mtime=0)[:-9], "cannot be read"),
         ("t.csv.bak", "a\n1\n", "has no suffix of .csv, .tsv, .jsonl, .json, .parquet"),
         ("t.csv.json", "a\n1\n", "cannot be read"),
