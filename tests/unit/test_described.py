@@ -164,7 +164,7 @@ def test_a_template_reads_nested_fields_and_nothing_but_the_record():
     ("data", "message"),
     [
         (COMPLETION | {"prompt": "no field"}, "does not name a column"),
-        (COMPLETION | {"prompt": "{text!r}"}, "more than the plain name of a column"),
+        (COMPLETION | {"prompt": "{te{x}t}"}, "rename a column whose name has braces"),
         (COMPLETION | {"prompt": "{text"}, "is not a template"),
         (COMPLETION | {"prompt": "{text} {answers}"}, "shows the answer: it has answers, too"),
         (CLASSES | {"prompt": "{text} {topic}"}, "shows the answer: it has topic, too"),
