@@ -279,14 +279,12 @@ class Reader:
         """Return an example as the model reads it, with marks at the text of control tokens."""
         record = self.tokenizer.marked(example.record)
         if record != example.record:
-            marked = self.task.build_example(record)
-            learned = bool(example.learned) or not marked.learned
-            messages = marked.messages if learned else marked.messages[: marked.learned[0]]
+            marked = self.task.example(record)
             example = replace(
                 example,
                 prompt=marked.prompt,
-                candidates=marked.candidates[: len(example.candidates)],
-                messages=messages,
+                candidates=marked.candidates,
+                messages=marked.messages,
             )
         if self.config.data.protocol == "mezo" and not example.demonstrations:
             # MeZO's code strips white space of any kind before the whole text. Demonstrations begin
