@@ -194,7 +194,8 @@ class Examples:
         objective = str(config.train.objective)
         hashes = list(map(sha256_file, files))
         day = self.reader.tokenizer.today.date() if config.data.in_chat else None
-        return _hash_of(hashes, recipe, day, lezo_ds.__version__, versions, objective)
+        columns = (_STORED, FEATURES)
+        return _hash_of(hashes, recipe, day, lezo_ds.__version__, versions, objective, columns)
 
 
 def _encode(

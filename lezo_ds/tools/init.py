@@ -31,7 +31,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, config_from_dict, load_yaml
 from lezo_ds.data.encode import load_tokenizer
-from lezo_ds.data.records import TABLES, read_records
+from lezo_ds.data.records import TABLES, UTF_8, read_records
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.data.template import parse_template
 from lezo_ds.errors import UserError, cut, did_you_mean, one_line, printable
@@ -94,37 +94,32 @@ def main(arguments: Namespace) -> None:
 
 
 def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
-    """Return data.separator and data.encoding of a table, where they are not those of its suffix.
+    """Return data.separator and data.encoding: those of the options, or else what a table has.
 
-    A file in UTF-8 is taken as such. The separator is what csv.Sniffer finds in the first lines.
+    Nothing is guessed of a compressed table. A file in UTF-8 is taken as such. The separator is
+    what csv.Sniffer finds in the first lines.
     """
-    layout: dict[str, str] = {}
-    suffix = path.suffix.lower()
-    if suffix not in TABLES or not path.is_file():
+    given = {"separator": arguments.separator, "encoding": arguments.encoding}
+    layout = {key: value for key, value in given.items() if value is not None}
+    usual = TABLES.get(path.suffix.lower())
+    if usual is None or not path.is_file():
         return layout
     with path.open("rb") as file:
         sample = b"".join(file.readlines(_SAMPLE))
     best = charset_normalizer.from_bytes(sample).best()
-    if arguments.encoding is not None:
-        layout["encoding"] = arguments.encoding
-    elif not _is_utf_8(sample) and best is not None:
+    if "encoding" not in layout and not _is_utf_8(sample) and best is not None:
         # Of the encodings in which the text is the same, Windows' Western one is most frequent.
         is_western = "cp1252" in best.could_be_from_charset
-        layout["encoding"] = "cp1252" if is_western else best.encoding
-    encoding = layout.get("encoding", "utf-8-sig")
-    text = sample.decode(encoding, errors="replace")
-    lines = text.splitlines()[:_SNIFFED_LINES]
-    if arguments.encoding is None and "encoding" in layout:
-        shown = next((line for line in text.splitlines() if not line.isascii()), "")
+        encoding = "cp1252" if is_western else best.encoding
+        layout["encoding"] = encoding
+        lines = sample.decode(encoding, errors="replace").splitlines()
+        shown = next((line for line in lines if not line.isascii()), "")
         logger.warning("%s is a guess, and --encoding sets another: %s", encoding, cut(shown, 80))
-    usual = "\t" if suffix == ".tsv" else ","
-    separator = arguments.separator or usual
-    if arguments.separator is None and usual not in "".join(lines[:1]):
-        with suppress(csv.Error):  # a table of one column
-            found = csv.Sniffer().sniff("\n".join(lines), ",;\t|")
-            separator = found.delimiter
-    if separator != usual:
-        layout["separator"] = separator
+    with suppress(csv.Error, LookupError):  # a table of one column, or no encoding
+        lines = sample.decode(layout.get("encoding", UTF_8), errors="replace").splitlines()
+        if "separator" not in layout and usual not in "".join(lines[:1]):
+            found = csv.Sniffer().sniff("\n".join(lines[:_SNIFFED_LINES]), ",;\t|")
+            layout["separator"] = found.delimiter
     return layout
 
 

@@ -1,6 +1,7 @@
 """What lezo-ds init finds in a table, and the recipes that it writes."""
 
 import copy
+import gzip
 import json
 import re
 import sys
@@ -120,6 +121,12 @@ def test_the_layout_of_a_table_is_found_and_written_down_if_it_has_records(write
     config, out = write_recipe(None, name="own.csv")
     assert (config.data.separator, config.data.encoding) == (";", "cp1252")
     assert "Größe" in out and "cp1252 is a guess, and --encoding sets another: Größe" in caplog.text
+    with pytest.raises(UserError, match="unknown encoding: cp9"):
+        write_recipe(None, "--encoding", "cp9", name="own.csv")
+    Path("own.csv.gz").write_bytes(gzip.compress(Path("own.csv").read_bytes()))
+    words = ["--encoding", "cp1252", "--separator", ";"]
+    config, _ = write_recipe(None, *words, name="own.csv.gz")
+    assert (config.data.separator, config.data.encoding) == (";", "cp1252")
     commas = "\n".join(rows).replace(", ja;", ",").replace(";", ",")
     Path("own.csv").write_text(commas, encoding="utf-8-sig")
     config, _ = write_recipe(None, name="own.csv")
