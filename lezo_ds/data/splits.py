@@ -37,8 +37,6 @@ from lezo_ds.errors import UserError, cut
 
 logger = logging.getLogger(__name__)
 
-Examples = Sequence[Example]
-
 _MOST_DRAWN = {"test": 1000, "dev": 500}
 """A split without a file takes a fifth of data.train, at most this number of records."""
 _NUM_SHOWN = 3
@@ -330,9 +328,9 @@ def _without_repeats(task: Task, drawn: BySplit, labels: BySplit, keys: BySplit)
 
 def with_demonstrations(
     data: DataConfig,
-    questions: Examples,
+    questions: Sequence[Example],
     pool: Sequence[Example],
-    train: Examples,
+    train: Sequence[Example],
     as_read: Callable[[Example], Example],
 ) -> list[Example]:
     """Put data.num_demonstrations solved examples before every question, each with a blank line.

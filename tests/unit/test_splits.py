@@ -121,6 +121,7 @@ def test_a_text_that_stands_for_an_image_is_refused(column, tmp_path):
         ("sst2", {"label": -1}, "the label is -1, not 0 to 1"),
         ("squad", {"answers": {"text": "Rain"}}, r"column `answers.text` is 'Rain', not of type"),
         ("squad", {"answers": ["Rain"]}, r"there is no column answers.text"),
+        ("copa", {"question": "Effect"}, "it does not fit the task copa: KeyError: 'Effect'"),
     ],
 )
 def test_a_record_of_another_type_than_the_papers_is_refused(name, change, message, tmp_path):
