@@ -155,8 +155,8 @@ def _no_model(model: str, path: Path) -> UserError:
         return UserError(
             f"model.path {model} holds an adapter, not a base model",
             fix="merge it once with peft: AutoPeftModelForCausalLM.from_pretrained, "
-            "merge_and_unload, save_pretrained; or set model.path to the base model, and peft.path "
-            "to the adapter; or, if it is merged already, remove adapter_config.json",
+            "merge_and_unload, save_pretrained; or set peft.kind=lora, peft.path to the adapter, "
+            "and model.path to its base model; or, if it is merged, remove adapter_config.json",
         )
     if (path / "prefix_config.json").is_file():
         return UserError(

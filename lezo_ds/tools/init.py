@@ -99,7 +99,10 @@ def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
     Nothing is guessed of a compressed table. A file in UTF-8 is taken as such. The separator is
     what csv.Sniffer finds in the first lines.
     """
-    given = {"separator": arguments.separator, "encoding": arguments.encoding}
+    given = {
+        "separator": arguments.separator,
+        "encoding": arguments.encoding,
+    }
     layout = {key: value for key, value in given.items() if value is not None}
     usual = TABLES.get(path.suffix.lower())
     if usual is None or not path.is_file():

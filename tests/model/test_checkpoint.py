@@ -423,7 +423,7 @@ def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeyp
         (tmp_path / name).write_text("{}")
     for name, message in (
         ("variant", r"it has model\.fp16\.safetensors; fix: .* give a file .* one of these names"),
-        ("both", "holds an adapter.*; or, if it is merged already, remove adapter_config.json"),
+        ("both", "holds an adapter.*; or, if it is merged, remove adapter_config.json"),
         ("gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
         ("gguf/model.gguf", "as GGUF.*; fix: set model.path"),
         ("lora", "holds an adapter, not a base model; fix: merge it once"),
