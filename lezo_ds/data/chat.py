@@ -171,7 +171,7 @@ def encode_turns(
     of_assistant = [number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT]
     template = _source(tokenizer, find_tools(example.record))
     marks_turns = _GENERATION.search(template) and list(example.learned) == of_assistant
-    # Transformers has no mask for marked control tokens.
+    # Transformers (5.23) has no mask for marked control tokens. TRL's manner then serves.
     if marks_turns and not has_marks(write(tokenizer, turns, example.record)):
         written = _apply(
             tokenizer,
@@ -195,8 +195,8 @@ def encode_turns(
             raise UserError(
                 f"the chat template of {tokenizer.backend.name_or_path} does not begin turn "
                 f"{number + 1} with the prompt that it writes for an answer",
-                fix="mark the assistant's turns in the template with {% generation %}, or set "
-                "data.chat_template_kwargs",
+                fix="mark the assistant's turns in the template with {% generation %}, set "
+                "data.chat_template_kwargs, or remove the text of control tokens from the record",
             )
         ids, first = _split_at(tokenizer, whole, asked)
         mask = (False,) * first + (True,) * (len(ids) - first)
