@@ -38,7 +38,7 @@ UTF_8 = "utf-8-sig"
 
 _SUFFIX = re.compile(r"(\.csv|\.tsv)(\.gz|\.bz2|\.xz|\.zip|\.zst)?$|\.jsonl$|\.json$|\.parquet$")
 _ON_HUB = re.compile("([^/]*/[^/]*)(?:/([^/]*))?:([^:]*)")
-_PARQUET_ROWS = 1024  # in memory at a time
+_ROWS = 1024  # of Arrow, in memory at a time
 
 
 def read_records(
@@ -126,7 +126,9 @@ def read_hub(hub_id: str, config: str | None, split: str) -> Iterator[dict[str, 
             fix="set data.path to a directory with the train and validation files, or data.train "
             "to a file",
         ) from error
-    yield from loaded
+    # As Arrow, so that no image or sound is decoded.
+    for table in loaded.with_format("arrow").iter(_ROWS):
+        yield from table.to_pylist(maps_as_pydicts="strict")
 
 
 def _read_table(path: Path, separator: str, encoding: str) -> Iterator[dict[str, Any]]:
@@ -213,7 +215,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
     file = ParquetFile(path)
     _refuse_repeated("it has the column", file.schema_arrow.names)
-    for batch in file.iter_batches(_PARQUET_ROWS):
+    for batch in file.iter_batches(_ROWS):
         yield from batch.to_pylist(maps_as_pydicts="strict")
 
 

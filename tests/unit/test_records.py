@@ -136,7 +136,7 @@ def test_values_of_parquet_are_those_of_pyarrow_and_a_map_is_an_object(tmp_path,
     path = tmp_path / "t.parquet"
     table = pa.table({"n": [1, None, 3], "turns": [[{"role": "user"}], [], None]})
     parquet.write_table(table, path)
-    monkeypatch.setattr(module, "_PARQUET_ROWS", 2)
+    monkeypatch.setattr(module, "_ROWS", 2)
     assert read(path) == table.to_pylist()
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     parquet.write_table(twice, path)
@@ -163,7 +163,9 @@ def test_the_hub_has_the_records_of_datasets(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "hub").mkdir()
     record = {"id": "5", "answers": {"text": ["Rain", "rain"], "answer_start": [0, 0]}}
-    datasets.Dataset.from_list([record] * 3).to_parquet(tmp_path / "hub" / "train.parquet")
+    record["image"] = {"bytes": b"no image", "path": None}
+    rows = datasets.Dataset.from_list([record] * 3).cast_column("image", datasets.Image())
+    rows.to_parquet(tmp_path / "hub" / "train.parquet")
     assert list(read_hub(str(tmp_path / "hub"), None, "train")) == [record] * 3
     with pytest.raises(HubError, match=r"cannot load no/such \(default\) from the Hug"):
         read("no/such:train")
