@@ -37,7 +37,7 @@ UTF_8 = "utf-8-sig"
 """UTF-8 with or without a byte order mark: the encoding of tables unless a recipe names another."""
 
 _SUFFIX = re.compile(r"(\.csv|\.tsv)(\.gz|\.bz2|\.xz|\.zip|\.zst)?$|\.jsonl$|\.json$|\.parquet$")
-_ON_HUB = re.compile("([^/]*/[^/]*)(?:/([^/]*))?:([^:]*)")
+_ON_HUB = re.compile("([^/:]+/[^/:]+)(?:/([^/:]+))?:(.+)")
 _ROWS = 1024  # of Arrow, in memory at a time
 
 

@@ -1,6 +1,7 @@
 """Records are what pandas, pyarrow, json and datasets read; what these would repair is refused."""
 
 import gzip
+import re
 
 import datasets
 import pandas as pd
@@ -167,5 +168,7 @@ def test_the_hub_has_the_records_of_datasets(tmp_path, monkeypatch):
     rows = datasets.Dataset.from_list([record] * 3).cast_column("image", datasets.Image())
     rows.to_parquet(tmp_path / "hub" / "train.parquet")
     assert list(read_hub(str(tmp_path / "hub"), None, "train")) == [record] * 3
-    with pytest.raises(HubError, match=r"cannot load no/such \(default\) from the Hug"):
-        read("no/such:train")
+    for name, loaded in (("no/such:train[:9]", "default"), ("no/such/x:y", "x")):
+        with pytest.raises(HubError, match=re.escape(f"cannot load no/such ({loaded}) from the H")):
+            read(name)
+    assert "or OWNER/NAME:SPLIT on the Hub" in refusal_of("no/such:")
