@@ -146,16 +146,11 @@ def _with_own_tokens(tokenizer: PromptTokenizer, turn: Turn) -> Turn:
         turn = {**turn, "tool_calls": tokenizer.marked(turn["tool_calls"])}
     if turn["role"] != ASSISTANT or not has_marks(turn["content"]):
         return turn
-    added = tokenizer.backend.added_tokens_decoder.values()
-    special = {token.content for token in added if token.special}
-    special -= {BEGIN_OF_THOUGHT, END_OF_THOUGHT}
-    content = without_marks(turn["content"])
-
-    def marked(match: re.Match[str]) -> str:
-        found = match[0]
-        return str(tokenizer.marked(found)) if found in special else found
-
-    return {**turn, "content": tokenizer.control_tokens.sub(marked, content)}
+    content = turn["content"]
+    for token in tokenizer.backend.added_tokens_decoder.values():
+        if not token.special or token.content in (BEGIN_OF_THOUGHT, END_OF_THOUGHT):
+            content = content.replace(tokenizer.marked(token.content), token.content)
+    return {**turn, "content": content}
 
 
 def encode_turns(
