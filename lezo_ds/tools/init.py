@@ -75,9 +75,9 @@ def main(arguments: Namespace) -> None:
     columns = read_columns(arguments.data, layout)
     has_template = bool(load_tokenizer(str(directory)).backend.chat_template)
     task = describe_task(columns, arguments, has_template=has_template)
-    for line in _column_lines(columns, task):
-        print(printable(line), flush=True)
     facts = _facts(arguments, directory, columns, task | layout)
+    for line in _column_lines(columns, task, facts["unread"]):
+        print(printable(line), flush=True)
     data = load_task_data(_config(facts))
     if "labels" in task:
         line = baseline(columns[arguments.text], columns[task["label_field"]])
@@ -335,12 +335,15 @@ def _only(option: str, meaning: str, names: Sequence[str]) -> str:
     raise UserError(problem, fix=fix)
 
 
-def _column_lines(columns: Columns, task: Mapping[str, Any]) -> Iterator[str]:
+def _column_lines(
+    columns: Columns, task: Mapping[str, Any], unread: Sequence[str]
+) -> Iterator[str]:
     """Yield a line for each column, and for each label with its count."""
     for name, values in columns.items():
         num_different = len(set(map(str, values)))
         shown = cut(repr(_first(values)), 60)
-        yield f"column  {name}: {num_different} different values, such as {shown}"
+        note = " (not read)" if name in unread else ""
+        yield f"column  {name}: {num_different} different values, such as {shown}{note}"
     if "labels" not in task:
         return
     counts = label_counts(columns[task["label_field"]])
