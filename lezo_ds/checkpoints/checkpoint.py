@@ -155,8 +155,14 @@ def _no_model(model: str, path: Path) -> UserError:
         return UserError(
             f"model.path {model} holds an adapter, not a base model",
             fix="merge it once with peft: AutoPeftModelForCausalLM.from_pretrained, "
-            "merge_and_unload, save_pretrained; or set model.path to the base model; or, if it is "
-            "merged already, remove adapter_config.json",
+            "merge_and_unload, save_pretrained; or set peft.kind=lora, peft.path to the adapter, "
+            "and model.path to its base model; or, if it is merged, remove adapter_config.json",
+        )
+    if (path / "prefix_config.json").is_file():
+        return UserError(
+            f"model.path {model} holds a prefix, not a base model",
+            fix="set model.path to the base model; predict, evaluate and chat take the prefix as "
+            "--model",
         )
     return UserError(
         f"model.path {model} has no config.json",
@@ -429,6 +435,12 @@ def check_files(model: nn.Module, directory: Path) -> None:
     """
     names = parameter_names(model)
     files = open_weights(model, directory)
+    if not files.tensors:
+        raise UserError(
+            f"the weights of {directory} are no tensors with names: a training checkpoint has them "
+            "one level down, such as under state_dict",
+            fix=f"load it with torch, and save that level alone as {WEIGHTS_NAME}",
+        )
     _name_unread(model, files, chain.from_iterable(names.values()))
     files.find(names, {name: tuple(model.get_parameter(name).shape) for name in names})
     buffers = dict(persistent_buffers(model))

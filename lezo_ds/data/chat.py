@@ -89,7 +89,7 @@ def _apply(
 ) -> Any:
     """Return what apply_chat_template of the tokenizer returns for turns."""
     backend = tokenizer.backend
-    tools = _marked(tokenizer, find_tools(record or {}))
+    tools = tokenizer.marked(find_tools(record or {}))
     source = _source(tokenizer, tools)
     for key in {key for turn in turns for key in turn}:
         # Transformers (5.23) gives templates each of these by the first two names.
@@ -140,27 +140,17 @@ def _source(tokenizer: PromptTokenizer, tools: list[Any] | None) -> str:
     return source
 
 
-def _marked(tokenizer: PromptTokenizer, value: Any) -> Any:
-    """Return JSON, parts of which may have been stored as text, with marks, also in its keys."""
-    return json.loads(tokenizer.marked(json.dumps(value, ensure_ascii=False)))
-
-
 def _with_own_tokens(tokenizer: PromptTokenizer, turn: Turn) -> Turn:
     """Return a turn in which the assistant itself writes tokens such as <think>."""
     if "tool_calls" in turn:
-        turn = {**turn, "tool_calls": _marked(tokenizer, turn["tool_calls"])}
+        turn = {**turn, "tool_calls": tokenizer.marked(turn["tool_calls"])}
     if turn["role"] != ASSISTANT or not has_marks(turn["content"]):
         return turn
-    added = tokenizer.backend.added_tokens_decoder.values()
-    special = {token.content for token in added if token.special}
-    special -= {BEGIN_OF_THOUGHT, END_OF_THOUGHT}
-    content = without_marks(turn["content"])
-
-    def marked(match: re.Match[str]) -> str:
-        found = match[0]
-        return str(tokenizer.marked(found)) if found in special else found
-
-    return {**turn, "content": tokenizer.control_tokens.sub(marked, content)}
+    content = turn["content"]
+    for token in tokenizer.backend.added_tokens_decoder.values():
+        if not token.special or token.content in (BEGIN_OF_THOUGHT, END_OF_THOUGHT):
+            content = content.replace(tokenizer.marked(token.content), token.content)
+    return {**turn, "content": content}
 
 
 def encode_turns(
@@ -176,7 +166,7 @@ def encode_turns(
     of_assistant = [number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT]
     template = _source(tokenizer, find_tools(example.record))
     marks_turns = _GENERATION.search(template) and list(example.learned) == of_assistant
-    # Transformers has no mask for marked control tokens.
+    # Transformers (5.23) has no mask for marked control tokens. TRL's manner then serves.
     if marks_turns and not has_marks(write(tokenizer, turns, example.record)):
         written = _apply(
             tokenizer,
@@ -200,8 +190,8 @@ def encode_turns(
             raise UserError(
                 f"the chat template of {tokenizer.backend.name_or_path} does not begin turn "
                 f"{number + 1} with the prompt that it writes for an answer",
-                fix="mark the assistant's turns in the template with {% generation %}, or set "
-                "data.chat_template_kwargs",
+                fix="mark the assistant's turns in the template with {% generation %}, set "
+                "data.chat_template_kwargs, or remove the text of control tokens from the record",
             )
         ids, first = _split_at(tokenizer, whole, asked)
         mask = (False,) * first + (True,) * (len(ids) - first)

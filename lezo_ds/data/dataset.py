@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 _STORED = datasets.Features(
     {
         "record": datasets.Value("string"),
+        "row": datasets.Value("int64"),
         "label": datasets.Value("int32"),
         "key": datasets.Value("int64"),
     }
@@ -105,6 +106,7 @@ class Examples:
         self._sources = sources
         self._task = task
         self._keys = {split: self._key(config, split) for split in sources}  # a file is read once
+        self._classes: list[str] = []
         self._stored = {split: self._read(config, split) for split in sources}
         labels = {}
         keys = {}
@@ -136,15 +138,19 @@ class Examples:
         key = self._keys[source]
         if key is not None:
             key = _hash_of(key, name, rows.tobytes())
-        encoded = shared_dataset(key, lambda folder: _encode(folder, self.reader, examples, name))
+        file = self._sources[source]
+        encoded = shared_dataset(
+            key, lambda folder: _encode(folder, self.reader, examples, name, file)
+        )
         split = self.reader.checked(EncodedSplit(encoded, examples))
         if name == "test":
             self.reader.warn_of_unreachable(split)
         return split
 
     def _example(self, source: str, row: int) -> Example:
-        record = json.loads(self._stored[source][int(row)]["record"])
-        return replace(self._task.example(record), index=int(row))
+        stored = self._stored[source][int(row)]
+        example = self._task.example(json.loads(stored["record"]))
+        return replace(example, index=stored["row"])
 
     def _with_demonstrations(self, name: str, source: str, rows: np.ndarray) -> list[Example]:
         num_records = len(self._stored["train"])
@@ -162,7 +168,7 @@ class Examples:
 
         def write(folder: Path) -> None:
             with ArrowWriter(features=_STORED, path=str(folder / "data.arrow")) as writer:
-                for row in read_split(self._task, config.data, source):
+                for row in read_split(self._task, config.data, source, self._classes):
                     writer.write(row)
                 writer.finalize()
 
@@ -188,11 +194,14 @@ class Examples:
         objective = str(config.train.objective)
         hashes = list(map(sha256_file, files))
         day = self.reader.tokenizer.today.date() if config.data.in_chat else None
-        return _hash_of(hashes, recipe, day, lezo_ds.__version__, versions, objective)
+        columns = (_STORED, FEATURES)
+        return _hash_of(hashes, recipe, day, lezo_ds.__version__, versions, objective, columns)
 
 
-def _encode(folder: Path, reader: Reader, examples: Sequence[Example], name: str) -> None:
-    """Write the rows of a split by several processes, with a progress bar.
+def _encode(
+    folder: Path, reader: Reader, examples: Sequence[Example], name: str, source: str
+) -> None:
+    """Write the rows of a split of a source by several processes, with a progress bar.
 
     Raises:
         UserError: some examples cannot be encoded.
@@ -220,7 +229,10 @@ def _encode(folder: Path, reader: Reader, examples: Sequence[Example], name: str
     _work = None
     place = column_of(encoded, "place")
     refused = np.flatnonzero(place < 0).tolist()
-    problems = {f"{name} example {-place[row]}": encoded[row]["digest"] for row in refused}
+    problems = {}
+    for row in refused:
+        example = examples[-1 - place[row]]
+        problems[f"row {example.index + 1} of {source}"] = encoded[row]["digest"]
     refuse_together(problems, len(examples), skip=reader.config.data.skip_unusable)
     if refused:
         parts = list(folder.glob("*.arrow"))

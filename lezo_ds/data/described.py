@@ -28,6 +28,7 @@ from typing import Any
 
 from lezo_ds.config import DataConfig
 from lezo_ds.config.schema import CUSTOM
+from lezo_ds.data.encode import without_marks
 from lezo_ds.data.examples import ASSISTANT, Example, Turn
 from lezo_ds.data.metrics import REWARD
 from lezo_ds.data.mezo import TASKS
@@ -177,9 +178,9 @@ def _classes(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _label_text(field: str, value: object) -> str | None:
-    """Return a label as `str` writes it; None if a record has none."""
+    """Return a label as `str` writes it, without marks; None if a record has none."""
     is_missing = value is None or value == "" or value != value  # only NaN differs from itself
-    return None if is_missing else field_text(field, value)
+    return None if is_missing else without_marks(field_text(field, value))
 
 
 @dataclass(frozen=True, kw_only=True)

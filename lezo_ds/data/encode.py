@@ -97,7 +97,11 @@ class PromptTokenizer:
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def marked(self, value: Any) -> Any:
-        """Return a text, or the texts in lists and dicts, with marks around control tokens."""
+        """Return a text, or all texts in lists and dicts, with marks around control tokens."""
+        if isinstance(value, list):
+            return [self.marked(item) for item in value]
+        if isinstance(value, Mapping):  # transformers marks no keys
+            return {self.marked(key): self.marked(item) for key, item in value.items()}
         return mark_control_tokens(value, self.control_tokens)
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:

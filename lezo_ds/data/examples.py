@@ -24,7 +24,7 @@ class Example:
         candidates: the possible continuations of the prompt, each with its leading space or
             newline. A generation task has only the gold text, or nothing if the record has none.
         label: index of the right candidate, which is the one to train on; None if there is none.
-        index: number of the record among those with an answer of its file, from 0.
+        index: number of the record in its file, from 0.
         references: every text that counts as right, if candidates[label] is not the only one.
         demonstrations: solved examples that the model reads before the prompt, each followed by a
             blank line.

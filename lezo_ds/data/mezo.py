@@ -122,7 +122,7 @@ class _Copa(MultipleChoice):
 
     def build_example(self, record: Record) -> Example:
         premise = record["premise"].rstrip().removesuffix(".")
-        conjunction = " so " if record["question"] == "effect" else " because "
+        conjunction = {"effect": " so ", "cause": " because "}[record["question"]]
         candidates = (_continued(record["choice1"]), _continued(record["choice2"]))
         return Example(premise + conjunction, candidates, record["label"])
 

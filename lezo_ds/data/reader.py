@@ -222,8 +222,11 @@ class Reader:
         rows = []
         for encoded, turn in zip(parts, turns, strict=True):
             prompt: TokenIds = ()
+            is_cut = encoded.truncated
             if is_answered:
-                prompt = self._prompt(read if turn < 0 else read.at_turn(turn))
+                whole = self._prompt(read if turn < 0 else read.at_turn(turn))
+                prompt = self.tokenizer.cut_left(whole, self._prompt_room)
+                is_cut |= len(prompt) < len(whole)
             label = -1 if encoded.label is None else encoded.label
             content: list[Any] = [encoded.sequences, encoded.masks, label]
             content += [example.references, prompt]
@@ -238,7 +241,7 @@ class Reader:
                 "masks": encoded.masks,
                 "label": label,
                 "prompt": prompt,
-                "truncated": encoded.truncated,
+                "truncated": is_cut,
                 "length": encoded.num_tokens,
                 "num_gold": 0 if label < 0 else encoded.option_lengths[label],
                 "prompt_length": len(prompt),
@@ -277,16 +280,14 @@ class Reader:
 
     def as_read(self, example: Example) -> Example:
         """Return an example as the model reads it, with marks at the text of control tokens."""
-        record = json.dumps(example.record, ensure_ascii=False, default=str)
-        if self.tokenizer.control_tokens.search(record):
-            marked = self.task.build_example(self.tokenizer.marked(dict(example.record)))
-            learned = bool(example.learned) or not marked.learned
-            messages = marked.messages if learned else marked.messages[: marked.learned[0]]
+        record = self.tokenizer.marked(example.record)
+        if record != example.record:
+            marked = self.task.example(record)
             example = replace(
                 example,
                 prompt=marked.prompt,
-                candidates=marked.candidates[: len(example.candidates)],
-                messages=messages,
+                candidates=marked.candidates,
+                messages=marked.messages,
             )
         if self.config.data.protocol == "mezo" and not example.demonstrations:
             # MeZO's code strips white space of any kind before the whole text. Demonstrations begin
@@ -297,7 +298,7 @@ class Reader:
     def _prompt(self, example: Example) -> TokenIds:
         if example.messages:
             return encode_question(self.tokenizer, self.config, example)
-        return self.tokenizer.cut_left(encode_prompt(self.tokenizer, example), self._prompt_room)
+        return encode_prompt(self.tokenizer, example)
 
     @property
     def _prompt_room(self) -> int:
@@ -331,7 +332,8 @@ class Reader:
         num_cut = int(split.column("truncated").sum())
         if num_cut:
             logger.warning(
-                "%d of %d examples are longer than data.max_length=%d tokens and are cut",
+                "%d of %d examples are cut: with an answer, they have more than data.max_length=%d "
+                "tokens",
                 num_cut,
                 len(split),
                 self.config.data.max_length,

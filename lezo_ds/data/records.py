@@ -19,7 +19,6 @@ import io
 import json
 import logging
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,8 +37,8 @@ UTF_8 = "utf-8-sig"
 """UTF-8 with or without a byte order mark: the encoding of tables unless a recipe names another."""
 
 _SUFFIX = re.compile(r"(\.csv|\.tsv)(\.gz|\.bz2|\.xz|\.zip|\.zst)?$|\.jsonl$|\.json$|\.parquet$")
-_ON_HUB = re.compile("([^/]*/[^/]*)(?:/([^/]*))?:([^:]*)")
-_PARQUET_ROWS = 1024  # in memory at a time
+_ON_HUB = re.compile("([^/:]+/[^/:]+)(?:/([^/:]+))?:(.+)")
+_ROWS = 1024  # of Arrow, in memory at a time
 
 
 def read_records(
@@ -53,8 +52,20 @@ def read_records(
         encoding: of a table; None is UTF-8.
 
     Raises:
-        UserError: the source is not there, a library cannot read it, or it would repair a row.
+        UserError: the source is not there, a library cannot read it or would repair a row, or it
+            has no records.
     """
+    is_empty = True
+    for record in _records_of(source, separator, encoding):
+        is_empty = False
+        yield record
+    if is_empty:
+        raise UserError(f"{source} has no records", fix="fill the file, or name another one")
+
+
+def _records_of(
+    source: str, separator: str | None, encoding: str | None
+) -> Iterator[dict[str, Any]]:
     path = Path(source)
     on_hub = _ON_HUB.fullmatch(source)
     if on_hub and not path.exists():
@@ -66,18 +77,22 @@ def read_records(
         raise UserError(f"{source} is not a file", fix="correct the path")
     try:
         if suffix in TABLES:
+            fix = (
+                "name each column once, let each row have a value for each, write a quotation mark "
+                'of a text as "", and set data.separator and data.encoding (--separator and '
+                "--encoding of init)"
+            )
             yield from _read_table(path, separator or TABLES[suffix], encoding or UTF_8)
         elif suffix == ".parquet":
+            fix = "write it again, with one column of each name"
             yield from _read_parquet(path)
         else:
+            fix = (
+                "write one list of objects as .json, or an object a line as .jsonl, in UTF-8 and "
+                "with each key once"
+            )
             yield from _read_json(path, is_list=suffix == ".json")
     except Exception as error:  # each library raises its own types
-        fix = f"write it as the {suffix} file that its name says"
-        if suffix in TABLES:
-            fix = (
-                "let each row have a value for each column, write a quotation mark of a text as "
-                '"", and set data.separator and data.encoding (--separator and --encoding of init)'
-            )
         raise UserError(f"{path} cannot be read: {one_line(error)}", fix=fix) from error
 
 
@@ -111,67 +126,57 @@ def read_hub(hub_id: str, config: str | None, split: str) -> Iterator[dict[str, 
             fix="set data.path to a directory with the train and validation files, or data.train "
             "to a file",
         ) from error
-    yield from loaded
+    # As Arrow, so that no image or sound is decoded.
+    for table in loaded.with_format("arrow").iter(_ROWS):
+        yield from table.to_pylist(maps_as_pydicts="strict")
 
 
 def _read_table(path: Path, separator: str, encoding: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a table with a header, as pandas reads them: every value is a text."""
     import pandas as pd
 
-    with warnings.catch_warnings():
-        # Of a first row that has too many values, pandas would drop some with this warning.
-        warnings.simplefilter("error", pd.errors.ParserWarning)
-        try:
-            table = pd.read_csv(
-                path,
-                sep=separator,
-                encoding=encoding,
-                dtype=str,
-                keep_default_na=False,
-                index_col=False,
-            )
-        except pd.errors.ParserWarning as error:
-            raise ValueError("the first row has more values than there are columns") from error
-    _check_rows(path, table, separator, encoding)
+    num_rows = _check_rows(path, separator, encoding)
+    table = pd.read_csv(
+        path, sep=separator, encoding=encoding, dtype=str, keep_default_na=False, index_col=False
+    )
+    if len(table) < num_rows:  # as of a line that has only spaces
+        raise ValueError(f"pandas reads {len(table)} of its {num_rows} rows")
     yield from table.to_dict("records")
 
 
-def _check_rows(path: Path, table: Any, separator: str, encoding: str) -> None:
-    """Refuse rows that pandas has filled up or left out, and say which cell spans lines.
+def _check_rows(path: Path, separator: str, encoding: str) -> int:
+    """Return the number of rows of a table, and say which of them span several lines.
 
     Raises:
-        ValueError: a row has too few values, or pandas has not read all rows.
+        ValueError: pandas would fill up or cut a row, or rename a column.
     """
     from pandas.io.common import get_handle
 
     csv.field_size_limit(2**31 - 1)  # a text may be long
+    num_rows = 0
+    spanning = []
     with get_handle(path, "r", encoding=encoding, compression="infer") as opened:
         rows = csv.reader(opened.handle, delimiter=separator)
         header = next(filter(None, rows), [])
         _refuse_repeated("the first line has the column", list(filter(None, header)))
-        num_rows = 0
-        for row in filter(None, rows):
-            num_rows += 1
-            if len(row) < len(table.columns):
+        for num_rows, row in enumerate(filter(None, rows), start=1):
+            if len(row) != len(header):
                 raise ValueError(
                     f"the row that ends in line {rows.line_num} has {len(row)} values for "
-                    f"{len(table.columns)} columns"
+                    f"{len(header)} columns"
                 )
-    if num_rows != len(table):  # as of a line that has only spaces
-        raise ValueError(f"pandas reads {len(table)} of its {num_rows} rows")
-    for column in table.columns:
-        spans = table.index[table[column].str.contains("\n", regex=False)]
-        if len(spans):
-            logger.warning(
-                "%s: %d records are in more lines than that: %d cells of column `%s` span several "
-                "lines, the first in row %d; if a quotation mark joins them by mistake, write it "
-                'as ""',
-                path,
-                len(table),
-                len(spans),
-                column,
-                spans[0] + 1,
-            )
+            if "\n" in "".join(row):
+                spanning.append(num_rows)
+    if spanning:
+        logger.warning(
+            "%s: %d of %d records span several lines, the first in row %d; if a quotation mark "
+            'joins lines by mistake, write it as ""',
+            path,
+            len(spanning),
+            num_rows,
+            spanning[0],
+        )
+    return num_rows
 
 
 def _read_json(path: Path, *, is_list: bool) -> Iterator[dict[str, Any]]:
@@ -210,7 +215,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
     file = ParquetFile(path)
     _refuse_repeated("it has the column", file.schema_arrow.names)
-    for batch in file.iter_batches(_PARQUET_ROWS):
+    for batch in file.iter_batches(_ROWS):
         yield from batch.to_pylist(maps_as_pydicts="strict")
 
 

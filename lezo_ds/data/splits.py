@@ -37,8 +37,6 @@ from lezo_ds.errors import UserError, cut
 
 logger = logging.getLogger(__name__)
 
-Examples = Sequence[Example]
-
 _MOST_DRAWN = {"test": 1000, "dev": 500}
 """A split without a file takes a fifth of data.train, at most this number of records."""
 _NUM_SHOWN = 3
@@ -83,17 +81,24 @@ def _file_of(directory: Path, split: str) -> str:
     return str(found[0])
 
 
-def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, Any]]:
+def read_split(
+    task: Task, data: DataConfig, source: str, classes: list[str]
+) -> Iterator[dict[str, Any]]:
     """Yield the examples of a source that have a right answer, or all if the task has no answers.
 
-    Each has the keys record, as JSON text; label, -1 if there is none; and key, a hash of what the
-    model reads, without its case and spacing.
+    Each has the keys record, as JSON text; row, its number in the source from 0; label, -1 if there
+    is none; and key, a hash of what the model reads, without its case and spacing.
+
+    Args:
+        task: of the records.
+        data: the section data of the recipe.
+        source: a file, or a split on the Hub.
+        classes: the candidates of the first record of all sources, which is added.
 
     Raises:
         UserError: the source cannot be read, or records do not fit the task.
     """
     problems: dict[str, str] = {}
-    classes: list[str] = []
     num_records = 0
     num_unanswered = 0
     for record in read_records(source, data.separator, data.encoding):
@@ -102,7 +107,8 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, 
             text = json_text(record)
             example = checked_example(task, text)
             texts = [candidate.strip() for candidate in example.candidates]
-            classes = classes or texts
+            if not classes:
+                classes += texts
             if task.has_classes and texts and texts != classes:
                 raise UserError(
                     f"it has the candidates {texts}, and the first record has {classes}",
@@ -116,7 +122,8 @@ def read_split(task: Task, data: DataConfig, source: str) -> Iterator[dict[str, 
             num_unanswered += 1
         else:
             label = -1 if example.label is None else example.label
-            yield {"record": text, "label": label, "key": _key(example)}
+            row = num_records - 1
+            yield {"record": text, "row": row, "label": label, "key": _key(example)}
     if num_unanswered:
         logger.warning(
             "%d of %d records of %s have no right answer and are left out",
@@ -255,8 +262,8 @@ def draw_splits(task: Task, data: DataConfig, labels: BySplit, keys: BySplit) ->
             "for dev and those for test"
         )
         if data.protocol == "clean" or num_train < 1:
-            keys_of_sizes = [f"data.num_{split}" for split in ("train", *drawn)]
-            raise UserError(problem, fix=f"set a smaller {' or '.join(keys_of_sizes)}")
+            sizes_to_set = " or ".join(f"data.num_{split}" for split in ("train", *drawn))
+            raise UserError(problem, fix=f"add records, or set a smaller {sizes_to_set}")
         logger.warning("%s: MeZO's protocol trains on %d", problem, num_train)
     dev = order.get("dev", left[num_train:])[: drawn.get("dev", wanted["dev"])]
     rows = {"train": left[:num_train], "dev": dev, "test": test}
@@ -321,9 +328,9 @@ def _without_repeats(task: Task, drawn: BySplit, labels: BySplit, keys: BySplit)
 
 def with_demonstrations(
     data: DataConfig,
-    questions: Examples,
+    questions: Sequence[Example],
     pool: Sequence[Example],
-    train: Examples,
+    train: Sequence[Example],
     as_read: Callable[[Example], Example],
 ) -> list[Example]:
     """Put data.num_demonstrations solved examples before every question, each with a blank line.

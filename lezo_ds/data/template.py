@@ -7,7 +7,7 @@ A template becomes pieces, each a text and the field after it:
 
 from __future__ import annotations
 
-import string
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ Record = Mapping[str, Any]
 """One row of a data set: values by column."""
 
 _SHOWN_CHARACTERS = 80
+_PARTS = re.compile(r"(\{\{|\}\}|\{[^{}]+\})")
+"""Matches doubled braces and fields. The name of a column may have any character but braces."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +81,24 @@ class Template:
 
 
 def parse_template(key: str, text: str) -> Template:
-    """Return the template in the value of a recipe key.
-
-    Raises:
-        UserError: braces hold more than the plain name of a field, or one of a pair is missing.
-    """
+    """Return the template in the value of a recipe key. UserError: one of two braces is missing."""
     pieces: list[tuple[str, str | None]] = []
-    problem = ""
-    try:
-        for literal, field, spec, conversion in string.Formatter().parse(text):
-            pieces.append((literal, field))
-            if field is not None and (not field.strip() or spec or conversion):
-                problem = "braces hold more than the plain name of a column"
-    except ValueError as error:
-        problem = str(error)
-    if problem:
-        raise UserError(
-            f"{key}={text!r} is not a template: {problem}",
-            fix="write a column as {text}, and braces as {{ and }}",
-        )
+    literal = ""
+    for number, part in enumerate(_PARTS.split(text)):
+        is_match = number % 2 == 1
+        if is_match and part not in ("{{", "}}"):
+            pieces.append((literal, part[1:-1]))
+            literal = ""
+        elif not is_match and ("{" in part or "}" in part):
+            raise UserError(
+                f"{key}={text!r} is not a template: it has one of two braces",
+                fix="write a column as {text}, and braces as {{ and }}; rename a column whose name "
+                "has braces",
+            )
+        else:
+            literal += part[0] if is_match else part
+    if literal:
+        pieces.append((literal, None))
     return Template(tuple(pieces))
 
 

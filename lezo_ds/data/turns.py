@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from lezo_ds.data.examples import ASSISTANT, Turn
@@ -76,8 +77,15 @@ def _read_turn(where: str, value: object) -> tuple[Turn, bool]:
                 fix="correct the record; store lists of objects in .jsonl or .parquet, not as text",
             )
         # OpenAI's files have the arguments as JSON text, and templates want an object.
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = _from_json(f"a call in {where}", function["arguments"])
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                function["arguments"] = json.loads(arguments)
+            except ValueError as error:
+                raise UserError(
+                    f"a call in {where} has arguments that are not JSON: {shown(arguments)}",
+                    fix="correct the record",
+                ) from error
     is_learned = role == ASSISTANT and all(weights)
     if is_learned and not content.strip() and not keys.get("tool_calls"):
         raise UserError(
@@ -110,8 +118,9 @@ def find_tools(record: Record) -> list[Any] | None:
             fix="remove it, and set data.chat_template_kwargs, which all records share",
         )
     tools = record.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = _from_json("column `tools`", tools)
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            tools = json.loads(tools)
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -120,13 +129,6 @@ def find_tools(record: Record) -> list[Any] | None:
             fix="write a list of objects, or JSON of one, or rename the column",
         )
     return [without_nulls(tool) for tool in tools]
-
-
-def _from_json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{name} is not JSON: {shown(text)}", fix="correct the record") from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -31,7 +31,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, config_from_dict, load_yaml
 from lezo_ds.data.encode import load_tokenizer
-from lezo_ds.data.records import TABLES, read_records
+from lezo_ds.data.records import TABLES, UTF_8, read_records
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.data.template import parse_template
 from lezo_ds.errors import UserError, cut, did_you_mean, one_line, printable
@@ -75,9 +75,9 @@ def main(arguments: Namespace) -> None:
     columns = read_columns(arguments.data, layout)
     has_template = bool(load_tokenizer(str(directory)).backend.chat_template)
     task = describe_task(columns, arguments, has_template=has_template)
-    for line in _column_lines(columns, task):
-        print(printable(line), flush=True)
     facts = _facts(arguments, directory, columns, task | layout)
+    for line in _column_lines(columns, task, facts["unread"]):
+        print(printable(line), flush=True)
     data = load_task_data(_config(facts))
     if "labels" in task:
         line = baseline(columns[arguments.text], columns[task["label_field"]])
@@ -94,37 +94,35 @@ def main(arguments: Namespace) -> None:
 
 
 def table_layout(path: Path, arguments: Namespace) -> dict[str, str]:
-    """Return data.separator and data.encoding of a table, where they are not those of its suffix.
+    """Return data.separator and data.encoding: those of the options, or else what a table has.
 
-    A file in UTF-8 is taken as such. The separator is what csv.Sniffer finds in the first lines.
+    Nothing is guessed of a compressed table. A file in UTF-8 is taken as such. The separator is
+    what csv.Sniffer finds in the first lines.
     """
-    layout: dict[str, str] = {}
-    suffix = path.suffix.lower()
-    if suffix not in TABLES or not path.is_file():
+    given = {
+        "separator": arguments.separator,
+        "encoding": arguments.encoding,
+    }
+    layout = {key: value for key, value in given.items() if value is not None}
+    usual = TABLES.get(path.suffix.lower())
+    if usual is None or not path.is_file():
         return layout
     with path.open("rb") as file:
         sample = b"".join(file.readlines(_SAMPLE))
     best = charset_normalizer.from_bytes(sample).best()
-    if arguments.encoding is not None:
-        layout["encoding"] = arguments.encoding
-    elif not _is_utf_8(sample) and best is not None:
+    if "encoding" not in layout and not _is_utf_8(sample) and best is not None:
         # Of the encodings in which the text is the same, Windows' Western one is most frequent.
         is_western = "cp1252" in best.could_be_from_charset
-        layout["encoding"] = "cp1252" if is_western else best.encoding
-    encoding = layout.get("encoding", "utf-8-sig")
-    text = sample.decode(encoding, errors="replace")
-    lines = text.splitlines()[:_SNIFFED_LINES]
-    if arguments.encoding is None and "encoding" in layout:
-        shown = next((line for line in text.splitlines() if not line.isascii()), "")
+        encoding = "cp1252" if is_western else best.encoding
+        layout["encoding"] = encoding
+        lines = sample.decode(encoding, errors="replace").splitlines()
+        shown = next((line for line in lines if not line.isascii()), "")
         logger.warning("%s is a guess, and --encoding sets another: %s", encoding, cut(shown, 80))
-    usual = "\t" if suffix == ".tsv" else ","
-    separator = arguments.separator or usual
-    if arguments.separator is None and usual not in "".join(lines[:1]):
-        with suppress(csv.Error):  # a table of one column
-            found = csv.Sniffer().sniff("\n".join(lines), ",;\t|")
-            separator = found.delimiter
-    if separator != usual:
-        layout["separator"] = separator
+    with suppress(csv.Error, LookupError):  # a table of one column, or no encoding
+        lines = sample.decode(layout.get("encoding", UTF_8), errors="replace").splitlines()
+        if "separator" not in layout and usual not in "".join(lines[:1]):
+            found = csv.Sniffer().sniff("\n".join(lines[:_SNIFFED_LINES]), ",;\t|")
+            layout["separator"] = found.delimiter
     return layout
 
 
@@ -140,11 +138,9 @@ def read_columns(source: str, layout: Mapping[str, str]) -> Columns:
     """Return the columns of a table.
 
     Raises:
-        UserError: it has no records, or its first row is probably one of them, not names.
+        UserError: it cannot be read, or its first row is probably a record, not names.
     """
     records = list(read_records(source, **layout))
-    if not records:
-        raise UserError(f"{source} has no records", fix="fill the file, or name another one")
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
     for number, (name, values) in enumerate(columns.items(), start=1):
@@ -339,12 +335,15 @@ def _only(option: str, meaning: str, names: Sequence[str]) -> str:
     raise UserError(problem, fix=fix)
 
 
-def _column_lines(columns: Columns, task: Mapping[str, Any]) -> Iterator[str]:
+def _column_lines(
+    columns: Columns, task: Mapping[str, Any], unread: Sequence[str]
+) -> Iterator[str]:
     """Yield a line for each column, and for each label with its count."""
     for name, values in columns.items():
         num_different = len(set(map(str, values)))
         shown = cut(repr(_first(values)), 60)
-        yield f"column  {name}: {num_different} different values, such as {shown}"
+        note = " (not read)" if name in unread else ""
+        yield f"column  {name}: {num_different} different values, such as {shown}{note}"
     if "labels" not in task:
         return
     counts = label_counts(columns[task["label_field"]])

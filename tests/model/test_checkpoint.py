@@ -156,6 +156,9 @@ def test_files_of_torch_are_read_as_by_transformers_where_there_are_no_others(si
     for held in (tensors, bare):
         torch.save(held, tmp_path / "pytorch_model.bin")
         assert_opened_alike(tmp_path, saved)
+    torch.save({"state_dict": tensors}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="such as under state_dict; fix: load it with torch"):
+        build_checked(tmp_path, "bf16")
     (tmp_path / "pytorch_model.bin").unlink()
     names = sorted(tensors)
     index = {}
@@ -432,16 +435,17 @@ def test_what_is_no_model_is_refused_with_what_to_name_instead(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     files = {"gguf/model.gguf", "lora/adapter_config.json", "models/smollm2/config.json"}
     files |= {"both/config.json", "both/model.safetensors", "both/adapter_config.json"}
-    files |= {"variant/config.json", "variant/model.fp16.safetensors"}
+    files |= {"variant/config.json", "variant/model.fp16.safetensors", "prefix/prefix_config.json"}
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     for name, message in (
         ("variant", r"it has model\.fp16\.safetensors; fix: .* give a file .* one of these names"),
-        ("both", "holds an adapter.*; or, if it is merged already, remove adapter_config.json"),
+        ("both", "holds an adapter.*; or, if it is merged, remove adapter_config.json"),
         ("gguf", "as GGUF.*; fix: set model.path to the model that it was made from"),
         ("gguf/model.gguf", "as GGUF.*; fix: set model.path"),
         ("lora", "holds an adapter, not a base model; fix: merge it once"),
+        ("prefix", "holds a prefix, not a base model; fix: set model.path to the base model"),
         ("models", "models has no config.json"),
         ("models/smolm2", r"fix: did you mean smollm2\?"),
         ("models/other", "fix: check the name"),

@@ -307,14 +307,16 @@ def test_thoughts_of_the_assistant_are_tokens_also_if_these_are_special(tmp_path
 
 
 def test_labels_and_demonstrations_have_the_control_tokens_of_the_recipe_alone(tmp_path):
-    model = write_model(tmp_path / "model", PLAIN, "<|im_end|>", special_tokens=True)
-    records = [{"text": f"{FORGED} {n}", "y": ("là", "ici")[n % 2]} for n in range(20)]
+    forged = 'Hi<|"|>\nNo'  # JSON escapes it
+    model = write_model(tmp_path / "model", PLAIN, "<|im_end|>", '<|"|>', special_tokens=True)
+    records = [{"text": f"{forged} {n}", "y": ("</s>", "ici")[n % 2]} for n in range(20)]
     write_records(tmp_path / "t.jsonl", records)
-    keys = {"prompt": "{text}<|im_end|>", "label_field": "y", "labels": ["là", "ici"]}
+    labels = {"</s>": "là", "ici": "ici"}
+    keys = {"prompt": "{text}<|im_end|>", "label_field": "y", "labels": labels}
     for number in (0, 2):
         keys["num_demonstrations"] = number
         examples = Examples(own_config(model, tmp_path / "t.jsonl", **keys), "test")
         for ids in examples.split("test").encoded[0].sequences:
             found = control_tokens(examples.reader, ids)
             assert found == ["<s>"] + ["<|im_end|>"] * (1 + number)  # OPT begins with <s>
-            assert text_of(examples.reader, ids).count(FORGED) == 1 + number
+            assert text_of(examples.reader, ids).count(forged) == 1 + number

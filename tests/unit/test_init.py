@@ -1,6 +1,7 @@
 """What lezo-ds init finds in a table, and the recipes that it writes."""
 
 import copy
+import gzip
 import json
 import re
 import sys
@@ -60,7 +61,8 @@ def test_labels_have_counts_a_baseline_examples_and_an_order_of_commands(write_r
     assert config.data.labels == {"Biling": "billing", "billing": "billing", "bug": "bug"}
     assert '# no key reads the columns ["id"]\n' in Path("recipe.yaml").read_text()
     lines = out.splitlines()
-    assert "label   bug: 120" in lines and "column  id: 240 different values, such as 1" in lines
+    unread = "column  id: 240 different values, such as 1 (not read)"
+    assert "label   bug: 120" in lines and unread in lines
     assert any(line.startswith("label   Biling: 1, below 1 %: --drop-label") for line in lines)
     assert "most frequent label alone: 0.500; a bag of words (scikit-learn, five folds): " in out
     assert "cannot be fitted" in init.baseline(["a", "b", "c"] * 2, ["x", "y"] * 3)
@@ -120,6 +122,12 @@ def test_the_layout_of_a_table_is_found_and_written_down_if_it_has_records(write
     config, out = write_recipe(None, name="own.csv")
     assert (config.data.separator, config.data.encoding) == (";", "cp1252")
     assert "Größe" in out and "cp1252 is a guess, and --encoding sets another: Größe" in caplog.text
+    with pytest.raises(UserError, match="unknown encoding: cp9"):
+        write_recipe(None, "--encoding", "cp9", name="own.csv")
+    Path("own.csv.gz").write_bytes(gzip.compress(Path("own.csv").read_bytes()))
+    words = ["--encoding", "cp1252", "--separator", ";"]
+    config, _ = write_recipe(None, *words, name="own.csv.gz")
+    assert (config.data.separator, config.data.encoding) == (";", "cp1252")
     commas = "\n".join(rows).replace(", ja;", ",").replace(";", ",")
     Path("own.csv").write_text(commas, encoding="utf-8-sig")
     config, _ = write_recipe(None, name="own.csv")

@@ -1,6 +1,7 @@
 """Records are what pandas, pyarrow, json and datasets read; what these would repair is refused."""
 
 import gzip
+import re
 
 import datasets
 import pandas as pd
@@ -76,7 +77,7 @@ def test_an_ordinary_table_has_the_rows_that_pandas_reads(content, expected, tmp
     by_pandas = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False)
     assert read(path) == by_pandas.to_dict("records")
     assert [list(record.values()) for record in read(path)] == expected
-    spans = "1 cells of column `text` span several lines, the first in row 1"
+    spans = "1 of 1 records span several lines, the first in row 1"
     assert (spans in caplog.text) == ("two\nlines" in content)
 
 
@@ -85,9 +86,9 @@ def test_an_ordinary_table_has_the_rows_that_pandas_reads(content, expected, tmp
     [
         ("text,label\nx,bug\ny\n", "the row that ends in line 3 has 1 values for 2 columns"),
         ('text,label\n"x\ny",bug\ny\n', "ends in line 4 has 1 values for 2 columns"),
-        ("text,label\nx,bug,z\n", "the first row has more values than there are columns"),
+        ("text,label\nx,bug,z\n", "ends in line 2 has 3 values for 2 columns"),
         ("\na,text,text,,\nx,y,z,,\n", "the first line has the column 'text' 2 times"),
-        ('text,label\n"x,bug\n', "EOF inside string"),
+        ('text,label\nx,"bug\n', "EOF inside string"),
         (b"text,label\n\xff\xfe,bug\n", "can't decode byte 0xff"),
         ("text\na\n  \nb\n", "pandas reads 2 of its 3 rows"),
     ],
@@ -107,11 +108,12 @@ def test_a_table_that_pandas_would_repair_or_cannot_read_is_refused(content, mes
         ("t.jsonl", '{"a": 1}\n\n{"a": 1, "b": {"c": 1, "c": 1}}', "line 3: an object has the key"),
         ("t.json", '[{"c": 2, "a": [], "c": 3}]', "an object has the key 'c' 2 times"),
         ("t.jsonl", '{"a": 1}\n{"a"\n', "line 2: Expecting"),
+        ("t.jsonl", "\n", "t.jsonl has no records; fix: fill the file"),
         ("t.jsonl", "[1]\n", "line 1 does not hold an object"),
-        ("t.json", '{"data": [{"a": 1}]}', "does not hold a list of objects"),
+        ("t.json", '{"data": [{"a": 1}]}', "an object a line as .jsonl, in UTF-8"),
         ("t.json", "[" * 100_000, "cannot be read"),
         ("t.jsonl", "\u00e9".encode("latin-1"), "can't decode"),
-        ("t.parquet", "x", "cannot be read"),
+        ("t.parquet", "x", "fix: write it again, with one column of each name"),
         ("t.csv.gz", gzip.compress(b"text,label\na,b\n", mtime=0)[:-9], "cannot be read"),
         ("t.csv.bak", "a\n1\n", "has no suffix of .csv, .tsv, .jsonl, .json, .parquet"),
         ("t.csv.json", "a\n1\n", "cannot be read"),
@@ -135,7 +137,7 @@ def test_values_of_parquet_are_those_of_pyarrow_and_a_map_is_an_object(tmp_path,
     path = tmp_path / "t.parquet"
     table = pa.table({"n": [1, None, 3], "turns": [[{"role": "user"}], [], None]})
     parquet.write_table(table, path)
-    monkeypatch.setattr(module, "_PARQUET_ROWS", 2)
+    monkeypatch.setattr(module, "_ROWS", 2)
     assert read(path) == table.to_pylist()
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     parquet.write_table(twice, path)
@@ -162,7 +164,11 @@ def test_the_hub_has_the_records_of_datasets(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "hub").mkdir()
     record = {"id": "5", "answers": {"text": ["Rain", "rain"], "answer_start": [0, 0]}}
-    datasets.Dataset.from_list([record] * 3).to_parquet(tmp_path / "hub" / "train.parquet")
+    record["image"] = {"bytes": b"no image", "path": None}
+    rows = datasets.Dataset.from_list([record] * 3).cast_column("image", datasets.Image())
+    rows.to_parquet(tmp_path / "hub" / "train.parquet")
     assert list(read_hub(str(tmp_path / "hub"), None, "train")) == [record] * 3
-    with pytest.raises(HubError, match=r"cannot load no/such \(default\) from the Hug"):
-        read("no/such:train")
+    for name, loaded in (("no/such:train[:9]", "default"), ("no/such/x:y", "x")):
+        with pytest.raises(HubError, match=re.escape(f"cannot load no/such ({loaded}) from the H")):
+            read(name)
+    assert "or OWNER/NAME:SPLIT on the Hub" in refusal_of("no/such:")

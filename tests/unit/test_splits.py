@@ -37,7 +37,10 @@ def draw(data, task=None):
     """Return the texts of each split, in order."""
     task = task or find_task(data)
     sources = sources_of(task, data)
-    stored = {split: list(read_split(task, data, source)) for split, source in sources.items()}
+    classes = []
+    stored = {
+        split: list(read_split(task, data, source, classes)) for split, source in sources.items()
+    }
     labels, keys = (
         {split: np.array([row[name] for row in rows]) for split, rows in stored.items()}
         for name in ("label", "key")
@@ -87,6 +90,7 @@ def test_a_mistake_of_the_recipe_is_not_answered_by_leaving_records_out(tmp_path
 def test_records_without_an_answer_are_left_out_and_counted(tmp_path, caplog):
     rows = [*tickets(8), *tickets(2, labels=(None, ""))]
     assert sum(sizes_of(draw(data_of(tmp_path, {"train": rows})))) == 8
+    assert "fix: add records, or set a" in refusal_of(data_of(tmp_path, {"train": tickets(1)}))
     assert "2 of 10 records of" in caplog.text and "no right answer and are left out" in caplog.text
     assert "none of the 2 records" in refusal_of(data_of(tmp_path, {"train": rows[8:]}))
 
@@ -117,6 +121,7 @@ def test_a_text_that_stands_for_an_image_is_refused(column, tmp_path):
         ("sst2", {"label": -1}, "the label is -1, not 0 to 1"),
         ("squad", {"answers": {"text": "Rain"}}, r"column `answers.text` is 'Rain', not of type"),
         ("squad", {"answers": ["Rain"]}, r"there is no column answers.text"),
+        ("copa", {"question": "Effect"}, "it does not fit the task copa: KeyError: 'Effect'"),
     ],
 )
 def test_a_record_of_another_type_than_the_papers_is_refused(name, change, message, tmp_path):
@@ -143,7 +148,7 @@ def test_a_record_at_which_ones_own_task_fails_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_ones_own_labels_are_a_tuple_and_the_same_for_all(build, problem, tmp_path, monkeypatch):
-    data = data_of(tmp_path, {"train": [{"text": text} for text in "12"]})
+    data = data_of(tmp_path, {"train": [{"text": "1"}], "test": [{"text": "2"}]})
     own = lambda _, record: Example("", build(int(record["text"])), 0)  # noqa: E731
     monkeypatch.setattr(type(find_task(data)), "build_example", own)
     assert problem in refusal_of(data)

@@ -102,9 +102,13 @@ def test_training_shares_rows_and_deals_examples_unless_there_is_a_prefix(assets
     assert laid_out(12, peft__kind="prefix") == (24, False)
 
 
-def test_prompts_are_encoded_for_the_splits_that_are_answered_only_and_leave_room(assets):
+def test_prompts_are_encoded_for_the_splits_that_are_answered_only_and_leave_room(assets, caplog):
     squad = load(assets, "squad", data__max_length=80)
     assert [split.longest_prompt for split in (squad.train, squad.dev, squad.test)] == [0, 30, 30]
+    longest = max(load(assets, "squad").test.lengths.tolist())
+    caplog.clear()
+    squad = load(assets, "squad", data__max_length=longest)  # which all texts and answers fit
+    assert f"{len(squad.test)} of {len(squad.test)} examples are cut: with an answer" in caplog.text
     f1 = load(assets, "squad", train__objective="f1")
     assert min(map(len, f1.train.prompts)) > 0
     assert [text(f1, ids) for ids in f1.test.prompts] == [e.prompt for e in f1.test.examples]
@@ -123,7 +127,7 @@ def test_mezos_protocol_strips_texts_and_cuts_answers_earlier(assets, tmp_path, 
     squad = load(assets, "squad", data__max_length=70, data__protocol=protocol)
     for split in (squad.train, squad.dev):
         assert set(split.lengths.tolist()) == {20 if protocol == "mezo" else 70}
-    assert "7 of 7 examples are longer than data.max_length=70 tokens and are cut" in caplog.text
+    assert "7 of 7 examples are cut" in caplog.text
     copa = load(assets, "copa", data__max_length=40, data__protocol=protocol)
     assert copa.train.lengths.max() == 40
 
