@@ -112,9 +112,16 @@ def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
     """Return the learning rate of each step of a run of `num_steps` steps; None: of any length.
 
     Raises:
-        UserError: The schedule depends on the number of steps, which is None.
+        UserError: The schedule depends on the number of steps, which is None; or the decay of a
+            step is the whole weight.
     """
     assert zo.learning_rate is not None, "check_zo requires it"
+    refuse_if(
+        zo.learning_rate * zo.weight_decay >= 1,
+        f"zo.learning_rate={zo.learning_rate} times zo.weight_decay={zo.weight_decay} is not below "
+        "1: a step would leave nothing of a weight, or turn its sign",
+        "set a smaller zo.weight_decay, such as 0.01",
+    )
     schedule = SCHEDULES.find(zo.lr_schedule)
     refuse_if(
         schedule.depends_on_length and num_steps is None,

@@ -151,7 +151,7 @@ def load_score(task: Task) -> Score | None:
     name = f"data.metric={task.metric}"
 
     def score(predicted: Sequence[Prediction], examples: Sequence[Example]) -> float:
-        value = call_of_user(name, metric, predicted, examples)
+        value = call_of_user(name, metric, list(predicted), examples)
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -486,7 +486,7 @@ def _samples(scorer: Scorer) -> tuple[list[dict[str, Any]], dict[str, float]]:
     num_different = len(set(answers))
     if num_different <= _FEW_DIFFERENT * len(answers) and distributed.rank() == 0:
         logger.warning(
-            "the model gives only %d different answers to %d prompts", num_different, len(answers)
+            "only %d of the answers to %d prompts are different", num_different, len(answers)
         )
     numbers = {
         "share_ended": fmean(ended),

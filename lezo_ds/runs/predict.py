@@ -85,8 +85,6 @@ def predict_file(
         )
     _refuse_output(source, out)
     records = list(read_records(str(source), data.separator, data.encoding))
-    if not records:
-        raise UserError(f"{source} has no records", fix="fill the file, or name another one")
     _refuse_taken(records)
     examples = [_example(task, number, record) for number, record in enumerate(records)]
     reader = load_reader(task, config)

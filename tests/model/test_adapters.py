@@ -22,7 +22,7 @@ from lezo_ds.data.generation import prompt_batch
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import load_prefix, make_adapter, read_adapter, start_of
 from lezo_ds.forward.adapters.lora import uniform
-from lezo_ds.forward.adapters.prefix import initial_ids
+from lezo_ds.forward.adapters.prefix import PrefixAdapter, initial_ids
 from lezo_ds.forward.answer_cache import cache_name
 from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks
@@ -326,6 +326,12 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
         torch.testing.assert_close(model(**batch).logits, logits)
     with pytest.raises(UserError, match="does not fit"):
         load_prefix(tiny_model("llama" if family == "opt" else "opt"), snapshot)
+
+
+def test_a_prefix_longer_than_the_positions_of_a_model_is_refused():
+    model = tiny_model("opt")
+    with pytest.raises(UserError, match=r"peft.prefix_length=1000 is above the \d+ positions"):
+        PrefixAdapter(1000).attach(model, find_blocks(model))
 
 
 def _first_values_of_another_machine(directory, root):

@@ -325,6 +325,7 @@ TRAINS = {"learning_rate": 1e-3, "sparsity": 0.5}
     ("arguments", "message"),
     [
         ({"config": TRAINS | {"lr_schedule": "cosine"}}, "depends on the number of steps, which"),
+        ({"config": TRAINS | {"weight_decay": 1e3}}, "zo.weight_decay=1000.0 is not below 1: a"),
         ({"config": TRAINS | {"sparsity": None}}, "training needs zo.sparsity; fix: set"),
         ({"config": TRAINS | {"rate": 1}}, "unknown key zo.rate in lezo_ds.initialize; fix: "),
         ({"config": 1e-6}, "zo=1e-06 in .* instance of ZoConfig; fix: write its keys, such as zo"),

@@ -66,7 +66,14 @@ class PrefixAdapter:
                 fix=_FIX,
             )
         model.requires_grad_(False)
-        num_heads, width = key_value_shape(model.config.get_text_config())
+        decoder = model.config.get_text_config()
+        limit = getattr(decoder, "max_position_embeddings", None)
+        if limit is not None and self._length > limit:
+            raise UserError(
+                f"peft.prefix_length={self._length} is above the {limit} positions of the model",
+                fix="set peft.prefix_length=5",
+            )
+        num_heads, width = key_value_shape(decoder)
         like = next(model.parameters())
         for block in model.get_submodule(layout.path).children():
             # Attention functions of transformers read these attributes of their module.
