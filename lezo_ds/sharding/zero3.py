@@ -26,7 +26,6 @@ from torch import nn
 
 from lezo_ds.distributed import device
 from lezo_ds.sharding.gather import GatherAhead, keep_in_step
-from lezo_ds.sharding.shards import is_on_device
 from lezo_ds.sharding.surgery import put_parameters, start_engine
 
 
@@ -93,7 +92,8 @@ def start_forward_engine(
         # DeepSpeed has replaced it by a dict that gathers a parameter when it is read.
         module._parameters = module.__dict__.pop("_original_parameters")
     parameters: list[Any] = list(model.parameters())
-    if all(p.ds_zero_partition_world_size == 1 and is_on_device(p) for p in parameters):
+    own = device()
+    if all(p.ds_zero_partition_world_size == 1 and p.ds_tensor.device == own for p in parameters):
         for parameter in parameters:
             parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
             # With another status, DeepSpeed would gather a copy where it meets the parameter.
