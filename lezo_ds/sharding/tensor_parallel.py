@@ -64,12 +64,20 @@ def shard_model(
         are on this rank's device, and their values are undefined until they are loaded.
 
     Raises:
-        UserError: AutoTP cannot split this model over so many ranks, or splits a group of
-            quantized elements. The same on all ranks.
+        UserError: AutoTP cannot split this model over so many ranks, changes what it computes, or
+            splits a group of quantized elements. The same on all ranks.
     """
     section = ds_config["tensor_parallel"]
     config: Any = model.config
-    _refuse_uneven_heads(config.get_text_config(), section["autotp_size"])
+    decoder = config.get_text_config()
+    _refuse_uneven_heads(decoder, section["autotp_size"])
+    # AutoTP splits such a model without a word, and each rank takes the mean of its own features.
+    if any(getattr(decoder, "activation_sparsity_pattern", None) or ()):
+        raise UserError(
+            f"{type(model).__name__} drops activations below a threshold that depends on all "
+            "features of a layer, and tensor_parallel splits them",
+            fix=USE_ZERO3,
+        )
     inside = set(model.get_submodule(blocks_path).modules())
     outside = {
         name: module

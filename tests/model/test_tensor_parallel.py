@@ -199,6 +199,7 @@ def _refused(directory, size, text):
         ("dbrx", 2, "2 cannot split 4 heads and 1 of keys and values evenly; fix: remove"),
         ("falcon_mamba", 2, "2 cannot split 0 heads and 0 of keys and values evenly; fix: remove"),
         ("bloom", 2, "BloomForCausalLM does not run"),
+        ("gemma3n_text", 2, "Gemma3nForCausalLM drops activations below a threshold"),
     ],
 )
 def test_what_cannot_be_split_is_refused_and_zero_3_is_named(family, size, text, tmp_path):
