@@ -121,19 +121,15 @@ class Quantization:
         by_part = parts.view(-1, self.size_of_part)
         values = parts.new_empty(len(by_part), self.groups_of_part, GROUP)
         for part, elements in zip(by_part, values, strict=True):
-            self._dequantize_part(part, elements)
+            for codes, steps, minima, group in _chunks(*self._fields(part), elements):
+                value = codes
+                if self.bits == 4:
+                    halves = torch.stack([codes >> 4, codes & 15], dim=-1)
+                    value = halves.view(-1, GROUP)
+                # Two operations, which round twice on any device.
+                scaled = value.float().mul_(steps.float())
+                group.copy_(scaled.add_(minima.float()))
         return values.view(-1)
-
-    def _dequantize_part(self, part: Tensor, elements: Tensor) -> None:
-        fields = self._fields(part)
-        for codes, steps, minima, group in _chunks(*fields, elements):
-            value = codes
-            if self.bits == 4:
-                halves = torch.stack([codes >> 4, codes & 15], dim=-1)
-                value = halves.view(-1, GROUP)
-            # Two operations, which round twice on any device.
-            scaled = value.float().mul_(steps.float())
-            group.copy_(scaled.add_(minima.float()))
 
     def matrix(self, parts: Tensor) -> Tensor:
         """Return the matrix [*shape] that modules compute with, from the parts of all ranks."""
