@@ -98,13 +98,10 @@ def start_forward_engine(
             parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
             # With another status, DeepSpeed would gather a copy where it meets the parameter.
             parameter.ds_status = ZeroParamStatus.AVAILABLE
-            parameter.partition = _stay
+            # The weight is the shard itself: DeepSpeed's GatheredParameters must not free it.
+            parameter.partition = lambda *_, **__: None
         return engine
     if not get_accelerator().is_synchronized_device():
         keep_in_step(blocks)
     GatherAhead(model, blocks)
     return engine
-
-
-def _stay(*_: object, **__: object) -> None:
-    """End DeepSpeed's GatheredParameters where a weight is the shard itself, and is not freed."""
