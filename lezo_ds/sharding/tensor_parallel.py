@@ -71,11 +71,13 @@ def shard_model(
     config: Any = model.config
     decoder = config.get_text_config()
     _refuse_uneven_heads(decoder, section["autotp_size"])
-    # AutoTP splits such a model without a word, and each rank takes the mean of its own features.
-    if any(getattr(decoder, "activation_sparsity_pattern", None) or ()):
+    # AutoTP splits such models without a word, and other logits come out.
+    is_sparse = any(getattr(decoder, "activation_sparsity_pattern", None) or ())
+    has_norms_of_heads = decoder.model_type == "stablelm" and decoder.qk_layernorm
+    if is_sparse or has_norms_of_heads:
         raise UserError(
-            f"{type(model).__name__} drops activations below a threshold that depends on all "
-            "features of a layer, and tensor_parallel splits them",
+            f"{type(model).__name__} would compute something else after AutoTP has split it: it "
+            "has a norm for each head, or activations that depend on all features of a layer",
             fix=USE_ZERO3,
         )
     inside = set(model.get_submodule(blocks_path).modules())
