@@ -332,7 +332,7 @@ class Witness:
         names = []
         for shard, sample in self._samples.items():
             present = _sample(self._weights.target_of(shard))
-            if not torch.equal(_bytes_of(sample), _bytes_of(present)):
+            if not all(map(torch.equal, _bytes_of(sample), _bytes_of(present))):
                 names.append(shard.name)
         return names
 
@@ -340,28 +340,19 @@ class Witness:
 def _sample(target: UpdateTarget) -> UpdateTarget:
     """Return a copy of the first elements, which are neighbors in the full parameter."""
     values, elements, low, grid = target
-    region = elements.region
-    number = min(_NUM_ELEMENTS, region.width)
-    first = Region.run(region.start, number)
+    number = min(_NUM_ELEMENTS, elements.region.width)
+    first = Region.run(elements.region.start, number)
     if low is not None:
         low = low[:number].clone()
     if grid is not None:
         grid = grid[:, :1].clone(memory_format=torch.contiguous_format)  # a group has as many
-    return UpdateTarget(
-        values[:number].clone(),
-        elements._replace(region=first),
-        low,
-        grid,
-    )
+    return UpdateTarget(values[:number].clone(), elements._replace(region=first), low, grid)
 
 
-def _bytes_of(target: UpdateTarget) -> Tensor:
+def _bytes_of(target: UpdateTarget) -> list[Tensor]:
     """Return the values and low bits. As numbers, -0.0 would equal 0.0, and NaN not itself."""
-    values = target.values.view(torch.uint8)
-    if target.low is None:
-        return values
-    low = target.low.view(torch.uint8)
-    return torch.cat([values, low])
+    stored = (target.values, target.low)
+    return [each.view(torch.uint8) for each in stored if each is not None]
 
 
 def digest_of(values: Tensor, elements: Elements) -> int:
