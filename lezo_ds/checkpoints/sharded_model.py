@@ -143,7 +143,7 @@ def load_sharded_model(
         def restore() -> None:
             put_back()
             if bits:
-                quantize_parameters(module, quantized, bits, None)
+                quantize_parameters(module, quantized, bits, 1)
 
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
     else:

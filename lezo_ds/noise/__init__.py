@@ -241,6 +241,7 @@ class Kernels(ABC):
             region: which numbers.
         """
 
+    @abstractmethod
     def subtract(
         self,
         target: UpdateTarget,
@@ -265,29 +266,22 @@ class Kernels(ABC):
         Raises:
             UserError: a user-defined law gives u or b of another shape, dtype or device.
         """
-        rows, columns = target.elements.rows_and_columns()
-        device = target.values.device
-        for name, values, lines in (("u", u, rows), ("b", b, columns)):
-            shape = (len(u), len(lines))
-            if (values.dtype, values.shape, values.device) != (torch.float32, shape, device):
-                raise UserError(
-                    f"{name} of Kernels.subtract is {values.dtype} {list(values.shape)} on "
-                    f"{values.device}, expected torch.float32 {list(shape)} on {device}",
-                    fix="correct Directions.update of the law that zo.law names",
-                )
-        # The kernels read addresses: a transposed or expanded tensor has others.
-        self._subtract(target, u.contiguous(), b.contiguous(), update, precision)
 
-    @abstractmethod
-    def _subtract(
-        self,
-        target: UpdateTarget,
-        u: Tensor,
-        b: Tensor,
-        update: Update,
-        precision: UpdatePrecision,
-    ) -> None:
-        """Do the work of `subtract` with checked, contiguous u and b."""
+
+def checked_terms(target: UpdateTarget, u: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return u and b of `Kernels.subtract`, contiguous, or raise its UserError."""
+    rows, columns = target.elements.rows_and_columns()
+    device = target.values.device
+    for name, values, lines in (("u", u, rows), ("b", b, columns)):
+        shape = (len(u), len(lines))
+        if (values.dtype, values.shape, values.device) != (torch.float32, shape, device):
+            raise UserError(
+                f"{name} of Kernels.subtract is {values.dtype} {list(values.shape)} on "
+                f"{values.device}, expected torch.float32 {list(shape)} on {device}",
+                fix="correct Directions.update of the law that zo.law names",
+            )
+    # The kernels read addresses: a transposed or expanded tensor has others.
+    return u.contiguous(), b.contiguous()
 
 
 class Updater(ABC):

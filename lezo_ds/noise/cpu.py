@@ -35,6 +35,7 @@ from lezo_ds.noise import (
     Weight,
     aligned,
     bytes_of_copies,
+    checked_terms,
     pack_updates,
 )
 from lezo_ds.zo.laws import Distribution
@@ -172,7 +173,7 @@ class CpuKernels(Kernels):
         self._library.lezo_entries(ctypes.byref(call))
         return out
 
-    def _subtract(
+    def subtract(
         self,
         target: UpdateTarget,
         u: Tensor,
@@ -180,6 +181,7 @@ class CpuKernels(Kernels):
         update: Update,
         precision: UpdatePrecision,
     ) -> None:
+        u, b = checked_terms(target, u, b)
         elements = target.elements
         rows, columns = elements.rows_and_columns()
         _change(

@@ -24,6 +24,7 @@ from lezo_ds.noise import (
     Weight,
     aligned,
     bytes_of_copies,
+    checked_terms,
     pack_updates,
 )
 from lezo_ds.noise import triton_kernels as kernels
@@ -237,7 +238,7 @@ class TritonKernels(Kernels):
         )
         return out
 
-    def _subtract(
+    def subtract(
         self,
         target: UpdateTarget,
         u: Tensor,
@@ -245,6 +246,7 @@ class TritonKernels(Kernels):
         update: Update,
         precision: UpdatePrecision,
     ) -> None:
+        u, b = checked_terms(target, u, b)
         values, elements, _, grid = target
         region = elements.region
         rows, columns = elements.rows_and_columns()
@@ -255,15 +257,13 @@ class TritonKernels(Kernels):
         kernel = _compiled(
             kernels.subtract_kernel,
             (
-                ("dtype", TRITON_TYPES[values.dtype]),
-                ("low_dtype", TRITON_TYPES[low.dtype]),
                 ("storage", _storage(values, precision)),
                 ("layout", "any" if any(start % 4 for start in starts) else "aligned"),
                 ("unit", _unit(region.width, values.data_ptr(), low.data_ptr())),
                 ("wraps_once", parameter_width >= tile_size),
                 ("num_blocks", _BLOCKS_OF_SUBTRACTION),
             ),
-            are_aligned=(values.data_ptr() % 16 == 0, low.data_ptr() % 16 == 0),
+            (values.dtype, values.data_ptr() % 16 == 0, low.dtype, low.data_ptr() % 16 == 0),
         )
         tiles_of_row = _tiles_of_row(region.width, 4, _BLOCKS_OF_SUBTRACTION)
         kernel.run(
@@ -430,14 +430,14 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
 
 @functools.cache
 def _compiled(
-    kernel: Any, constants: Constants, are_aligned: tuple[bool, ...] = ()
+    kernel: Any, constants: Constants, of_tensors: tuple[Any, ...] = ()
 ) -> CompiledKernel:
     """Return a kernel with its constants, the same one at each call.
 
     Args:
         kernel: a function of `triton.jit`.
         constants: its last arguments, by name.
-        are_aligned: which of its tensors begin at a multiple of 16 bytes, if they differ in that.
-            A compiled kernel serves only those that are alike.
+        of_tensors: the types of its tensors, and which begin at a multiple of 16 bytes, if they
+            differ in that. A compiled kernel serves only those that are alike.
     """
     return CompiledKernel(kernel, dict(constants))

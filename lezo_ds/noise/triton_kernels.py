@@ -340,7 +340,6 @@ def _changed(
     parameter_id,
     block,
     per_block: tl.constexpr,
-    dtype: tl.constexpr,
     storage: tl.constexpr,
 ):
     """Return stored values and their low bits after theta * factor - delta, rounded once.
@@ -349,11 +348,11 @@ def _changed(
     """
     if storage == "fp32_master":
         value = _join_master(stored, low) * factor - delta
-        stored, low = _split_master(value, dtype)
+        stored, low = _split_master(value, stored.dtype)
     elif storage == "stochastic":
         value = stored.to(tl.float32) * factor - delta
         dither = _dither(key, parameter_id, block, per_block, DITHER_STREAM)
-        stored = _round_stochastic(value, dither, dtype)
+        stored = _round_stochastic(value, dither, stored.dtype)
     elif storage == "codes":
         dither = _dither(key, parameter_id, block, per_block, CODE_STREAM)
         stored = _moved(stored, low, minimum, factor, delta, dither)
@@ -600,7 +599,7 @@ def update_kernel(
         factor = tl.load(multipliers_ptr + 4 * update + 3)
         delta = coefficient * _draw(key, parameter_id, block, distribution)
         stored, low = _changed(
-            stored, low, minimum, factor, delta, key, parameter_id, block, per_block, dtype, storage
+            stored, low, minimum, factor, delta, key, parameter_id, block, per_block, storage
         )
     tl.store(values_ptr, stored, mask=inside)
     if storage == "fp32_master":
@@ -681,8 +680,6 @@ def subtract_kernel(
     num_rows: tl.int64,
     first_column: tl.int32,
     num_columns: tl.int64,
-    dtype: tl.constexpr,
-    low_dtype: tl.constexpr,
     storage: tl.constexpr,
     layout: tl.constexpr,
     unit: tl.constexpr,
@@ -713,8 +710,6 @@ def subtract_kernel(
         num_rows: of u.
         first_column: column of the full matrix at which b begins.
         num_columns: of b.
-        dtype: of theta.
-        low_dtype: see `low_ptr`: kernels differ in it.
         storage: how values are stored: "fp32", "codes", or the update precision of 16-bit values.
         layout: "aligned" if all rows of the region begin where a block begins, else "any".
         unit: 16 if `width` and the pointers to theta and low bits are multiples of it, else 1.
@@ -751,7 +746,7 @@ def subtract_kernel(
     elif storage == "codes":
         low, minimum = _grid_of(low_ptr, num_groups, position, inside)
     stored, low = _changed(
-        stored, low, minimum, factor, delta, key, parameter_id, block, 4, dtype, storage
+        stored, low, minimum, factor, delta, key, parameter_id, block, 4, storage
     )
     tl.store(values_ptr, stored, mask=inside)
     if storage == "fp32_master":

@@ -364,8 +364,9 @@ def fp8_block(directory: Path) -> tuple[int, int] | None:
     Raises:
         UserError: the weights are quantized in another way.
     """
-    quantization = _quantization_of(_config_of(directory))
-    match quantization:
+    sections = sections_of(_config_of(directory))
+    found = (section.get(key) for section in sections for key in QUANTIZATION_KEYS)
+    match next(filter(None, found), None):
         case None:
             return None
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if (
@@ -393,13 +394,6 @@ def fp8_block(directory: Path) -> tuple[int, int] | None:
 def sections_of(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a configuration and the parts of it that are some, such as its text_config."""
     return [config, *(value for value in config.values() if isinstance(value, dict))]
-
-
-def _quantization_of(config: dict[str, Any]) -> Any:
-    """Return how a config.json says that weights are quantized, wherever it says so, or None."""
-    sections = sections_of(config)
-    found = (section.get(key) for section in sections for key in QUANTIZATION_KEYS)
-    return next(filter(None, found), None)
 
 
 def _config_of(directory: Path) -> dict[str, Any]:

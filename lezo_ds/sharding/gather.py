@@ -21,7 +21,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lezo_ds.distributed import device
-from lezo_ds.sharding.shards import is_on_device
 
 
 class Bundle:
@@ -56,7 +55,6 @@ class Bundle:
         self._group = first.ds_process_group
         self._rank = first.ds_zero_partition_rank
         self._num_ranks = first.ds_zero_partition_world_size
-        self._are_here = all(is_on_device(parameter) for parameter in parameters)
         self._released = torch.empty(0, dtype=first.dtype, device=device())
         self._message: tuple[Tensor, Any] | None = None  # on its way
         self._is_gathered = False
@@ -69,12 +67,8 @@ class Bundle:
             flat = self._released.new_empty(self._num_ranks, sum(self._sizes))
             mine = flat[self._rank]
             own_slices = [parameter.ds_tensor for parameter in self._parameters]
-            if self._are_here:
-                torch.cat(own_slices, out=mine)
-            else:
-                places = torch.split(mine, self._sizes)
-                for place, own_slice in zip(places, own_slices, strict=True):
-                    place.copy_(own_slice, non_blocking=True)
+            places = torch.split(mine, self._sizes)
+            torch._foreach_copy_(places, own_slices, non_blocking=True)
             work = comm.all_gather_into_tensor(
                 flat.view(-1),
                 mine,

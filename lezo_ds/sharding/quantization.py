@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezo_ds.errors import UserError
 from lezo_ds.sharding.parameters import own_name
 
 GROUP = 64
@@ -122,19 +121,15 @@ class Quantization:
         by_part = parts.view(-1, self.size_of_part)
         values = parts.new_empty(len(by_part), self.groups_of_part, GROUP)
         for part, elements in zip(by_part, values, strict=True):
-            self._dequantize_part(part, elements)
+            for codes, steps, minima, group in _chunks(*self._fields(part), elements):
+                value = codes
+                if self.bits == 4:
+                    halves = torch.stack([codes >> 4, codes & 15], dim=-1)
+                    value = halves.view(-1, GROUP)
+                # Two operations, which round twice on any device.
+                scaled = value.float().mul_(steps.float())
+                group.copy_(scaled.add_(minima.float()))
         return values.view(-1)
-
-    def _dequantize_part(self, part: Tensor, elements: Tensor) -> None:
-        fields = self._fields(part)
-        for codes, steps, minima, group in _chunks(*fields, elements):
-            value = codes
-            if self.bits == 4:
-                halves = torch.stack([codes >> 4, codes & 15], dim=-1)
-                value = halves.view(-1, GROUP)
-            # Two operations, which round twice on any device.
-            scaled = value.float().mul_(steps.float())
-            group.copy_(scaled.add_(minima.float()))
 
     def matrix(self, parts: Tensor) -> Tensor:
         """Return the matrix [*shape] that modules compute with, from the parts of all ranks."""
@@ -192,7 +187,7 @@ def quantize_parameters(
     model: nn.Module,
     names: Set[str],
     bits: int,
-    num_parts: int | None,
+    num_parts: int,
 ) -> None:
     """Turn matrices on the meta device into quantized ones, and let their modules dequantize them.
 
@@ -200,24 +195,15 @@ def quantize_parameters(
         model: on the meta device.
         names: own names of the matrices, each the `weight` of a module.
         bits: of a code.
-        num_parts: number of ranks that get a part of each matrix; None if tensor parallelism has
+        num_parts: number of ranks that get a part of each matrix; 1 if tensor parallelism has
             split them.
-
-    Raises:
-        UserError: tensor parallelism has split a group.
     """
     matrices: dict[str, Any] = dict(model.named_parameters())
     for name, matrix in matrices.items():
         if own_name(name) not in names:
             continue
-        if num_parts is None and matrix.shape[-1] % GROUP:
-            raise UserError(
-                f"tensor parallelism gives {own_name(name)} rows of {matrix.shape[-1]} elements, "
-                f"and model.bits={bits} needs a multiple of {GROUP}",
-                fix="set tensor_parallel=1, or model.bits=null",
-            )
         shape = tuple(matrix.shape)
-        quantization = Quantization(bits, matrix.dtype, shape, num_parts or 1)
+        quantization = Quantization(bits, matrix.dtype, shape, num_parts)
         size = quantization.num_parts * quantization.size_of_part
         matrix.data = matrix.new_empty(size)
         if bits != TRAINED_BITS:

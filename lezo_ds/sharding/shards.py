@@ -233,8 +233,3 @@ def _gather_padded(stored: Tensor, size: int, group: Any) -> Tensor:
     message = by_rank.view(-1).view(torch.uint8)
     comm.all_gather_into_tensor(message, padded.view(torch.uint8), group=group)
     return by_rank
-
-
-def is_on_device(parameter: Any) -> bool:
-    """Return whether a sharded parameter's slice is in the memory of this rank's device."""
-    return bool(parameter.ds_tensor.device == distributed.device())

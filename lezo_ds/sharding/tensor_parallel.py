@@ -15,13 +15,12 @@ docs/deepspeed.md lists the facts about DeepSpeed that this relies on.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed import comm
-from deepspeed.checkpoint.affine import ParamAffineMap
+from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject.layers import (
     GatherFromTensorParallelRegion,
@@ -34,9 +33,10 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lezo_ds.distributed import device
+from lezo_ds.distributed import device, lost_rank, out_of_memory
 from lezo_ds.errors import UserError, cut, one_line
-from lezo_ds.sharding.quantization import quantization_of
+from lezo_ds.sharding.parameters import own_name
+from lezo_ds.sharding.quantization import GROUP, full_shape, quantization_of
 from lezo_ds.sharding.shards import Split
 from lezo_ds.sharding.surgery import put_parameters, start_engine
 
@@ -45,11 +45,6 @@ LOOKUP_FORWARDS = (nn.Embedding.forward, VocabParallelEmbedding.forward)
 """Forward passes that read rows of a table and do nothing else."""
 
 USE_ZERO3 = "remove tensor_parallel, which shards the weights by ZeRO-3 instead"
-
-# What torch 2.13 says of a view or a product whose sizes do not fit.
-_SHAPE_ERROR = re.compile(
-    r"shape '.*' is invalid|[Ss]izes? of (the )?tensors?|expanded size|shapes cannot be multiplied"
-)
 
 
 def shard_model(
@@ -69,11 +64,22 @@ def shard_model(
         are on this rank's device, and their values are undefined until they are loaded.
 
     Raises:
-        UserError: AutoTP cannot split this model over so many ranks.
+        UserError: AutoTP cannot split this model over so many ranks, changes what it computes, or
+            splits a group of quantized elements. The same on all ranks.
     """
     section = ds_config["tensor_parallel"]
     config: Any = model.config
-    _refuse_uneven_heads(config.get_text_config(), section["autotp_size"])
+    decoder = config.get_text_config()
+    _refuse_uneven_heads(decoder, section["autotp_size"])
+    # AutoTP splits such models without a word, and other logits come out.
+    is_sparse = any(getattr(decoder, "activation_sparsity_pattern", None) or ())
+    has_norms_of_heads = decoder.model_type == "stablelm" and decoder.qk_layernorm
+    if is_sparse or has_norms_of_heads:
+        raise UserError(
+            f"{type(model).__name__} would compute something else after AutoTP has split it: it "
+            "has a norm for each head, or activations that depend on all features of a layer",
+            fix=USE_ZERO3,
+        )
     inside = set(model.get_submodule(blocks_path).modules())
     outside = {
         name: module
@@ -120,13 +126,13 @@ def check_that_it_runs(model: nn.Module) -> None:
     Falcon and Bloom keep that number in an attribute that AutoTP does not change.
 
     Raises:
-        UserError: the shapes of two tensors do not fit. Any other error, such as a lack of memory
-            or a lost rank, passes through.
+        UserError: it does not run. A lack of memory, a lost rank or an error of the GPU has another
+            cause, and passes through.
     """
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device()))
     except RuntimeError as error:
-        if not _SHAPE_ERROR.search(str(error)):
+        if lost_rank(error) or out_of_memory(error) or "CUDA error" in str(error):
             raise
         reason = cut(str(error), 100)
         raise UserError(
@@ -136,13 +142,14 @@ def check_that_it_runs(model: nn.Module) -> None:
 
 
 def _refuse_uneven_heads(config: Any, size: int) -> None:
-    num_heads = config.num_attention_heads
+    num_heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
     num_shared = getattr(config, "num_key_value_heads", None) or num_heads
-    if num_heads % size or num_shared % size:
+    most = math.gcd(num_heads, num_shared)
+    if most == 0 or most % size:
         raise UserError(
-            f"tensor_parallel={size} does not divide {num_heads} heads and {num_shared} of keys "
-            "and values",
-            fix=f"use a divisor of {math.gcd(num_heads, num_shared)}, or {USE_ZERO3}",
+            f"tensor_parallel={size} cannot split {num_heads} heads and {num_shared} of keys and "
+            "values evenly",
+            fix=f"use a divisor of {most}, or {USE_ZERO3}" if most > 1 else USE_ZERO3,
         )
 
 
@@ -181,15 +188,27 @@ def _split_of(name: str, parameter: nn.Parameter, group: Any) -> Split:
     """Return how a parameter is split, from the description that DeepSpeed attaches to it."""
     description = getattr(parameter, DS_AUTOTP_UC_META, None)
     if description is None or description["conversion"].get("replicated"):
-        quantization = quantization_of(parameter)
-        return Split(quantization.shape if quantization else tuple(parameter.shape), [], group)
+        return Split(full_shape(parameter), [], group)
     stored_map = description["conversion"].get("affine_map")
     if stored_map:
         affine_map = ParamAffineMap.from_dict(stored_map)
         pieces = [piece for of_rank in affine_map.pieces_by_rank.values() for piece in of_rank]
         if len(pieces) == len(affine_map.pieces_by_rank):
+            _refuse_split_groups(own_name(name), parameter, pieces)
             return Split(affine_map.logical_shape, pieces, group)
     raise UserError(f"AutoTP splits {name} into parts that are not rectangles", fix=USE_ZERO3)
+
+
+def _refuse_split_groups(name: str, parameter: nn.Parameter, pieces: list[AffinePiece]) -> None:
+    """Refuse pieces of a quantized matrix that are not whole groups, on all ranks if on one."""
+    quantization = quantization_of(parameter)
+    widths = [piece.shape[-1] for piece in pieces if piece.shape[-1] % GROUP]
+    if quantization is not None and widths:
+        raise UserError(
+            f"tensor parallelism gives {name} rows of {widths[0]} elements, and "
+            f"model.bits={quantization.bits} needs a multiple of {GROUP}",
+            fix="set tensor_parallel=1, or model.bits=null",
+        )
 
 
 def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:

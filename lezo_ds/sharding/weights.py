@@ -108,8 +108,8 @@ class ShardedWeights:
     ) -> None:
         """Fill shards from files, of which each rank reads only its own elements.
 
-        Low bits come from the folder of low bits, if there is one. Without it, the bits of `files`
-        that 16-bit shards cannot store become low bits.
+        Low bits come from the folder of low bits, if there is one for the dtype of the shards.
+        Without them, the bits of `files` that 16-bit shards cannot store become low bits.
 
         Args:
             shards: some of `self.shards`.
@@ -127,13 +127,23 @@ class ShardedWeights:
             low_files = WeightFiles(low_directory)
         for shard in shards:
             region = shard.elements.region
+            values = files.read(tensors[shard.name], region)
             low = None
-            has_codes = keeps_grids and shard.trained_codes() is not None
-            if low_files is not None and (has_codes or self._has_low_bits(shard)):
-                low = low_files.read([shard.name], region)
-            # Without a name, the values are gone when the next ones are read.
-            self.fill(shard, files.read(tensors[shard.name], region), low)
+            if low_files is not None and values.dtype == shard.dtype:
+                low = self._stored_low(low_files, shard, keeps_grids)
+            self.fill(shard, values, low)
+            del values  # before the next ones are read
         finish_updates()
+
+    def _stored_low(self, low_files: WeightFiles, shard: Shard, keeps_grids: bool) -> Tensor | None:
+        """Read the low bits of a shard, or its codes. The folder may be that of another run."""
+        dtype = "I16" if self._has_low_bits(shard) else None
+        if keeps_grids and shard.trained_codes() is not None:
+            dtype = "U8"
+        stored = low_files.tensors.get(shard.name)
+        if stored is None or stored.dtype != dtype:
+            return None
+        return low_files.read([shard.name], shard.elements.region)
 
     def fill(
         self,
@@ -322,7 +332,7 @@ class Witness:
         names = []
         for shard, sample in self._samples.items():
             present = _sample(self._weights.target_of(shard))
-            if not torch.equal(_bytes_of(sample), _bytes_of(present)):
+            if not all(map(torch.equal, _bytes_of(sample), _bytes_of(present))):
                 names.append(shard.name)
         return names
 
@@ -330,28 +340,19 @@ class Witness:
 def _sample(target: UpdateTarget) -> UpdateTarget:
     """Return a copy of the first elements, which are neighbors in the full parameter."""
     values, elements, low, grid = target
-    region = elements.region
-    number = min(_NUM_ELEMENTS, region.width)
-    first = Region.run(region.start, number)
+    number = min(_NUM_ELEMENTS, elements.region.width)
+    first = Region.run(elements.region.start, number)
     if low is not None:
         low = low[:number].clone()
     if grid is not None:
         grid = grid[:, :1].clone(memory_format=torch.contiguous_format)  # a group has as many
-    return UpdateTarget(
-        values[:number].clone(),
-        elements._replace(region=first),
-        low,
-        grid,
-    )
+    return UpdateTarget(values[:number].clone(), elements._replace(region=first), low, grid)
 
 
-def _bytes_of(target: UpdateTarget) -> Tensor:
+def _bytes_of(target: UpdateTarget) -> list[Tensor]:
     """Return the values and low bits. As numbers, -0.0 would equal 0.0, and NaN not itself."""
-    values = target.values.view(torch.uint8)
-    if target.low is None:
-        return values
-    low = target.low.view(torch.uint8)
-    return torch.cat([values, low])
+    stored = (target.values, target.low)
+    return [each.view(torch.uint8) for each in stored if each is not None]
 
 
 def digest_of(values: Tensor, elements: Elements) -> int:

@@ -26,7 +26,6 @@ from torch import nn
 
 from lezo_ds.distributed import device
 from lezo_ds.sharding.gather import GatherAhead, keep_in_step
-from lezo_ds.sharding.shards import is_on_device
 from lezo_ds.sharding.surgery import put_parameters, start_engine
 
 
@@ -93,18 +92,16 @@ def start_forward_engine(
         # DeepSpeed has replaced it by a dict that gathers a parameter when it is read.
         module._parameters = module.__dict__.pop("_original_parameters")
     parameters: list[Any] = list(model.parameters())
-    if all(p.ds_zero_partition_world_size == 1 and is_on_device(p) for p in parameters):
+    own = device()
+    if all(p.ds_zero_partition_world_size == 1 and p.ds_tensor.device == own for p in parameters):
         for parameter in parameters:
             parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
             # With another status, DeepSpeed would gather a copy where it meets the parameter.
             parameter.ds_status = ZeroParamStatus.AVAILABLE
-            parameter.partition = _stay
+            # The weight is the shard itself: DeepSpeed's GatheredParameters must not free it.
+            parameter.partition = lambda *_, **__: None
         return engine
     if not get_accelerator().is_synchronized_device():
         keep_in_step(blocks)
     GatherAhead(model, blocks)
     return engine
-
-
-def _stay(*_: object, **__: object) -> None:
-    """End DeepSpeed's GatheredParameters where a weight is the shard itself, and is not freed."""

@@ -192,9 +192,8 @@ def test_kernels_of_low_rank_compile_and_round_every_operation_on_its_own(storag
     subtraction |= {"values_ptr": f"*{values}", "factor": "fp32"}
     subtraction |= dict.fromkeys(("num_terms", "tiles_of_row", "parameter_width"), "i32")
     subtraction["first_column"] = "i32"
-    constants = {"dtype": STORAGE[values], "storage": storage, "layout": "aligned", "unit": 16}
+    constants = {"storage": storage, "layout": "aligned", "unit": 16}
     constants |= {"wraps_once": True, "num_blocks": 512}
-    constants["low_dtype"] = LOW_TYPES.get(storage, STORAGE[values])
     entries = {"out_ptr": "*fp32", "keys_ptr": "*u64", "rank": "i32"}
     of_entries = {"distribution": "normal", "per_block": 4, "num_blocks": 256}
     subtracted = compiled_for_hopper(kernels.subtract_kernel, subtraction, constants)

@@ -1,5 +1,7 @@
 """Matrices in 4 and 8 bits: what is stored, that runs on them are exact, and what is refused."""
 
+import re
+
 import numpy as np
 import pytest
 import tiny_runs
@@ -270,11 +272,34 @@ def test_trained_codes_are_the_same_on_any_number_of_ranks(models, tmp_path, fam
             torch.testing.assert_close(found[1], values, rtol=0, atol=0)
 
 
-def split_narrow(directory):
-    with pytest.raises(UserError, match=r"rows of 32 elements, .* needs a multiple of 64"):
+def split_narrow(directory, width):
+    with pytest.raises(UserError, match=rf"rows of {width} elements, .* needs a multiple of 64"):
         start_engine(directory, peft_config("lora"), num_ranks=2, bits=4, ds_changes=SPLIT)
 
 
-def test_ranks_that_would_split_a_group_are_refused(tmp_path):
-    narrow = OPT.to_dict() | {"hidden_size": 64, "word_embed_proj_dim": 64}
-    run_ranks(split_narrow, 2, write_model(OPTConfig(**narrow), tmp_path))
+# Of 129 columns, the ranks have 65 and 64. Both refuse.
+@pytest.mark.parametrize(
+    ("width", "sizes"),
+    [(32, {"hidden_size": 64, "word_embed_proj_dim": 64}), (65, {"ffn_dim": 129})],
+)
+def test_ranks_that_would_split_a_group_are_refused(tmp_path, width, sizes):
+    directory = write_model(OPTConfig(**(OPT.to_dict() | sizes)), tmp_path)
+    run_ranks(split_narrow, 2, directory, width)
+
+
+def low_bits_from_snapshot(directory, root, options):
+    snapshot = tiny_runs.start_engine(directory, "bf16", **options).save_checkpoint(root)
+    return tiny_runs.start_engine(snapshot, "bf16").weights.low_bits
+
+
+@pytest.mark.parametrize(
+    ("options", "with_low_bits"),
+    [({"bits": 8}, r"(?!.*(_proj|fc.)\.weight)"), ({"only_blocks": True}, r".*\.layers\.")],
+    ids=["codes", "blocks"],
+)
+def test_a_snapshot_of_other_trained_weights_gives_only_its_low_bits(
+    models, tmp_path, options, with_low_bits
+):
+    (found,) = run_ranks(low_bits_from_snapshot, 1, models["opt"], tmp_path, options)
+    for name, low in found.items():
+        assert (low.dtype, bool(low.any())) == (torch.int16, bool(re.match(with_low_bits, name)))

@@ -195,12 +195,18 @@ def _refused(directory, size, text):
     ("family", "size", "text"),
     [
         ("gpt2", 2, "AutoTP does not support GPT2LMHeadModel"),
-        ("llama", 4, "tensor_parallel=4 does not divide 4 heads and 2 of keys and values"),
+        ("llama", 4, "4 cannot split 4 heads and 2 of .* evenly; fix: use a divisor of 2"),
+        ("dbrx", 2, "2 cannot split 4 heads and 1 of keys and values evenly; fix: remove"),
+        ("falcon_mamba", 2, "2 cannot split 0 heads and 0 of keys and values evenly; fix: remove"),
         ("bloom", 2, "BloomForCausalLM does not run"),
+        ("gemma3n_text", 2, "Gemma3nForCausalLM would compute something else"),
+        ("stablelm", 2, "StableLmForCausalLM would compute something else"),
     ],
 )
 def test_what_cannot_be_split_is_refused_and_zero_3_is_named(family, size, text, tmp_path):
-    directory = str(write_model(small_config(family), tmp_path))
+    config = small_config(family)
+    config.qk_layernorm = True  # of StableLM 2 12B
+    directory = str(write_model(config, tmp_path))
     run_ranks(_refused, size, directory, size, text)
 
 
@@ -221,10 +227,11 @@ class _Failing(nn.Module):
         (torch.OutOfMemoryError("CUDA out of memory."), "CUDA out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "can't allocate memory"),
         (RuntimeError("[gloo/tcp/pair.cc:525] Connection closed by peer"), "closed by peer"),
-        # Heads that are not split: of Falcon, of Bloom, and of others.
+        (RuntimeError("CUDA error: an illegal memory access"), "an illegal memory access"),
+        # Heads that are not split: of Falcon, of Bloom, of Recurrent Gemma, and of others.
         (RuntimeError("shape '[1, 2, 4, 4]' is invalid for input of size 24"), NOT_SPLIT),
         (RuntimeError("The expanded size of the tensor (2) must match"), NOT_SPLIT),
-        (RuntimeError("The size of tensor a (4) must match the size of tensor b (2)"), NOT_SPLIT),
+        (RuntimeError("Given groups=32, weight of size [32, 1, 4], expected input"), NOT_SPLIT),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), NOT_SPLIT),
     ],
 )
