@@ -109,25 +109,26 @@ def test_the_formula_is_within_a_tenth_of_the_peaks_of_the_page_of_results(bits,
 
 
 PAGE = """
-4  30.7  tensor_parallel=4 train.micro_batch_size=16 zo.update_precision=fp32_master
-4  16.8  tensor_parallel=4 train.micro_batch_size=16
-8   9.5  tensor_parallel=8 train.micro_batch_size=16
-2  59.3  tensor_parallel=2 train.micro_batch_size=16 zo.update_precision=fp32_master
-2  36.6  train.micro_batch_size=8
-4  22.6  train.micro_batch_size=4
-8  22.6  partition_size=4 train.micro_batch_size=2
-4   8.7  deepspeed=zero3_cpu_offload train.micro_batch_size=4
-1  36.4  model.bits=8 zo.update_precision=fp32_master
+4  30.7  paper-opt-30b tensor_parallel=4 train.micro_batch_size=16 zo.update_precision=fp32_master
+4  16.8  paper-opt-30b tensor_parallel=4 train.micro_batch_size=16
+8   9.5  paper-opt-30b tensor_parallel=8 train.micro_batch_size=16
+2  59.3  paper-opt-30b tensor_parallel=2 train.micro_batch_size=16 zo.update_precision=fp32_master
+2  36.6  paper-opt-30b train.micro_batch_size=8
+4  22.6  paper-opt-30b train.micro_batch_size=4
+8  22.6  paper-opt-30b partition_size=4 train.micro_batch_size=2
+4   8.7  paper-opt-30b deepspeed=zero3_cpu_offload train.micro_batch_size=4
+1  36.4  paper-opt-30b model.bits=8 zo.update_precision=fp32_master
+1  19.9  opt-30b-4bit
 """
-"""Ranks, GiB that each holds, and keys: the pages of OPT-30b and of eight bits."""
+"""Ranks, GiB that each holds, recipe and keys: the pages of OPT-30b and of eight bits."""
 
 
 @pytest.mark.parametrize("line", PAGE.strip().splitlines())
 def test_the_pages_of_opt_30b_have_the_figures_of_the_plan(line):
-    num_ranks, gib, *keys = line.split()
-    config = load_config("paper-opt-30b", ["model.path=opt-30b", *keys])
+    num_ranks, gib, recipe_name, *keys = line.split()
+    config = load_config(recipe_name, ["model.path=opt-30b", *keys])
     assert f"{peak(config, int(num_ranks), InputSizes(72)) / GIB:.1f}" == gib
-    if "bits" not in line:
+    if "bit" not in line:
         assert ModelSizes(config).snapshot == OPT_30B * (4 if "fp32_master" in line else 2)
 
 
