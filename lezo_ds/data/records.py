@@ -79,8 +79,7 @@ def _records_of(
         if suffix in TABLES:
             fix = (
                 "name each column once, let each row have a value for each, write a quotation mark "
-                'of a text as "", and set data.separator and data.encoding (--separator and '
-                "--encoding of init)"
+                'of a text as "", and set data.separator (--separator of init)'
             )
             yield from _read_table(path, separator or TABLES[suffix], encoding or UTF_8)
         elif suffix == ".parquet":
@@ -93,6 +92,8 @@ def _records_of(
             )
             yield from _read_json(path, is_list=suffix == ".json")
     except Exception as error:  # each library raises its own types
+        if isinstance(error, UnicodeError):
+            fix = "write it in UTF-8, or name the encoding of a table in data.encoding (--encoding)"
         raise UserError(f"{path} cannot be read: {one_line(error)}", fix=fix) from error
 
 
