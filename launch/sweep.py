@@ -128,10 +128,8 @@ def plan(arguments: argparse.Namespace) -> Iterator[Run]:
         settings = {key: reduce(getitem, key.split("."), values) for key in keys_of_words}
         # The name has the values as they were read: 1e-6 and 0.000001 are the same run.
         firsts = [cell[0].partition("=")[0] for cell in cells]
-        name = (
-            re.sub(r"[^\w.+,=-]", "-", ",".join(f"{key}={settings[key]}" for key in firsts))
-            or "run"
-        )
+        shown = ",".join(f"{key}={settings[key]}" for key in firsts)
+        name = re.sub(r"[^\w.+,=-]", "-", shown) or "run"
         if name in names or len(name.encode()) > _MAX_NAME:
             fix = "remove one of the two values, or shorten them by links"
             raise UserError(f"the name of the run {name} is taken or too long", fix=fix)

@@ -329,8 +329,8 @@ def prompt_room(max_length: int, max_new_tokens: int) -> int:
         raise UserError(
             f"data.max_length={max_length} leaves no room for a prompt "
             f"before {max_new_tokens} new tokens",
-            fix=f"set data.max_length to at least {max_new_tokens + 2}, "
-            "or lower generation.max_new_tokens",
+            fix=f"add generation.max_new_tokens={max_length // 2}, or set data.max_length to at "
+            f"least {max_new_tokens + 2}, if the model has as many positions",
         )
     return room
 

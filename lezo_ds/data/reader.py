@@ -308,12 +308,10 @@ class Reader:
     @cached_property
     def _encoding_config(self) -> RunConfig:
         """The recipe with the most tokens of a text with its answer."""
-        data = self.config.data
-        if data.protocol != "mezo" or not self.task.writes_answers:
+        if self.config.data.protocol != "mezo" or not self.task.writes_answers:
             return self.config
         # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to come.
-        shorter = data.model_copy(update={"max_length": self._prompt_room})
-        return self.config.model_copy(update={"data": shorter})
+        return self.config.with_section("data", max_length=self._prompt_room)
 
     def encode(self, examples: Sequence[Example]) -> EncodedSplit:
         """Encode a few examples in memory. UserError: one cannot be encoded, or does not fit."""

@@ -18,7 +18,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, num_positions, resolve_model
 from lezo_ds.config import RunConfig
 from lezo_ds.data.chat import encode_question
-from lezo_ds.data.encode import PromptTokenizer, load_tokenizer, refuse_unknown
+from lezo_ds.data.encode import PromptTokenizer, load_tokenizer, prompt_room, refuse_unknown
 from lezo_ds.data.examples import ASSISTANT, Example, TokenIds, Turn
 from lezo_ds.data.generation import generation_settings, prompt_batch, read_answers
 from lezo_ds.errors import UserError
@@ -55,12 +55,7 @@ def chat(opened: Opened) -> None:
     data = config.data
     tokenizer = load_tokenizer(str(directory), data.date, data.chat_template_kwargs)
     settings = generation_settings(tokenizer, config.generation, in_chat=True)
-    if data.max_length < settings.max_new_tokens + 2:
-        raise UserError(
-            f"{data.max_length} tokens leave no room for a prompt before an answer of "
-            f"generation.max_new_tokens={settings.max_new_tokens}",
-            fix=f"add generation.max_new_tokens={data.max_length // 2}",
-        )
+    prompt_room(data.max_length, settings.max_new_tokens)  # before weights are loaded
     engine = opened.load_engine()
     logger.info("Write a line to the model. An empty line or Ctrl-D ends the chat.")
     turns: list[Turn] = []
